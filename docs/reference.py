@@ -19,7 +19,15 @@ from pydantic_core import PydanticUndefined
 
 from wane.models.manifest import Front
 from wane.service.settings import NOT_AN_OPTION, PREFIX, UNITS, Settings
-from wane.training.config import DataConfig, Experiment, ExportConfig, ModelConfig, ProofConfig, TrainingConfig
+from wane.training.config import (
+    ColumnsConfig,
+    DataConfig,
+    Experiment,
+    ExportConfig,
+    ModelConfig,
+    ProofConfig,
+    TrainingConfig,
+)
 
 HERE = Path(__file__).parent
 
@@ -29,11 +37,11 @@ GROUPS: dict[str, list[str]] = {
         "The five most important settings": "bundles default_model store session_budget_bytes api_keys_file",
         "Network": "host port trusted_proxies max_connections max_header_bytes max_body_bytes receive_budget_bytes "
         "header_timeout_s body_timeout_s send_timeout_s stream_idle_s",
-        "Keys": "api_keys",
+        "Keys and pages": "api_keys cors_origins",
         "Models": "require_all model_poll_interval_s device threads",
         "Batches and queues": "max_batch_size max_queue inline_batch_max_us",
         "Limits of a request": "request_timeout_ms max_batch_inputs max_input_tokens max_scored_tokens "
-        "max_generated_tokens max_window top_k_limit",
+        "max_generated_tokens max_filter_events max_window top_k_limit",
         "Sessions and their states": "session_history_tokens session_ttl_s session_file state_budget_bytes state_ttl_s",
         "The shared store": "store_password_file store_namespace store_timeout_ms store_failure_mode store_policy "
         "state_checkpoint_interval_tokens",
@@ -47,7 +55,8 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Top level", "", Experiment),
     ("[model]", "The network.", ModelConfig),
     ("[model.front]", "Causal convolutions before the first layer. Their memory is finite.", Front),
-    ("[data]", "The corpus.", DataConfig),
+    ("[data]", "The corpus. [Training on events](event_training.md) explains the fields of events.", DataConfig),
+    ("[data.columns]", "The names of the columns of a CSV file of events.", ColumnsConfig),
     (
         "[training]",
         "The optimisation of the weights. After `warmup` steps, the schedule `constant` keeps the learning rate, "
@@ -113,7 +122,6 @@ def experiments_page() -> str:
         "[data]",
         'kind = "events"',
         'path = "sessions.jsonl"',
-        'vocabulary = "words"',
         "",
         "[training]",
         "steps = 1000",

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from wane.models.manifest import OLDEST_SCHEMA, SCHEMA_VERSION, Certificate, Frozen, Manifest, Role
-from wane.models.vocabulary import Vocabulary
+from wane.models.vocabulary import UNK, Vocabulary
 
 MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
@@ -78,11 +78,13 @@ def read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{file}: {'; '.join(problems)}") from error
 
 
-def check_served(path: Path, manifest: Manifest) -> None:
-    """Raises BundleError if the manifest requires a feature that this release does not have."""
-    for field, value in (("unknown", "skip"), ("start", "zero")):
-        if getattr(manifest, field) == value:
-            raise BundleError(f"{path / MANIFEST}: {field}: {value!r} is not supported by this release")
+def check_unknown(path: Path, manifest: Manifest, vocabulary: Vocabulary) -> None:
+    """Raises BundleError if the manifest's `unknown` does not fit the vocabulary."""
+    unknown, kind = manifest.unknown, vocabulary.kind
+    if unknown == "skip" and kind != "events":
+        raise BundleError(f"{path / MANIFEST}: unknown: 'skip' is for vocabularies of events, not of {kind}")
+    if unknown == "token" and kind == "events" and vocabulary.unk_id is None:
+        raise BundleError(f"{path / MANIFEST}: unknown: 'token' needs the token {UNK}, which the vocabulary lacks")
 
 
 def check_names(path: Path, manifest: Manifest) -> None:
@@ -128,6 +130,7 @@ def read_vocabulary(path: Path, manifest: Manifest) -> Vocabulary:
     ):
         if expected != found:
             raise BundleError(f"{file}: {field}: the manifest says {expected}, the file has {found}")
+    check_unknown(path, manifest, vocabulary)
     return vocabulary
 
 

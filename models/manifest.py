@@ -424,6 +424,11 @@ class Manifest(Frozen):
     provenance: Provenance
 
     @property
+    def start_tokens(self) -> tuple[int, ...]:
+        """The tokens that the model reads before the first token of a sequence: `<eos>`, or none with a zero start."""
+        return (self.vocabulary.eos_id,) if self.start == "token" else ()
+
+    @property
     def history_tokens(self) -> int:
         """The number of latest tokens of a session that its answers may need. It covers the largest window, and a cache
         that is full even after a rewind."""

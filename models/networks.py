@@ -152,8 +152,14 @@ class Network(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the output layer: hidden (..., H) -> logits (..., V)."""
-        output: Tensor = self.head(self.dropout(hidden) if self.architecture.block == "plain" else hidden)
+        output: Tensor = self.head(self.dropped(hidden))
         return output
+
+    def dropped(self, hidden: Tensor) -> Tensor:
+        """Returns the output layer's input with the dropout of training: of plain blocks only, because residual blocks
+        have their own."""
+        dropped: Tensor = self.dropout(hidden) if self.architecture.block == "plain" else hidden
+        return dropped
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the tensors of the weights file: those of the `state_dict`, without the output matrix if it is tied

@@ -85,6 +85,8 @@ class Vocabulary:
         )
         self.partial_ids = frozenset(index for index, raw in enumerate(self.partials) if raw is not None)
         self._ids = {name: index for index, name in enumerate(names)}
+        self.unk_id: int | None = self._ids.get(UNK)
+        """The id of the token for unknown words or events. None: the vocabulary has no such token."""
         self._longest_bytes = max(map(len, self._bytes))
 
     @classmethod
@@ -101,19 +103,36 @@ class Vocabulary:
     @property
     def has_unknown(self) -> bool:
         """Whether there is a token for unknown words or events."""
-        return UNK in self._ids
+        return self.unk_id is not None
+
+    @property
+    def unlisted(self) -> tuple[int, ...]:
+        """The ids of `<eos>` and `<unk>` in a vocabulary of events: neither is an event. Empty for text."""
+        if self.kind != "events":
+            return ()
+        return (self.eos_id,) if self.unk_id is None else (self.eos_id, self.unk_id)
+
+    @property
+    def never_drawn(self) -> int | None:
+        """The id of `<unk>` in a vocabulary of events, because it stands for no event. None: every token is drawn."""
+        return self.unk_id if self.kind == "events" else None
+
+    def event_id(self, name: str) -> int | None:
+        """Returns the id of an event. Returns None for a name that the vocabulary lacks, and for `<unk>`, which is not
+        the name of an event."""
+        found = self._ids.get(name)
+        return None if found == self.unk_id else found
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Returns the token ids of `text`. A line break is `<eos>`. For events, a line break only separates two names.
+        """Returns the token ids of `text`. A line break is `<eos>`. The vocabulary must be of text, not of events.
 
         Releases the interpreter lock while it encodes lines. Raises ValueError if the text contains half of a surrogate
         pair. If `most` is given, raises TooManyTokens for a text of more than `most` tokens, because building a list of
-        millions of ids would block the other threads. For events, `most` has no effect.
+        millions of ids would block the other threads.
         """
+        assert self.kind != "events", "events are not text: this is a bug"
         _check_characters(text)
         lines = text.split("\n")
-        if self.kind == "events":
-            return self.encode_events([name for line in lines if (name := line.strip())])
         ids: list[int] = []
         for start in range(0, len(lines), LINES_AT_ONCE):
             for line in self.encodings(lines[start : start + LINES_AT_ONCE]):
@@ -127,8 +146,6 @@ class Vocabulary:
     def fewest_tokens(self, text: str) -> int:
         """Returns a cheap lower bound of the number of tokens of `text`. Raises ValueError like `encode`."""
         _check_characters(text)
-        if self.kind == "events":
-            return 0  # Every line may be empty, and an empty line has no token.
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks
@@ -153,7 +170,7 @@ class Vocabulary:
     def encode_events(self, names: list[str]) -> list[int]:
         """Returns the token ids of event names. An unknown name becomes `<unk>`. Raises ValueError if the vocabulary
         has no `<unk>`."""
-        unknown = self._ids.get(UNK)
+        unknown = self.unk_id
         if unknown is None:
             for name in names:
                 if name not in self._ids:

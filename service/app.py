@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from wane.service.api.body import Decoder
+from wane.service.api.cors import CrossOrigin
 from wane.service.api.dispatch import Dispatcher, Endpoint
 from wane.service.api.exchange import RequestPolicy
 from wane.service.api.inference_statistics import InferenceCounter
@@ -37,8 +38,10 @@ from wane.service.api.routes import (
     repository,
     score,
     sessions,
+    state,
     stream,
     tokenizer,
+    vocabulary,
 )
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.key_file import KeySource
@@ -62,11 +65,13 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (score.router, problem),
     (generate.router, problem),
     (sessions.router, problem),
+    (state.router, problem),
     (stream.router, problem),
     (completions.router, openai_response),
     (completions.chat, problem_with_error),
     (tokenizer.router, openai_response),
     (models.router, problem_with_error),
+    (vocabulary.router, problem_with_error),
     (inference.router, inference_error),
     (repository.router, inference_error),
     (ops.router, None),
@@ -164,6 +169,7 @@ def create_app(
         epochs=registry.epochs,
         tracing=tracing,
         guard=None if keys.keyring is None else Authenticator(keys.keyring),
+        cross_origin=None if settings.cors_origins is None else CrossOrigin(settings.cors_origins.split(",")),
     )
     app = Application(
         policy=policy,

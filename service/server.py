@@ -42,8 +42,8 @@ def spare_the_processors(environment: Mapping[str, str]) -> None:
         threadpool_limits(1, user_api="blas")
 
 
-# The idle timeout of connections. It exceeds the usual idle timeout of proxies (60 s), so that the proxy closes an idle
-# connection, and not the server.
+# The idle timeout of connections. It exceeds the usual idle timeout of proxies (60 s), so that the proxy, and not the
+# server, closes an idle connection.
 KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (20_000, 10, 10)  # garbage collections can be rare, because requests create few reference cycles
 CLOSE_S = 5  # the time after the drain in which clients can read the rest of their responses
@@ -159,9 +159,9 @@ def run(settings: Settings) -> None:
     untested = untested_releases()
     if untested:
         SERVICE.warning(
-            "not tested with %s: the server uses uvicorn's own protocol classes, which are slower and have no limits "
-            "for slow clients; these settings have no effect: %s; body_timeout_s has only a partial effect; see "
-            "docs/security.md",
+            "this server was not tested with %s, so it uses uvicorn's own protocol classes. They are slower and have "
+            "no limits for slow clients. These settings have no effect: %s. body_timeout_s has only a partial effect. "
+            "See docs/security.md",
             " and ".join(untested),
             ", ".join(NOT_IN_FORCE),
         )

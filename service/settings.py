@@ -61,7 +61,16 @@ class Settings(BaseModel):
         "names the client in the "
         "header x-forwarded-for; for every other connection, the log names the connection's peer",
     )
-    bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or the path of one bundle")
+    cors_origins: str | None = Field(
+        default=None,
+        pattern=r"^(\*|https?://[^/,\s*]+(,https?://[^/,\s*]+)*)$",
+        description="comma-separated origins of browser pages that may call the server, such as "
+        "https://shop.example; * allows the pages of every origin; none: browsers let only the server's own pages read "
+        "answers",
+    )
+    bundles: Path = Field(
+        default=SHIPPED, description="a folder of bundles, each in NAME or in NAME/VERSION, or the path of one bundle"
+    )
     require_all: bool = Field(
         default=False,
         description="exit if any model fails to load; without it, exit only if the default model fails to load",
@@ -74,8 +83,8 @@ class Settings(BaseModel):
     )
     default_model: str = Field(
         default="gated-stable",
-        description="the model for requests without a model name; if this is not set and gated-stable is absent, "
-        "the first model by name",
+        description="the model for requests without a model name; if this is not set, the only model, else "
+        "gated-stable, else the first model by name",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
@@ -109,7 +118,7 @@ class Settings(BaseModel):
         ge=1,
         description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
         "connections with at most 4096 bytes are not counted; when the memory is used up, the server "
-        "answers further bodies with 429; at least twice max_body_bytes, even if set lower",
+        "answers further bodies with 429; if it is below twice max_body_bytes, twice max_body_bytes is used",
     )
     max_window: int | None = Field(
         default=None,
@@ -119,12 +128,15 @@ class Settings(BaseModel):
     max_generated_tokens: int = Field(
         default=4096, ge=1, description="largest number of tokens that one request may generate for each sample"
     )
+    max_filter_events: int = Field(
+        default=10_000, ge=1, description="largest number of events in the list exclude or candidates of a request"
+    )
     top_k_limit: int = Field(default=100, ge=1, description="largest number of predictions in one answer")
     session_history_tokens: int = Field(
         default=256,
         ge=1,
-        description="number of latest tokens that are kept of a session; at least the largest maximum window of "
-        "the loaded models, even if set lower",
+        description="number of latest tokens that are kept of a session; if a loaded model needs more tokens "
+        "for its largest window or its cache, that larger number is used",
     )
     state_budget_bytes: int = Field(
         default=256 * 2**20, ge=1, description="memory for the resident states of each model"

@@ -113,6 +113,25 @@ class ScoreMethod(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Filter:
+    """Which tokens an answer of a model of events lists. The probabilities stay those of the whole distribution.
+
+    `exclude` are never listed. If `exclude_seen`, the known tokens of the sequence are not listed either. If
+    `candidates` is not None, only they are listed. Unless `include_end`, `<eos>` is not listed. `<unk>` is never
+    listed. `unknown` are the names in `candidates` that the vocabulary lacks.
+    """
+
+    exclude: tuple[int, ...] = ()
+    exclude_seen: bool = False
+    candidates: tuple[int, ...] | None = None
+    include_end: bool = False
+    unknown: tuple[str, ...] = ()
+
+
+NO_FILTER = Filter()
+
+
+@dataclass(frozen=True, slots=True)
 class PredictRequest:
     """Predict the token after `tokens`, or the next token of `session` without appending to it.
 
@@ -122,7 +141,9 @@ class PredictRequest:
     use is invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If
     `prove`, search for a proof of the most probable token when its margin is too small for a proof. If `cache`, mix the
     network's distribution with the distribution of the model's cache, if the model has a cache. If `logits`, the answer
-    has `logits`.
+    has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the names of the request's events
+    that the vocabulary lacks. If they were skipped, there may be no tokens left: the answer is then that of an empty
+    sequence.
     """
 
     tokens: tuple[int, ...] = ()
@@ -136,10 +157,12 @@ class PredictRequest:
     prove: bool = False
     cache: bool = True
     logits: bool = False
+    filter: Filter = NO_FILTER
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.session is None:
-            _some_tokens(self.tokens)
+            _some_tokens(self.tokens, self.unknown)
         elif self.tokens:
             raise InvalidRequest(
                 "predicting from a session appends nothing: give session or tokens, not both", "session"
@@ -185,7 +208,9 @@ class History:
 @dataclass(slots=True)
 class StepRequest:
     """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `PredictRequest`
-    describes `prove`, `cache` and `logits`. If `token_logprobs`, the answer has the log-probability of each token."""
+    describes `prove`, `cache`, `logits`, `filter` and `unknown`. A step whose events were all skipped has no tokens and
+    appends nothing. If `token_logprobs`, the answer has the log-probability of each token. If the session does not
+    exist, the step creates it for `creator`, in mode auto. If `creator` is None, such a step fails."""
 
     session: str
     tokens: tuple[int, ...]
@@ -198,9 +223,12 @@ class StepRequest:
     cache: bool = True
     logits: bool = False
     token_logprobs: bool = False
+    filter: Filter = NO_FILTER
+    unknown: tuple[str, ...] = ()
+    creator: Owner | None = None
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens)
+        _some_tokens(self.tokens, self.unknown)
         if self.expected_position is not None:
             _at_least("expected_position", self.expected_position, 0)
         if self.idempotency_key is not None and not 1 <= len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
@@ -217,7 +245,8 @@ class ScoreRequest:
     method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
     sequence. The start token is not fed, so the first token has no prediction. `PredictRequest` describes `cache`.
     `top_k` is the number of most probable tokens to list at the position of each token. If `top_k` is None, no tokens
-    are listed.
+    are listed. `unknown`: see `PredictRequest`. `skipped` are the places of skipped events among the given events,
+    ascending. The score has null at these places.
     """
 
     tokens: tuple[int, ...]
@@ -227,9 +256,11 @@ class ScoreRequest:
     truncated: bool = False
     cache: bool = True
     top_k: int | None = None
+    unknown: tuple[str, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens)
+        _some_tokens(self.tokens, self.unknown)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)
         if self.top_k is not None:
@@ -245,9 +276,9 @@ class GenerateRequest:
     sampled. The same `seed` gives the same text. `sample` is the index of one of several samples. Samples with the same
     seed and different indices use different random numbers. The text ends before the first of the `stop` strings. Mode
     auto means recurrent, or the session's own mode. `window` is for mode window. If `truncated`, the tokens are the end
-    of a longer sequence, and the start token is not fed. `PredictRequest` describes `cache`. `engine/logits.py`
-    describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
-    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed.
+    of a longer sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`.
+    `engine/logits.py` describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number
+    of most probable tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed.
     """
 
     tokens: tuple[int, ...] = ()
@@ -269,10 +300,11 @@ class GenerateRequest:
     logit_bias: Mapping[int, float] | None = None
     top_logprobs: int | None = None
     sample: int = 0
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.session is None:
-            _some_tokens(self.tokens)
+            _some_tokens(self.tokens, self.unknown)
             if self.position is not None:
                 raise InvalidRequest("position is given without a session", "position")
         elif self.tokens:
@@ -320,16 +352,17 @@ class GenerateRequest:
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
     """Measure recurrent mode and windows of several sizes. Recurrent mode and each window predict the token after
-    `tokens`, `repeat` times. `PredictRequest` describes `cache`."""
+    `tokens`, `repeat` times. `PredictRequest` describes `cache` and `unknown`."""
 
     tokens: tuple[int, ...]
     windows: tuple[int, ...] = (8, 16, 32, 64)
     repeat: int = 20
     deadline: float | None = None
     cache: bool = True
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens)
+        _some_tokens(self.tokens, self.unknown)
         if not 1 <= len(self.windows) <= MAX_COMPARED_WINDOWS:
             raise InvalidRequest(
                 f"windows holds {len(self.windows)} values, but must hold 1 to {MAX_COMPARED_WINDOWS}",
@@ -358,8 +391,8 @@ def _within(field: str, value: float, low: float, high: float) -> None:
         raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
 
 
-def _some_tokens(tokens: tuple[int, ...]) -> None:
-    if not tokens:
+def _some_tokens(tokens: tuple[int, ...], unknown: tuple[str, ...]) -> None:
+    if not tokens and not unknown:
         raise InvalidRequest("the input is empty: give at least one token", "tokens")
 
 
@@ -410,10 +443,25 @@ CacheTokens = Annotated[
     LEFT_OUT,
 ]
 
+UNKNOWN = (
+    "the names of events that the vocabulary lacks; present only if the request has such a name in its events or "
+    "candidates"
+)
+UnknownNames = Annotated[tuple[str, ...] | None, Field(description=UNKNOWN), LEFT_OUT]
+
+SEEN_TOKENS = (
+    "the number of the sequence's last tokens that the server knew and did not list; present only with `exclude_seen`"
+)
+
 PLACES = (
     "only if the request asks for them: for each token, the most probable tokens at its position, "
     "most probable first, and "
     "the token itself at the end if it is not one of them; null for a token that has no prediction"
+)
+
+CREATED = (
+    "true if the step created the session, or is a retry of the step that did; otherwise absent. If a client expected "
+    "the session to exist, its earlier tokens have expired"
 )
 
 DURABLE = (
@@ -511,11 +559,15 @@ class Answer:
 
     `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
     the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
-    `replayed` for steps only. `durable` is present if replicas share the session store. `durable` says whether the
+    `replayed` for steps only. `created` is true if the step created the session, or replays the first step of a session
+    that it would create. `durable` is present if replicas share the session store. `durable` says whether the
     store has the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache.
     `cache_tokens` is the number of tokens in the cache. `logits`, float32 (V), are present if the request asked for
     them, and are never in JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the
-    request asked for them: the log-probability of each token of a step, in recurrent mode.
+    request asked for them: the log-probability of each token of a step, in recurrent mode. The first token of a model
+    with a zero start has None. `unknown` is present if the request has events that the vocabulary lacks. `seen_tokens`
+    is present if the request asked to exclude the known tokens, and is their number. A model with a zero start predicts
+    nothing before the first token: `predictions` is empty then.
     """
 
     mode: Mode
@@ -531,10 +583,13 @@ class Answer:
     session: str | None = None
     position: int | None = None
     replayed: bool | None = None
+    created: bool | None = None
     durable: bool | None = None
     cache_tokens: int | None = None
     logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
-    token_logprobs: tuple[float, ...] | None = None
+    token_logprobs: tuple[float | None, ...] | None = None
+    unknown: tuple[str, ...] | None = None
+    seen_tokens: int | None = None
 
 
 Identity = tuple[str, str, str]
@@ -565,6 +620,20 @@ class SessionView(Served):
     error_bound: ErrorBound
     idle_s: float
     durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
+    unknown: UnknownNames = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState(Served):
+    """A session's state, for a ranker or an index outside of the server. `hidden` is the input of the output layer
+    after `position` tokens: float32 (H). The numbers in JSON are exact. `state` is the source of the state."""
+
+    session: str
+    position: int
+    state: StateSource
+    hidden: tuple[float, ...]
+    state_error_bound: StateErrorBound
+    durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,10 +653,11 @@ class ScoreProgress:
 class ScoredTokens:
     """An event of a stream, with the tokens from `position` on and the log-probability of each token. With `truncated`,
     it also has the error bound of each token. The first token then has no prediction, so its log-probability and its
-    error bound are null. With `top_k`, it also has the most probable tokens at each position."""
+    error bound are null. With `top_k`, it also has the most probable tokens at each position. At the place of a skipped
+    event, all of these are null."""
 
     position: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int | None, ...]
     logprobs: tuple[float | None, ...]
     error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
     predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
@@ -612,16 +682,18 @@ class ScoreSummary(Served):
     error_bound: ErrorBound
     latency: Latency
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
+    unknown: UnknownNames = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Score(ScoreSummary):
     """The tokens that were scored, and the log-probability of each token. With `truncated`, the score also has the
     error bound of each token, which depends on the number of tokens before it. The first token then has no prediction,
-    so its log-probability and its error bound are null.
+    so its log-probability and its error bound are null. The first token of a model with a zero start has no prediction
+    either. At the place of a skipped event, all of these are null.
     """
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int | None, ...]
     logprobs: tuple[float | None, ...]
     error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
     predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
@@ -675,6 +747,7 @@ class Finish(Served):
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
     session: Annotated[str | None, LEFT_OUT] = field(default=None, kw_only=True)
     position: Annotated[int | None, LEFT_OUT] = field(default=None, kw_only=True)
+    unknown: UnknownNames = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -727,3 +800,4 @@ class Comparison(Served):
     recurrent: ComparedMode
     windows: tuple[ComparedMode, ...]
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
+    unknown: UnknownNames = field(default=None, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,12 +28,12 @@ from wane.training.evaluate import (
     POSITIONS,
     WINDOWS,
     Advance,
-    evaluate_split,
     evaluation_steps,
     quality,
     recurrent_losses,
 )
-from wane.training.run import EVALUATED_SPLITS, LONGEST_WINDOW, quality_table, writing
+from wane.training.evaluate_events import session_losses, sessions_of
+from wane.training.run import EVALUATED_SPLITS, LONGEST_WINDOW, losses_of_split, quality_table, writing
 
 LENGTHS = (64, 512, 1024, 2048)
 """The cache lengths, in tokens, of the table that `wane cache` prints."""
@@ -135,8 +136,7 @@ def fit_bundle_cache(
             bar.update(task, description="evaluating")
             model = fits.models[length]
             splits = {
-                split: evaluate_split(network, corpus, split, windows, POSITIONS, advance, model)
-                for split in EVALUATED_SPLITS
+                split: losses_of_split(network, corpus, split, windows, advance, model) for split in EVALUATED_SPLITS
             }
             evaluated = quality(splits)
         bar.update(task, completed=steps)
@@ -153,19 +153,31 @@ def fit_bundle_cache(
 def fit_lengths(network: Network, corpus: Corpus, lengths: list[int], advance: Advance | None = None) -> CacheFits:
     """Fits a cache of each length on the split `valid`. Evaluates each cache on `valid` and `test`."""
     start = cache_start(corpus.vocabulary)
-    alone = {
-        split: recurrent_losses(network, corpus.streams[split], advance).double().numpy(force=True)
-        for split in EVALUATED_SPLITS
-    }
+    alone, at = {}, {}
+    for split in EVALUATED_SPLITS:
+        every = _network_losses(network, corpus, split, advance)
+        at[split] = np.flatnonzero(~np.isnan(every))
+        alone[split] = every[at[split]]
     models, losses = {}, {}
     for length in lengths:
-        statistics = {split: cache_statistics(corpus.streams[split], length, start) for split in EVALUATED_SPLITS}
+        statistics = {
+            split: cache_statistics(corpus.streams[split], length, start).at(at[split]) for split in EVALUATED_SPLITS
+        }
         models[length] = fit_cache(statistics["valid"], alone["valid"])
         losses[length] = {
             split: -float(statistics[split].log_probabilities(models[length], -alone[split]).mean())
             for split in EVALUATED_SPLITS
         }
     return CacheFits({split: float(found.mean()) for split, found in alone.items()}, models, losses)
+
+
+def _network_losses(
+    network: Network, corpus: Corpus, split: str, advance: Advance | None = None
+) -> NDArray[np.float64]:
+    """Returns the network's -log p of every token but the first, float64 (n,), NaN where nothing is predicted."""
+    if corpus.vocabulary.kind == "events":
+        return session_losses(network, sessions_of(corpus, split), advance=advance)[0]
+    return recurrent_losses(network, corpus.streams[split], advance).double().numpy(force=True)
 
 
 def _fits_table(name: str, fits: CacheFits) -> Table:
@@ -199,11 +211,11 @@ def _corpus(bundle: Bundle, data: Path | None) -> Corpus:
                 return corpus
     if data is None:
         raise RunError(f"{bundle.path} does not name a corpus that Wane can download: give --data")
-    whole = load_whole(data, bundle.vocabulary, tokenizer_json, LARGEST_STREAM)
+    whole = load_whole(data, bundle.vocabulary, tokenizer_json, LARGEST_STREAM, manifest.start)
     (stream,) = whole.streams.values()
     ends = np.flatnonzero(stream == bundle.vocabulary.eos_id)
     middle = int(ends[np.searchsorted(ends, len(stream) // 2).clip(max=len(ends) - 1)])
     halves = {"valid": stream[: middle + 1], "test": stream[middle:]}
     if min(map(len, halves.values())) < LEAST_HALF:
         raise RunError(f"{data} has {len(stream)} tokens, too few to fit a cache on half of them")
-    return Corpus(bundle.vocabulary, tokenizer_json, halves, {}, whole.hashes)
+    return Corpus(bundle.vocabulary, tokenizer_json, halves, {}, whole.hashes, manifest.start)

@@ -101,7 +101,11 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         help="token names in id order (words, characters or events): JSON, or one per line",
     )
-    command.add_argument("--eos", metavar="TOKEN", help="token that begins a sequence and encodes a line break")
+    command.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="token that begins a sequence and encodes a line break; none: the model starts from the zero state",
+    )
     command.add_argument(
         "--tolerance",
         type=_share,

@@ -9,11 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from wane.models.cell_registry import CELLS, Cell
-from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen
+from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen, Start
 from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
-"""The number of tokens of the smallest vocabulary: every byte, `<eos>` and `<unk>`."""
+"""The number of tokens of the smallest byte-level vocabulary: every byte, `<eos>` and `<unk>`."""
+
+TEXT_VOCABULARY = 2048
+"""The largest size of a text's vocabulary, if `data.vocabulary_size` is absent."""
 
 Whole = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -98,32 +101,83 @@ class ModelConfig(Frozen):
         return self
 
 
+class ColumnsConfig(Frozen):
+    """The keys of the table `[data.columns]`: the names of the columns of a CSV file of events."""
+
+    session: str = Field(default="session", min_length=1, description="column of the session's id, or of the user's id")
+    time: str = Field(
+        default="time",
+        min_length=1,
+        description="column of the event's time: seconds since 1970, or ISO 8601 such as `2026-01-31T12:00:00Z`",
+    )
+    item: str = Field(default="item", min_length=1, description="column of the event's name or number")
+
+
 class DataConfig(Frozen):
     """The keys of the table `[data]`: the corpus."""
 
     kind: Literal["wikitext-2", "text", "events"] = Field(
-        description="`text`: UTF-8 files; `events`: JSON lines, each with a list of event names"
+        description="`text`: UTF-8 files; `events`: JSON lines (`.jsonl`, `.ndjson`), each a list of event names or "
+        '`{"session": ..., "events": [...]}`, or CSV files (`.csv`, `.tsv`) with a header'
     )
     path: Path | None = Field(
         default=None,
-        description="file or folder; for `wikitext-2`, the folder of its three files; absent: the value "
+        description="file or folder, relative to the experiment file; for `wikitext-2`, the folder of its three files; "
+        "for events, a folder may hold the splits as `train.jsonl`, `valid.jsonl` and `test.jsonl`; absent: the value "
         "of `--data`, or a download",
     )
     vocabulary: Literal["bpe", "words"] = Field(
-        default="bpe", description="`bpe`: byte-level BPE; `words`: one token per word, or per event"
+        default="bpe", description="of text: `bpe`: byte-level BPE; `words`: one token per word. Events: ignored"
     )
-    vocabulary_size: int = Field(
-        default=2048,
-        ge=LEAST_VOCABULARY,
+    vocabulary_size: int | None = Field(
+        default=None,
+        ge=3,
         strict=True,
-        description="largest size of the vocabulary, including special tokens",
+        description=f"largest size of the vocabulary, including special tokens; absent: {TEXT_VOCABULARY} for text, "
+        "every event for events",
     )
+    min_count: Whole = Field(
+        default=1,
+        description="events: least number of occurrences in the training split for an entry of the vocabulary",
+    )
+    unknown: Literal["skip", "token"] = Field(
+        default="skip",
+        description="events that the vocabulary lacks: `skip` leaves them out in training and in serving; `token` "
+        "reads them as `<unk>`",
+    )
+    start: Start = Field(
+        default="token",
+        description="start of a sequence of events: `token`: the zero state reads `<eos>` first; `zero`: the zero "
+        "state reads the first event, and nothing is predicted before it",
+    )
+    split: Literal["time", "session"] = Field(
+        default="time",
+        description="events: `time`: the test has the sessions that end last; `session`: sessions are drawn at random",
+    )
+    session_gap_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="CSV: a longer time without an event, in seconds, starts a new session; absent: no limit",
+    )
+    columns: ColumnsConfig = ColumnsConfig()
     valid_share: float = Field(
         default=0.05, gt=0, lt=0.5, description="share of the data for validation, if the data is not split already"
     )
     test_share: float = Field(
         default=0.05, gt=0, lt=0.5, description="share of the data for the test, if the data is not split already"
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        size = self.vocabulary_size
+        if self.kind != "events" and self.vocabulary == "bpe" and size is not None and size < LEAST_VOCABULARY:
+            raise ValueError(f"vocabulary_size {size} is below {LEAST_VOCABULARY}: every byte, <eos> and <unk>")
+        if self.kind != "events":
+            for key in ("min_count", "unknown", "start", "split", "session_gap_s", "columns"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is for kind = 'events'")
+        return self
 
 
 class ProofConfig(Frozen):
@@ -199,6 +253,13 @@ class TrainingConfig(Frozen):
         "0: never",
     )
     weight_decay: Finite = Field(default=0.0, ge=0, description="weight decay of the matrices")
+    negatives: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        description="number of tokens, drawn in each step and shared by its batch, from which the sampled softmax "
+        "estimates the sum over the vocabulary; 0: the full softmax",
+    )
     clip_norm: Finite = Field(default=1.0, gt=0, description="largest 2-norm of the gradient")
     project_every: Whole = Field(default=1, description="number of steps between projections of constrained weights")
     evaluate_every: Whole = Field(
@@ -252,7 +313,11 @@ class Experiment(Frozen):
     @model_validator(mode="after")
     def _can_be_built(self) -> Experiment:
         architecture = self.model.architecture(LEAST_VOCABULARY)
+        if self.training.negatives and self.model.cache is not None:
+            raise ValueError("training.negatives needs a model without a cache: fit the cache with `wane cache`")
         if self.training.proof is not None:
+            if self.data.kind == "events":
+                raise ValueError("training.proof is for text: its chunks end inside a sequence")
             if (architecture.cell, architecture.block, architecture.layers) != ("gated", "residual", 1):
                 raise ValueError("training.proof needs cell = 'gated', block = 'residual' and one layer")
             reach = 0 if architecture.front is None else architecture.front.reach
@@ -264,15 +329,20 @@ class Experiment(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> Experiment:
-        """Reads a TOML file. Raises ConfigError, which names each invalid key."""
+        """Reads a TOML file. A relative `data.path` is relative to the file's folder. Raises ConfigError, which names
+        each invalid key."""
         try:
-            return cls.parse(path, tomllib.loads(path.read_text(encoding="utf-8")))
+            experiment = cls.parse(path, tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not TOML: {error}") from error
+        data = experiment.data
+        if data.path is not None:
+            data = data.model_copy(update={"path": (path.parent / data.path).resolve()})
+        return experiment.model_copy(update={"data": data})
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:

@@ -8,9 +8,8 @@ bytes of its data.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,9 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from wane.models.manifest import Start
 from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
-from wane.training.config import DataConfig
+from wane.training.config import TEXT_VOCABULARY, DataConfig
 from wane.training.errors import DataError
+from wane.training.events import (
+    JSON_LINES,
+    describe_events,
+    encode_log,
+    event_tokenizer,
+    read_log,
+    sha256_of,
+    split_log,
+)
 from wane.training.wikitext import fetch_wikitext_2, read_wikitext_2
 
 Item = TypeVar("Item")
@@ -34,13 +43,20 @@ LEAST_LINES = 20
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """The token streams of a corpus, by split, over one vocabulary, with the word counts of the splits and the hashes
-    of the source files."""
+    of the source files.
+
+    For events: `start`: whether a sequence reads `<eos>` first. `missed`: the number of unknown events that each split
+    leaves out after a known one. `notes`: lines about splits and vocabulary, for the user.
+    """
 
     vocabulary: Vocabulary
     tokenizer_json: str
     streams: dict[str, NDArray[np.int64]]
     words: dict[str, int]
     hashes: dict[str, str]
+    start: Start = "token"
+    missed: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus:
@@ -104,48 +120,53 @@ def _lines(text: str) -> list[str]:
 def data_kind(path: Path) -> Literal["text", "events"]:
     """Returns "events" if all files are .jsonl or .ndjson, and "text" if no file is. Raises DataError for a mixture."""
     files = _files(path) if path.is_dir() else [path]
-    lines = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
+    lines = [file for file in files if file.suffix in JSON_LINES]
     if lines and len(lines) < len(files):
         raise DataError(f"{path}: holds both text and events (JSON lines, such as {lines[0].name})")
     return "events" if lines else "text"
 
 
-def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
+def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int, start: Start = "token") -> Corpus:
     """Reads text, or events for a vocabulary of events, as one stream `audit`. Reads sequences up to a total of
     `tokens` tokens.
 
-    The whole first sequence is always read. A folder's files are read in name order. Raises DataError.
+    The whole first sequence is always read. A folder's files are read in name order. Events that a vocabulary without
+    `<unk>` lacks are left out. `start` is that of the corpus. Raises DataError.
     """
+    files = _files(path) if path.is_dir() else [path]
+    if vocabulary.kind == "events":
+        log = read_log(files)
+        fitting = max(1, int(np.searchsorted(log.begins + np.arange(len(log.begins)), tokens, side="right")) - 1)
+        part = encode_log(log.sessions(np.arange(min(fitting, len(log)))), vocabulary, "token")
+        corpus = Corpus(
+            vocabulary, tokenizer_json, {"audit": part.stream}, {}, _hashes(files, path), start, {"audit": part.missed}
+        )
+        return _checked(corpus, path)
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []
     length = words = 0
-    for file in _files(path) if path.is_dir() else [path]:
+    for file in files:
         if length >= tokens:
             break
         text, hashes[str(file.relative_to(path)) if path.is_dir() else file.name] = _read_file(file)
         lines = _lines(text)
-        for start in range(0, len(lines), LINES_AT_ONCE):
+        for first in range(0, len(lines), LINES_AT_ONCE):
             if length >= tokens:
                 break
-            some = lines[start : start + LINES_AT_ONCE]
+            some = lines[first : first + LINES_AT_ONCE]
             try:
-                if vocabulary.kind == "events":
-                    named = _sequences(some, file, start)
-                    encoded = [vocabulary.encode_events(events) for events in named]
-                else:
-                    encoded = vocabulary.encode_lines(some)
+                encoded = vocabulary.encode_lines(some)
             except ValueError as error:
-                raise DataError(f"{file}, lines {start + 1} to {start + len(some)}: {error}") from error
+                raise DataError(f"{file}, lines {first + 1} to {first + len(some)}: {error}") from error
             for index, sequence in enumerate(encoded):
                 if sequences and length + len(sequence) + 1 > tokens:
                     length = tokens
                     break
                 sequences.append(sequence)
                 length += len(sequence) + 1
-                words += len(some[index].split()) + 1 if vocabulary.kind != "events" else 0
-    counted = {} if vocabulary.kind == "events" else {"audit": words}
+                words += len(some[index].split()) + 1
     streams = {"audit": _stream(sequences, vocabulary.eos_id)}
-    return _checked(Corpus(vocabulary, tokenizer_json, streams, counted, hashes), path)
+    return _checked(Corpus(vocabulary, tokenizer_json, streams, {"audit": words}, hashes), path)
 
 
 def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -189,14 +210,15 @@ def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[
 
 
 def _train_tokenizer(config: DataConfig, lines: list[str]) -> str:
+    size = config.vocabulary_size or TEXT_VOCABULARY
     if config.vocabulary == "words":
-        return _word_tokenizer(Counter(word for line in lines for word in line.split()), config.vocabulary_size, True)
+        return _word_tokenizer(Counter(word for line in lines for word in line.split()), size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.train_from_iterator(
         lines,
         trainers.BpeTrainer(
-            vocab_size=config.vocabulary_size,
+            vocab_size=size,
             special_tokens=[EOS, UNK],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -205,56 +227,47 @@ def _train_tokenizer(config: DataConfig, lines: list[str]) -> str:
     return tokenizer.to_str()
 
 
-def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> str:
+def _word_tokenizer(counts: Counter[str], size: int) -> str:
     """Returns a word-level vocabulary of at most `size` tokens: the special tokens and the most frequent names. Ties
     are ordered by name."""
     names = sorted((name for name in counts if name not in (EOS, UNK)), key=lambda name: (-counts[name], name))
     table = {name: index for index, name in enumerate([EOS, UNK, *names[: size - 2]])}
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
-    if split_whitespace:
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer.to_str()
 
 
 def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> Corpus:
-    """Reads JSON lines with one list of event names each. Raises DataError, which names the line."""
-    text, digest = _read_file(path)
-    split = _split(_sequences(_lines(text), path, 0), config, path)
+    """Reads event logs (`training/events.py`). Raises DataError."""
+    files = _files(path) if path.is_dir() else [path]
+    by_split = {file.stem: file for file in files}
+    if path.is_dir() and sorted(by_split) == sorted(SPLITS) and len(files) == len(SPLITS):
+        logs = {split: read_log([by_split[split]], config.columns, config.session_gap_s) for split in SPLITS}
+        how = "by the files of the folder"
+    else:
+        logs = split_log(read_log(files, config.columns, config.session_gap_s), config, path)
+        how = "at random by session" if config.split == "session" else "by the end of the sessions"
     if tokenizer_json is None:
-        counts = Counter(name for sequence in split["train"] for name in sequence)
-        tokenizer_json = _word_tokenizer(counts, config.vocabulary_size, False)
+        tokenizer_json = event_tokenizer(logs["train"], config)
     vocabulary = Vocabulary("events", tokenizer_json)
-    streams = {
-        name: _stream([vocabulary.encode_events(events) for events in split[name]], vocabulary.eos_id)
-        for name in SPLITS
-    }
-    return _checked(Corpus(vocabulary, tokenizer_json, streams, {}, {path.name: digest}), path)
+    if config.unknown == "token" and not vocabulary.has_unknown:
+        raise DataError(f"{path}: data.unknown = 'token' needs a vocabulary with {UNK}")
+    encoded = {split: encode_log(log, vocabulary, config.unknown) for split, log in logs.items()}
+    corpus = Corpus(
+        vocabulary,
+        tokenizer_json,
+        {split: part.stream for split, part in encoded.items()},
+        {},
+        _hashes(files, path),
+        start=config.start,
+        missed={split: part.missed for split, part in encoded.items()},
+        notes=describe_events(logs, vocabulary, how),
+    )
+    return _checked(corpus, path)
 
 
-def _sequences(lines: list[str], path: Path, before: int) -> list[list[str]]:
-    """Returns the event names of each line that is not blank. `before`: the number of lines in the file before the
-    first of `lines`, for the line numbers in messages."""
-    return [
-        _events(line, f"{path}, line {number}") for number, line in enumerate(lines, start=before + 1) if line.strip()
-    ]
-
-
-def _events(line: str, where: str) -> list[str]:
-    """Returns the event names of one line. Raises DataError."""
-    try:
-        events = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
-    if not isinstance(events, list) or not all(isinstance(name, str) and name.strip() for name in events):
-        raise DataError(f"{where}: not a list of event names")
-    for name in events:
-        if name in (EOS, UNK):
-            raise DataError(f"{where}: {name} is reserved by the vocabulary and cannot name an event")
-        if "\n" in name or name != name.strip():
-            raise DataError(f"{where}: the event name {name!r} has a line break, or blanks around it")
-        if not name.isprintable() and any("\ud800" <= character <= "\udfff" for character in name):
-            raise DataError(f"{where}: the event name {name!r} is not Unicode text")
-    return events
+def _hashes(files: list[Path], path: Path) -> dict[str, str]:
+    return {str(file.relative_to(path)) if path.is_dir() else file.name: sha256_of(file) for file in files}
 
 
 def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tuple[NDArray[np.int64], int]:

@@ -1,66 +1,174 @@
-"""Divides a split into parallel streams (lanes), and assigns each process its lanes."""
+"""Divides a split into the batches of training and validation, and assigns each process its lanes (parallel streams).
+
+A text is one stream: `TextLanes` cuts it into as many lanes as the batch has. Each lane carries its state from chunk
+to chunk. Events are many sequences: `SessionLanes` gives each lane a whole session, from the zero state, as a server
+reads it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wane.training.data import batches
+from wane.training.data import Corpus, batches
 from wane.training.group import Group
+from wane.training.sessions import Sessions
+
+POOL = 64
+"""The number of batches whose sessions are sorted by length together. Batches of similar lengths need little padding.
+The sessions of a pool are drawn anew in each epoch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """One process's lanes (parallel streams) of a split.
+class Batch:
+    """One process's lanes of one step.
 
-    rows: the tokens of the lanes, int64 (length, lanes), time-major. mine: the slice of these lanes in the lanes of all
-    processes. width: the number of lanes of all processes. chunk: the number of tokens per chunk. chunks: the number of
-    chunks per lane.
+    inputs, targets: int64 (T, lanes). A target is the token after its input. positions: int64 (T, lanes), the index in
+    the split's stream of each input. real: bool (T, lanes), false for padding, or None if nothing is padding. fresh:
+    whether the lanes start from the zero state instead of the state after the batch before. tokens: the number of real
+    inputs of all processes. share: this process's share of them.
     """
 
-    rows: NDArray[np.int64]
-    mine: slice
-    width: int
-    chunk: int
-    chunks: int
+    inputs: Tensor
+    targets: Tensor
+    positions: NDArray[np.int64]
+    real: Tensor | None
+    fresh: bool
+    tokens: int
+    share: float
 
-    @classmethod
-    def of(cls, group: Group, stream: NDArray[np.int64], width: int, chunk: int, split: str) -> Lanes:
-        """Returns this process's lanes. Raises DataError if the stream is too short for one chunk in every lane."""
-        rows, chunks = batches(stream, width, chunk, split)
-        mine = group.share(width)
-        return cls(rows[:, mine], mine, width, chunk, chunks)
+    def chosen(self, values: Tensor) -> Tensor:
+        """Returns the values (T, lanes) that are not of padding, flat if there is padding."""
+        return values if self.real is None else values[self.real]
+
+    def chosen_positions(self) -> NDArray[np.int64]:
+        """Returns the positions that are not of padding, flat if there is padding."""
+        return self.positions if self.real is None else self.positions[self.real.numpy(force=True)]
+
+
+class Lanes(Protocol):
+    """One process's lanes of a split.
+
+    `mine`: the slice of these lanes in the lanes of all processes. `count`: their number, which is 0 if there are fewer
+    lanes than processes. `steps`: the number of batches in the first epoch, after which the sequences begin again.
+    """
+
+    mine: slice
+    steps: int
+
+    @property
+    def count(self) -> int: ...
+
+    def batch(self, step: int, device: torch.device) -> Batch:
+        """Returns the batch of a step, counted from 0."""
+
+
+def lanes_of(
+    group: Group, corpus: Corpus, split: str, width: int, chunk: int, shuffle_seed: int | None = None
+) -> Lanes:
+    """Returns this process's lanes of a split. `shuffle_seed`: the seed of the order of sessions, None for a fixed
+    order. Raises DataError if a text is too short for one chunk in every lane."""
+    stream = corpus.streams[split]
+    if corpus.vocabulary.kind != "events":
+        return TextLanes(group, stream, width, chunk, split)
+    return SessionLanes(group, Sessions(stream, corpus.vocabulary.eos_id, corpus.start), width, chunk, shuffle_seed)
+
+
+class TextLanes:
+    """One process's lanes of a text. See `Lanes` and `Batch`."""
+
+    def __init__(self, group: Group, stream: NDArray[np.int64], width: int, chunk: int, split: str) -> None:
+        rows, self.steps = batches(stream, width, chunk, split)
+        self.mine, self._width, self._chunk = group.share(width), width, chunk
+        self._rows = rows[:, self.mine]
 
     @property
     def count(self) -> int:
-        """The number of this process's lanes. It is 0 if there are fewer lanes than processes."""
-        return int(self.rows.shape[1])
+        return int(self._rows.shape[1])
+
+    def batch(self, step: int, device: torch.device) -> Batch:
+        index = step % self.steps
+        part = self._rows[index * self._chunk : (index + 1) * self._chunk + 1]
+        tokens = torch.from_numpy(np.array(part, order="C")).to(device)
+        rows = np.arange(index * self._chunk, (index + 1) * self._chunk)
+        positions = rows[:, None] + (len(self._rows) - 1) * np.arange(self._width)[self.mine]
+        share = self.count / self._width
+        return Batch(tokens[:-1], tokens[1:], positions, None, index == 0, self._chunk * self._width, share)
+
+
+class SessionLanes:
+    """One process's lanes of the sessions of a split. See `Lanes` and `Batch`.
+
+    `width` sessions of similar lengths run beside each other, and each batch has at most `chunk` tokens of each.
+    Sessions longer than a chunk go on in the next batch. Every epoch has every session once, in another order if there
+    is a `shuffle_seed`.
+    """
+
+    def __init__(self, group: Group, sessions: Sessions, width: int, chunk: int, shuffle_seed: int | None) -> None:
+        self._sessions, self._width, self._chunk, self._seed = sessions, width, chunk, shuffle_seed
+        self.mine = group.share(width)
+        self._epoch = self._first = 0
+        self._plan(0)
+        self.steps = int(self._ends[-1])
 
     @property
-    def share(self) -> float:
-        """This process's share of all lanes, which is also its share of all tokens."""
-        return self.count / self.width
+    def count(self) -> int:
+        return len(range(self.mine.start, self.mine.stop))
 
-    def positions(self, index: int) -> NDArray[np.int64]:
-        """Returns the position in the split of each token of chunk `index`: int64 (chunk, lanes)."""
-        rows = np.arange(index * self.chunk, (index + 1) * self.chunk)
-        return rows[:, None] + self._length * np.arange(self.width)[self.mine]
+    def batch(self, step: int, device: torch.device) -> Batch:
+        self._seek(step)
+        within = step - self._first
+        index = int(np.searchsorted(self._ends, within, side="right"))
+        piece = within - (int(self._ends[index - 1]) if index else 0)
+        chosen = self._groups[index]
+        lengths = np.zeros(self._width, np.int64)
+        lengths[: len(chosen)] = self._sessions.lengths[chosen] - piece * self._chunk
+        begins = np.zeros(self._width, np.int64)
+        begins[: len(chosen)] = self._sessions.begins[chosen] + piece * self._chunk
+        lengths = lengths.clip(0, self._chunk)
+        rows = np.arange(lengths.max())[:, None]
+        real = rows < lengths
+        positions = np.where(real, begins + rows, 0)[:, self.mine]
+        stream = self._sessions.stream
+        mine = real[:, self.mine]
+        return Batch(
+            torch.from_numpy(stream[positions]).to(device),
+            torch.from_numpy(stream[positions + 1]).to(device),
+            positions,
+            torch.from_numpy(mine).to(device),
+            piece == 0,
+            int(real.sum()),
+            float(mine.sum() / real.sum()),
+        )
 
-    def every_position(self) -> NDArray[np.int64]:
-        """Returns the position in the split of each token of all chunks and of all processes' lanes: int64,
-        shape (chunks * chunk, width)."""
-        return np.arange(self.chunks * self.chunk)[:, None] + self._length * np.arange(self.width)
+    def _seek(self, step: int) -> None:
+        """Makes the plan of the epoch that contains `step`."""
+        if step < self._first:
+            self._first = self._epoch = 0
+            self._plan(0)
+        while step - self._first >= self._ends[-1]:
+            self._first += int(self._ends[-1])
+            self._epoch += 1
+            self._plan(self._epoch)
 
-    @property
-    def _length(self) -> int:
-        """The number of tokens of a lane."""
-        return len(self.rows) - 1
-
-    def tokens(self, index: int, device: torch.device) -> Tensor:
-        """Returns the tokens of chunk `index` and the next token of each lane: int64 (chunk + 1, lanes)."""
-        part = self.rows[index * self.chunk : (index + 1) * self.chunk + 1]
-        return torch.from_numpy(np.array(part, order="C")).to(device)
+    def _plan(self, epoch: int) -> None:
+        """Puts every session into a group of `width` sessions. `_ends`: the number of batches up to each group's end,
+        in the epoch."""
+        lengths, width = self._sessions.lengths, self._width
+        if self._seed is None:
+            order = np.argsort(lengths, kind="stable")
+        else:
+            random = np.random.default_rng([self._seed, epoch])
+            order = random.permutation(len(lengths))
+            pools = np.arange(len(order)) // (width * POOL)
+            order = order[np.lexsort((lengths[order], pools))]
+        groups = [order[first : first + width] for first in range(0, len(order), width)]
+        if self._seed is not None:
+            groups = [groups[index] for index in random.permutation(len(groups))]
+        self._groups = groups
+        self._ends = np.cumsum([-(-int(lengths[group].max()) // self._chunk) for group in groups])

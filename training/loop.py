@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from wane.models.constraints import project
 from wane.models.manifest import CacheModel
@@ -22,9 +22,10 @@ from wane.training.data import Corpus
 from wane.training.device import choose_device
 from wane.training.errors import RunError
 from wane.training.group import ALONE, Group
-from wane.training.lanes import Lanes
+from wane.training.lanes import Batch, Lanes, lanes_of
 from wane.training.proof import ProofPressure
 from wane.training.run_folder import RunFolder, kept_name
+from wane.training.sampled_softmax import SampledSoftmax, full_losses, token_losses
 from wane.training.schedule import learning_rate
 
 LOG_EVERY = 50
@@ -41,13 +42,6 @@ class Progress:
     tokens_per_s: float
     valid_loss: float | None
     best_loss: float
-
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns -log p of each target, in nats: float32 (chunk, lanes). logits: (chunk, lanes, V). targets: (chunk,
-    lanes)."""
-    flat = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return flat.view_as(targets)
 
 
 class Trainer:
@@ -72,10 +66,11 @@ class Trainer:
             project(self.network, *self.constraints)
             self.pressure = ProofPressure(self.network, self.config.proof) if self.config.proof is not None else None
             self.optimizer = self._optimizer()
-            self.train_lanes = self._lanes("train", self._train_width())
-            self.valid_lanes = self._lanes("valid", self._valid_width())
+            self.train_lanes = self._lanes("train", self._train_width(), self.config.seed)
+            self.valid_lanes = self._lanes("valid", self._valid_width(), None)
             self.cache = CacheTraining.of(experiment, corpus, self.device)
-        self.step = 0
+            self.sampled = self._sampled_softmax()
+        self.step = self.step_tokens = 0
         self.state = self.network.zero_state(self.train_lanes.count)
         self.best_loss, self.best_step = math.inf, 0
         self.decay_start: int | None = None
@@ -98,7 +93,7 @@ class Trainer:
             rate = learning_rate(self.config, self.step, self.decay_start)
             loss = self._train_step(rate)
             self.step += 1
-            seen += self.config.batch * self.config.chunk
+            seen += self.step_tokens
             last = self.step >= self.end
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
                 record: dict[str, object] = {"step": self.step, "loss": loss, "learning_rate": rate}
@@ -117,30 +112,29 @@ class Trainer:
     def _train_step(self, rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        lanes = self.train_lanes
-        index = self.step % lanes.chunks
-        tokens = lanes.tokens(index, self.device)
-        carried = self.config.regime == "recurrent" and index != 0
+        batch = self.train_lanes.batch(self.step, self.device)
+        self.step_tokens = batch.tokens
+        carried = self.config.regime == "recurrent" and not batch.fresh
         state = [tensor.detach() for tensor in self.state] if carried else None
         self.group.seed_noise(self.config.seed, self.step)
         with self._autocast():
-            hidden, self.state = self.parallel(tokens[:-1], state)
-            logits = self.network.logits(hidden)
-        losses = token_losses(logits, tokens[1:])
-        positions = lanes.positions(index)
-        loss = (losses if self.cache is None else self.cache.losses("train", positions, losses)).mean()
+            hidden, self.state = self.parallel(batch.inputs, state)
+            losses = self._losses(batch, hidden)
+        positions = batch.chosen_positions()
+        losses = losses if self.cache is None else self.cache.losses("train", positions, losses)
+        loss = losses.mean() if losses.numel() else hidden.sum() * 0
         means = [loss.item()]
         if self.pressure is not None:
-            shares = None if self.cache is None else self.cache.shares("train", positions[-1])
+            shares = None if self.cache is None else self.cache.shares("train", batch.positions[-1])
             pressed, proved = self.pressure(self.step, shares)
             loss = loss + pressed
             means.append(proved)
         # DistributedDataParallel averages the gradients of the processes with equal weights. This factor weights each
-        # process by its number of lanes.
-        loss = loss * (lanes.share * self.group.size)
+        # process by its share of the tokens.
+        loss = loss * (batch.share * self.group.size)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        value, *rest = self.group.total([lanes.share * mean for mean in means])
+        value, *rest = self.group.total([batch.share * mean for mean in means])
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
         self.proved = rest[0] if rest else None
@@ -160,19 +154,21 @@ class Trainer:
         If there is a cache, its mixture weights are first fitted to the split.
         """
         project(self.network, *self.constraints)
+        carried = self.config.regime == "recurrent"
         self.group.check_same(f"weights after step {self.step}", self._digest)
         self.network.eval()
         state, lanes = None, self.valid_lanes
         losses: list[Tensor] = []
-        for index in range(lanes.chunks if lanes.count else 0):
-            tokens = lanes.tokens(index, self.device)
+        positions: list[Tensor] = []
+        for step in range(lanes.steps if lanes.count else 0):
+            batch = lanes.batch(step, self.device)
             with self._autocast():
-                hidden, after = self.network(tokens[:-1], state)
-                logits = self.network.logits(hidden)
-            state = after if self.config.regime == "recurrent" else None
-            losses.append(token_losses(logits, tokens[1:]))
+                hidden, state = self.network(batch.inputs, None if batch.fresh or not carried else state)
+                hidden, targets = batch.chosen(hidden), batch.chosen(batch.targets)
+                losses.append(full_losses(self.network, hidden.flatten(0, -2), targets.flatten()))
+            positions.append(torch.from_numpy(batch.chosen_positions().ravel()))
         self.network.train()
-        loss = self._mean(losses) if self.cache is None else self._fit(self.cache, losses)
+        loss = self._mean(losses) if self.cache is None else self._fit(self.cache, losses, positions)
         if loss < self.best_loss:
             self.best_loss, self.best_step = loss, self.step
             best = {"weights": self.network.weights(), "step": self.step, "valid_loss": loss}
@@ -189,21 +185,36 @@ class Trainer:
 
     def _mean(self, losses: list[Tensor]) -> float:
         """Returns the mean validation loss over the lanes of all processes. losses: this process's losses, one tensor
-        (chunk, lanes) per chunk."""
-        mean = torch.stack(losses).mean(dtype=torch.float64).item() if self.valid_lanes.count else 0.0
-        (total,) = self.group.total([self.valid_lanes.share * mean])
-        return total
+        (n,) per batch."""
+        mine = torch.cat(losses) if losses else torch.zeros(0)
+        total, count = self.group.total([mine.sum(dtype=torch.float64).item(), float(len(mine))])
+        return total / count
 
-    def _fit(self, cache: CacheTraining, losses: list[Tensor]) -> float:
-        """Fits the cache's weights to the network's validation losses, one tensor (chunk, lanes) per chunk. Returns the
-        mean loss of the mixture of network and cache."""
-        lanes = self.valid_lanes
-        mine = torch.cat(losses) if lanes.count else torch.zeros(lanes.chunks * lanes.chunk, 0)
-        (whole,) = self.group.gather([mine.T.contiguous()])
-        network = whole.T.double().cpu().numpy()
-        fitted, loss = self.group.from_first(lambda: cache.fitted("valid", lanes.every_position(), network))
+    def _fit(self, cache: CacheTraining, losses: list[Tensor], positions: list[Tensor]) -> float:
+        """Fits the cache's weights to the network's validation losses, one tensor (n,) per batch, at the positions of
+        the split. Returns the mean loss of the mixture of network and cache."""
+        mine = torch.cat(losses) if losses else torch.zeros(0)
+        at = torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64)
+        network, every = self.group.gather([mine, at])
+        fitted, loss = self.group.from_first(
+            lambda: cache.fitted("valid", every.numpy(), network.double().numpy(force=True))
+        )
         cache.model = fitted
         return loss
+
+    def _losses(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Returns -log p of each target that is not padding, or its estimate by the sampled softmax. hidden: (T, lanes,
+        H)."""
+        hidden, targets = batch.chosen(hidden), batch.chosen(batch.targets)
+        if self.sampled is None:
+            return token_losses(self.network.logits(hidden), targets)
+        return self.sampled.losses(self.network, hidden.flatten(0, -2), targets.flatten()).view_as(targets)
+
+    def _sampled_softmax(self) -> SampledSoftmax | None:
+        if not self.config.negatives:
+            return None
+        counts = np.bincount(self.corpus.streams["train"], minlength=self.corpus.vocabulary.size)
+        return SampledSoftmax(torch.from_numpy(counts), self.config.negatives)
 
     def _maybe_decay(self) -> None:
         """Begins the decay of `plateau` when validation stops improving, or when only `decay_steps` steps remain."""
@@ -251,8 +262,8 @@ class Trainer:
         tokens = len(self.corpus.streams["valid"]) - 1
         return max(1, min(self.config.batch, tokens // self.config.chunk))
 
-    def _lanes(self, split: str, width: int) -> Lanes:
-        return Lanes.of(self.group, self.corpus.streams[split], width, self.config.chunk, split)
+    def _lanes(self, split: str, width: int, shuffle_seed: int | None) -> Lanes:
+        return lanes_of(self.group, self.corpus, split, width, self.config.chunk, shuffle_seed)
 
     def _digest(self) -> str:
         """Returns the SHA-256 of the weights."""

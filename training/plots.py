@@ -18,14 +18,47 @@ from matplotlib.axes import Axes
 from wane.models.manifest import Quality
 from wane.training.audit.forgetting import Quantiles
 from wane.training.audit.report import AuditReport
+from wane.training.ranking import CUTOFFS, Rankings
 
 FIGURE = (7.0, 4.2)
 AUDIT = (11.0, 8.0)
+LARGEST_CUTOFF = CUTOFFS[-1]
 
 
 def plot_quality(name: str, quality: Quality, path: Path) -> None:
     """Plots perplexity per token against the window length k by split. A line shows the recurrent perplexity."""
     figure, axes = plt.subplots(figsize=FIGURE, layout="constrained")
+    _perplexities(axes, name, quality)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_rankings(name: str, quality: Quality, rankings: dict[str, Rankings], path: Path) -> None:
+    """Plots the perplexity like `plot_quality`, and beside it recall@20 of the split `test`: of windows against their
+    length k, and of every other method as a line."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(2 * FIGURE[0], FIGURE[1]), layout="constrained")
+    _perplexities(left, name, quality)
+    found = rankings["test"]
+    windows = {
+        int(method.removeprefix("window ")): metrics.recall[LARGEST_CUTOFF]
+        for method, metrics in found.methods.items()
+        if method.startswith("window ")
+    }
+    right.plot(list(windows), list(windows.values()), "o-", color="C0", label="window of the last k events")
+    others = {method: metrics for method, metrics in found.methods.items() if not method.startswith("window ")}
+    for index, (method, metrics) in enumerate(others.items()):
+        recall = metrics.recall[LARGEST_CUTOFF]
+        right.axhline(recall, color=f"C{index}", linestyle="--", label=f"{method}: {recall:.3f}")
+    right.set(xscale="log", xlabel="window k (tokens)", ylabel=f"recall@{LARGEST_CUTOFF}, test", title="next event")
+    right.set_xticks(list(windows), [str(k) for k in windows])
+    right.minorticks_off()
+    right.grid(alpha=0.3)
+    right.legend(loc="best", fontsize="small")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _perplexities(axes: Axes, name: str, quality: Quality) -> None:
     for index, (split, window) in enumerate(quality.window.items()):
         colour = f"C{index}"
         axes.plot(
@@ -47,8 +80,6 @@ def plot_quality(name: str, quality: Quality, path: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def plot_log(name: str, log: Path, path: Path) -> None:

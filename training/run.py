@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,21 +26,27 @@ from rich.progress import (
 from rich.table import Table
 
 from wane.models.bundle import BundleExistsError, check_place
+from wane.models.certificate.certify import CERTIFIED
 from wane.models.export import ExportError, export_bundle
-from wane.models.manifest import CacheModel, Perplexity, Precision, Provenance, Quality
+from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision, Provenance, Quality, Unknown
 from wane.models.networks import Network
+from wane.training.baselines import baselines_of
 from wane.training.config import Experiment
 from wane.training.data import Corpus, load_corpus
 from wane.training.errors import RunError
-from wane.training.evaluate import POSITIONS, WINDOWS, evaluate_split, evaluation_steps, quality
+from wane.training.evaluate import POSITIONS, WINDOWS, Advance, SplitLosses, evaluate_split, evaluation_steps, quality
+from wane.training.evaluate_events import evaluate_events, sessions_of
 from wane.training.group import ALONE, Group
 from wane.training.loop import Trainer
 from wane.training.origin import describe_origin
-from wane.training.plots import plot_log, plot_quality
+from wane.training.plots import plot_log, plot_quality, plot_rankings
+from wane.training.ranking import CUTOFFS, Rankings
 from wane.training.run_folder import RunFolder
 
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
+RANKINGS_WIDTH = 150
+"""The number of columns of the table of rankings, also where the terminal is narrower."""
 LONGEST_WINDOW = 128
 """Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
@@ -74,11 +81,14 @@ def train(
     parameters = sum(tensor.numel() for tensor in trainer.network.weights().values())
     console.print(
         f"{experiment.name}: {parameters:,} weights, {len(corpus.streams['train']):,} training tokens, "
+        f"{trainer.train_lanes.steps:,} steps an epoch, "
         f"vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
         + (f", {group.size} processes" if not group.alone else "")
         + (f", from step {trainer.step}" if trainer.step else ""),
         soft_wrap=True,
     )
+    for note in corpus.notes:
+        console.print(note, soft_wrap=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -104,8 +114,18 @@ def train(
                 )
     if group.first:
         plot_log(experiment.name, folder.path / "log.jsonl", folder.path / "training.png")
-    console.print(f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}")
+    epochs = trainer.step / trainer.train_lanes.steps
+    console.print(
+        f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}; {epochs:.1f} epochs, "
+        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations, at most {peak_memory_gib():.2f} GiB",
+        soft_wrap=True,
+    )
     return folder.path
+
+
+def peak_memory_gib() -> float:
+    """Returns the largest resident memory of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux counts KiB
 
 
 def _read_tokenizer(path: Path | None) -> str | None:
@@ -164,17 +184,53 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
         def advance(tokens: int) -> None:
             bar.advance(task, tokens)
 
-        found = quality(
-            {
-                split: evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
-                for split in EVALUATED_SPLITS
-            }
-        )
+        rankings: dict[str, Rankings] = {}
+        losses: dict[str, SplitLosses] = {}
+        if run.corpus.vocabulary.kind == "events":
+            baselines = baselines_of(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
+            for split in EVALUATED_SPLITS:
+                losses[split], rankings[split] = evaluate_events(
+                    run.network, run.corpus, split, windows, positions, advance, run.cache, baselines
+                )
+        else:
+            for split in EVALUATED_SPLITS:
+                losses[split] = evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
+        found = quality(losses)
         bar.update(task, completed=total)  # a short split has fewer positions than were requested
+    name, plot = run.experiment.name, run.folder.path / "evaluation.png"
     run.folder.write_quality(found, run.best_step, positions)
-    plot_quality(run.experiment.name, found, run.folder.path / "evaluation.png")
-    console.print(quality_table(run.experiment.name, found))
+    console.print(quality_table(name, found))
+    if rankings:
+        run.folder.write_rankings(rankings)
+        plot_rankings(name, found, rankings, plot)
+        console.print(rankings_table(name, "test", rankings["test"]), width=RANKINGS_WIDTH, crop=False)
+    else:
+        plot_quality(name, found, plot)
     return found
+
+
+def losses_of_split(
+    network: Network, corpus: Corpus, split: str, windows: list[int], advance: Advance, cache: CacheModel | None
+) -> SplitLosses:
+    """Evaluates one split of text or events, without rankings."""
+    if corpus.vocabulary.kind == "events":
+        return evaluate_events(network, corpus, split, windows, POSITIONS, advance, cache, {})[0]
+    return evaluate_split(network, corpus, split, windows, POSITIONS, advance, cache)
+
+
+def rankings_table(name: str, split: str, found: Rankings) -> Table:
+    """Returns a table of recall, MRR, NDCG and hit rate by method, each at all cutoffs."""
+    table = Table(
+        title=f"{name}: {split}, {found.positions:,} next events, of which {found.missed_share:.2%} are unknown",
+        caption=f"each at k = {', '.join(map(str, CUTOFFS))}; hit rate: any of the session's remaining events",
+    )
+    table.add_column("")
+    for title in ("recall@k", "MRR@k", "NDCG@k", "hit rate@k"):
+        table.add_column(title, justify="right")
+    for method, metrics in found.methods.items():
+        cells = (metrics.recall, metrics.mrr, metrics.ndcg, metrics.hit_rate)
+        table.add_row(method, *("  ".join(f"{by_k[k]:.3f}" for k in CUTOFFS) for by_k in cells))
+    return table
 
 
 def quality_table(name: str, found: Quality) -> Table:
@@ -249,18 +305,31 @@ def export_run(
             precision=precision,
             replace=replace,
             cache=run.cache,
-            unknown="token" if corpus.vocabulary.has_unknown and corpus.vocabulary.kind != "bpe" else "refuse",
+            unknown=_unknown(corpus, experiment),
+            start=corpus.start,
         )
     size = sum(file.stat().st_size for file in target.iterdir())
-    contractive = (
-        "contractive"
-        if manifest.certificate.contractive
-        else "not contractive: no rule has a factor below 1 for every layer"
-    )
-    if precision != "float32":
-        contractive = f"not certified: {manifest.certificate.reason}"
-    console.print(f"{target}: {size:,} bytes, {contractive}")
+    console.print(f"{target}: {size:,} bytes, {describe_certificate(manifest.certificate)}", soft_wrap=True)
     return target
+
+
+def _unknown(corpus: Corpus, experiment: Experiment) -> Unknown:
+    """Returns what the server does with words or events that the vocabulary lacks: the same as in training."""
+    if corpus.vocabulary.kind == "events":
+        return experiment.data.unknown
+    return "token" if corpus.vocabulary.has_unknown and corpus.vocabulary.kind != "bpe" else "refuse"
+
+
+def describe_certificate(certificate: Certificate) -> str:
+    """Returns one line that says whether the model is contractive and whether the server reports it as certified."""
+    if not certificate.contractive:
+        return f"not contractive, and therefore not certified: {certificate.reason}"
+    if certificate.certified:
+        return f"contractive and certified: the error_bound of the largest window is at most {CERTIFIED:g}"
+    return (
+        f"contractive (the state forgets its start), but not certified (which needs an error_bound of at most "
+        f"{CERTIFIED:g} for the largest window): {certificate.reason}"
+    )
 
 
 @contextmanager

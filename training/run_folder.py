@@ -8,6 +8,7 @@
     best.pt           the weights with the lowest validation loss
     weights-N.pt      the weights after step N, if training.keep_every is set
     quality.json      the last evaluation, with its step and number of positions
+    rankings.json     the rankings of the last evaluation, beside the baselines' (events only)
 
 Checkpoints and weights are written atomically and loaded with weights_only.
 """
@@ -27,6 +28,7 @@ from wane.training.config import Experiment
 from wane.training.data import Corpus
 from wane.training.errors import ResumeError, RunError
 from wane.training.origin import Origin
+from wane.training.ranking import Rankings
 
 FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device"), ("data", "path")}
 
@@ -55,7 +57,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be created: {error.strerror}") from error
-        for name in ("best.pt", "quality.json", "origin.jsonl"):
+        for name in ("best.pt", "quality.json", "rankings.json", "origin.jsonl"):
             (self.path / name).unlink(missing_ok=True)
         (self.path / "tokenizer.json").write_text(corpus.tokenizer_json, encoding="utf-8")
         (self.path / "log.jsonl").write_text("")
@@ -151,6 +153,11 @@ class RunFolder:
         positions."""
         record = {"best_step": best_step, "positions": positions, "quality": found.model_dump(mode="json")}
         (self.path / "quality.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def write_rankings(self, rankings: dict[str, Rankings]) -> None:
+        """Writes the rankings of an evaluation, by split."""
+        record = {split: found.model_dump(mode="json") for split, found in rankings.items()}
+        (self.path / "rankings.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def quality(self, best_step: int, positions: int) -> Quality | None:
         """Returns the written evaluation if it is of the weights after step `best_step` and has at least `positions`

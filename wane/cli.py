@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": Command("serve models over HTTP", "wane.service.cli.serve"),
     "compare": Command("compare a running server's two modes: latency and agreement", "wane.service.cli.compare"),
     "report": Command("show the statistics of one server, or of several replicas", "wane.service.cli.report"),
+    "rollback": Command("serve a model's earlier version again", "wane.service.cli.rollback"),
     "key": Command("create an API key", "wane.service.cli.key"),
     "train": Command("train a model, or resume a run", "wane.training.cli", "train"),
     "evaluate": Command(

@@ -55,12 +55,17 @@ class LogitMoves(NamedTuple):
 
 
 def first_is_proved(
-    first: int, weight: float, added: Vector | None, moves: LogitMoves, lead_moved: Callable[[NDArray[np.intp]], Vector]
+    first: int,
+    weight: float,
+    added: Vector | None,
+    moves: LogitMoves,
+    lead_moved: Callable[[NDArray[np.intp]], Vector],
+    among: NDArray[np.int64] | None = None,
 ) -> bool:
     """Returns whether `first` has the largest probability in every run's mixture.
 
     weight: w. added: (V), c, or None for a network alone. lead_moved: a function that returns R_ab, (P), for the ids of
-    tokens b, (P).
+    tokens b, (P). among: the ids of the tokens b to which `first` is compared, ascending, or None for all.
     """
     if not math.isfinite(moves.off):
         return False
@@ -71,6 +76,8 @@ def first_is_proved(
     cached = np.zeros_like(log_shares) if added is None else added
     left_of_first = cached[first] * (1 - SLACK)
     rivals = np.flatnonzero(~(highest_shares + cached * (1 + SLACK) < lowest_share + left_of_first))
+    if among is not None:
+        rivals = np.intersect1d(rivals, among, assume_unique=True)
     rivals = rivals[rivals != first]
     rivals = rivals[np.argsort(-(highest_shares + cached)[rivals], kind="stable")]
     start, size = 0, FIRST

@@ -30,6 +30,7 @@ from wane.models.manifest import (
     Provenance,
     Quality,
     Role,
+    Start,
     Unknown,
     VocabularyInfo,
     VocabularyKind,
@@ -66,13 +67,15 @@ def export_bundle(
     replace: bool = False,
     cache: CacheModel | None = None,
     unknown: Unknown = "refuse",
+    start: Start = "token",
 ) -> Manifest:
     """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
     `weights` maps the names of `models/weights.py` to float32 tensors. `sample_tokens` is real text for the parity
     check. `precision` is the number format of the products with weights. int8 graphs are faster, but their results
     differ slightly, and they have no certificate. `cache` is the cache language model that the server mixes with the
-    network. `unknown` is what the server does with a word or an event that the vocabulary lacks. `replace` allows the
+    network. `unknown` is what the server does with a word or an event that the vocabulary lacks. `start` is whether
+    the zero state reads `<eos>` first. `replace` allows the
     replacement of a bundle of the same or a higher version.
 
     Raises BundleExistsError if an existing bundle may not be replaced. Raises ExportError if the arguments do not fit
@@ -105,6 +108,7 @@ def export_bundle(
             architecture=architecture,
             vocabulary=_vocabulary_info(vocabulary),
             unknown=unknown,
+            start=start,
             state=architecture.state_tensors(),
             window=window,
             max_window=max_window,

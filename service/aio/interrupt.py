@@ -17,7 +17,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._task: asyncio.Task[object] | EagerTask[object] | None = current_task() or asyncio.current_task()
-        assert self._task is not None, "the body of a `with` always runs in a task: this is a bug"
+        assert self._task is not None, "the interrupt was created outside of a task: this is a bug"
         self._cancelled_before = 0 if isinstance(self._task, EagerTask) else self._task.cancelling()
         self._fired = False
 

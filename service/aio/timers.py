@@ -35,8 +35,8 @@ class Timer:
         others.add(self)
 
     def cancel(self) -> None:
-        """Cancels the timer. Does nothing if the timer has fired. Drops the callback, because the callback may refer to
-        this timer."""
+        """Cancels the timer. Does nothing if the timer has fired. Drops the callback: if the callback refers to this
+        timer, the two form a reference cycle."""
         self._others.discard(self)
         self.ring = _cancelled
 

@@ -28,9 +28,10 @@ from starlette.requests import Request
 
 from wane.service.aio.deadline import until
 from wane.service.api.exchange import WHOLE_BODY, context
-from wane.service.api.schemas.common import AtMost, Body
+from wane.service.api.schemas.common import AtMost, Body, EventInput, GivenSequence, RankedBody
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import (
     REPR_MAX_CHARACTERS,
     Abandoned,
@@ -42,7 +43,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 from wane.service.settings import Settings
-from wane.service.types import MAX_POSITION, SESSION_ID
+from wane.service.types import MAX_POSITION, NO_FILTER, SESSION_ID, Filter
 
 MOST_DIGITS = 1000
 """The largest number of digits of one number in a large body. Decoding time grows with the square of the number of
@@ -123,6 +124,7 @@ KINDS = {
     "greater_than_equal": "at least {ge}",
     "int_type": "an integer",
     "less_than": "less than {lt}",
+    "literal_error": "{expected}",
     "list_type": "a list",
     "model_type": "an object",
     "string_type": "a string",
@@ -154,12 +156,19 @@ def shape(model: type[Body]) -> BodyShape:
     for name, field in model.model_fields.items():
         if (inner := _body_type(field.annotation)) is not None:
             bodies[name] = inner
-        elif get_origin(field.annotation) is list and (inner := _body_type(*get_args(field.annotation))) is not None:
+        elif (inner := _item_type(field.annotation)) is not None:
             lists[name] = inner
     longest = {
         name: one for name, field in model.model_fields.items() for one in field.metadata if isinstance(one, AtMost)
     }
     return BodyShape(frozenset(model.model_fields), bodies, lists, longest)
+
+
+def _item_type(annotation: Any) -> type[Body] | None:
+    """Returns the body among the types of a list's items. Returns None if there is none, or if it is no list."""
+    if get_origin(annotation) in (Union, UnionType):  # of a list and null
+        return next((found for one in get_args(annotation) if (found := _item_type(one)) is not None), None)
+    return _body_type(*get_args(annotation)) if get_origin(annotation) is list else None
 
 
 def _body_type(annotation: Any) -> type[Body] | None:
@@ -290,7 +299,8 @@ class Decoder:
         self._settings = settings
         fields = MOST_FIELDS * (settings.max_batch_inputs + 4)
         tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
-        self.most = BodyLimits(values=tokens + fields, fields=fields, containers=fields)
+        filtered = 2 * settings.max_filter_events
+        self.most = BodyLimits(values=tokens + filtered + fields, fields=fields, containers=fields)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
@@ -314,7 +324,7 @@ class Decoder:
             return self.decode_now(data, model)
         place, most = over
         self._check_part(data[:place], model)
-        limit = "the limit follows from max_input_tokens, max_scored_tokens and max_batch_inputs"
+        limit = "the limit follows from max_input_tokens, max_scored_tokens, max_filter_events and max_batch_inputs"
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
@@ -461,17 +471,33 @@ def valid(document: Any, model: type[B]) -> B:
 
 
 async def tokens_of(
-    engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
-) -> tuple[int, ...]:
-    """Returns the token ids of a text, or the given token ids. If `document` is true, the input is for scoring, which
-    has a larger limit on the number of tokens. Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without
-    tokens."""
+    engine: Engine, given: GivenSequence, deadline: float | None, *, document: bool = False
+) -> EventTokens:
+    """Returns the tokens of a text or of events, or the given token ids. If `document` is true, the input is for
+    scoring, which has a larger limit on the number of tokens. Raises TooLarge, DeadlineExceeded, and InvalidRequest for
+    a text without tokens, for events that the model refuses, and if the model does not read this kind of input."""
     if isinstance(given, list):
-        return tuple(given)
+        return EventTokens(tuple(given))
+    if isinstance(given, EventInput):
+        engine.check_event_count(len(given.events), document=document)
+        return await engine.events.read(given.events, given.unknown)
     tokens = await engine.encode(given, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
-    return tokens
+    return EventTokens(tokens)
+
+
+def filter_of(engine: Engine, body: RankedBody) -> Filter:
+    """Returns the filter of a body. Raises InvalidRequest."""
+    if body.exclude is None and body.candidates is None and not (body.exclude_seen or body.include_end):
+        return NO_FILTER
+    return engine.events.filter(
+        body.exclude,
+        body.candidates,
+        body.unknown,
+        exclude_seen=body.exclude_seen,
+        include_end=body.include_end,
+    )
 
 
 def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:

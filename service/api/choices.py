@@ -48,9 +48,7 @@ class Choice:
             pieces, offset = TextPieces(self._vocabulary), 0
             logprobs = empty_logprobs()
             for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
-                assert logprob is not None, (
-                    "a token of a prompt that is not truncated has no log-probability: this is a bug"
-                )
+                assert token is not None, "the score of a prompt has a skipped event: this is a bug"
                 self._add(logprobs, token, logprob, places or (), offset)
                 offset += len(pieces.push(token))
         return {"index": self.index, "text": prompt, "logprobs": logprobs, "finish_reason": None}
@@ -76,11 +74,13 @@ class Choice:
         return {"index": self.index, "text": "", "logprobs": None, "finish_reason": "stop" if stopped else "length"}
 
     def _add(
-        self, logprobs: LogprobsDocument, token: int, logprob: float, places: Sequence[Prediction], offset: int
+        self, logprobs: LogprobsDocument, token: int, logprob: float | None, places: Sequence[Prediction], offset: int
     ) -> None:
+        """Adds a token. Its log-probability is None if it has no prediction."""
         name = self._name(token)
-        top = {self._name(one.token_id): one.logprob for one in places}
-        top[name] = logprob
+        top: dict[str, float] | None = None
+        if logprob is not None:
+            top = {self._name(one.token_id): one.logprob for one in places} | {name: logprob}
         logprobs["tokens"].append(name)
         logprobs["token_logprobs"].append(logprob)
         logprobs["top_logprobs"].append(top)

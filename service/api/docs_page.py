@@ -215,7 +215,7 @@ def _meaning(schema: Schema) -> str:
     ]
     if schema.get("default") is not None:
         notes.append(f"default {json.dumps(schema['default'])}")
-    description = escape(str(schema.get("description", "")))
+    description = escape(str(next((one["description"] for one in options if "description" in one), "")))
     return f"{description} ({escape('; '.join(notes))})" if notes else description
 
 

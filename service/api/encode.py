@@ -154,10 +154,16 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         document["position"] = given.position
     if given.replayed is not None:
         document["replayed"] = given.replayed
+    if given.created:
+        document["created"] = True
     if given.durable is not None:
         document["durable"] = given.durable
     if given.cache_tokens is not None:
         document["cache_tokens"] = given.cache_tokens
+    if given.unknown is not None:
+        document["unknown"] = list(given.unknown)
+    if given.seen_tokens is not None:
+        document["seen_tokens"] = given.seen_tokens
     return document
 
 
@@ -208,6 +214,7 @@ COLUMNS = (
     "state",
     "position",
     "replayed",
+    "created",
     "durable",
     "error_bound",
     "state_error_bound",
@@ -215,6 +222,9 @@ COLUMNS = (
     "cache_tokens",
 )
 """Columns of the answers to many steps. Each column has the name of a field of `Answer`."""
+
+SELDOM = ("unknown", "seen_tokens")
+"""Columns that are omitted if no answer has a value, because few calls have one."""
 
 LATENCY = ("queue_ms", "compute_ms", "total_ms")
 
@@ -228,6 +238,10 @@ def step_columns(
     columns: dict[str, object] = {
         name: [None if one is None else getattr(one, name) for one in given] for name in COLUMNS
     }
+    for name in SELDOM:
+        values = [None if one is None else getattr(one, name) for one in given]
+        if any(value is not None for value in values):
+            columns[name] = values
     latencies = [one.latency for one in given if one is not None]
     columns |= {
         "session": sessions,

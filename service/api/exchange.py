@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from wane.service.aio.eager import EagerTask
+from wane.service.api.cors import CrossOrigin
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.keyring import Principal
 from wane.service.errors import Abandoned, InvalidRequest, NotFound, Unavailable, truncate_repr
@@ -136,6 +137,7 @@ class RequestPolicy:
 
     `request_timeout_ms` is the default timeout. A client may request a shorter timeout, but not a longer one. `epochs`
     counts the HTTP requests and WebSocket messages in flight. `max_body_bytes` is the largest accepted size of a body.
+    `cross_origin` allows pages of other origins; if it is None, no response has a CORS header.
     """
 
     envelope: Envelope
@@ -146,6 +148,7 @@ class RequestPolicy:
     body_timeout_s: float = math.inf
     guard: Authenticator | None = None
     tracing: Tracing | None = None
+    cross_origin: CrossOrigin | None = None
 
     def timeout_s(self, here: RequestContext) -> float:
         """Returns the request's timeout. Raises InvalidRequest if the header's value is not a positive integer."""
@@ -284,8 +287,11 @@ class HttpExchange(Exchange):
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
         """The headers that are added to every response."""
-        careful = () if self.scope["method"] == "POST" else SECURITY_HEADERS
-        return self.context.request_id_header(), *careful
+        here, method, cross_origin = self.context, self.scope["method"], self.policy.cross_origin
+        careful = () if method == "POST" else SECURITY_HEADERS
+        if cross_origin is None or method == "OPTIONS":  # `CrossOrigin.preflight` has its own headers
+            return here.request_id_header(), *careful
+        return here.request_id_header(), *careful, *cross_origin.headers(here.headers.get(b"origin"))
 
     def failed(self, error: BaseException) -> Response:
         """Returns the response to an exception. A CancelledError means that the client disconnected or that the server

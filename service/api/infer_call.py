@@ -29,6 +29,7 @@ from wane.service.api.signature import (
 )
 from wane.service.api.tensors import ENCODING, HEADER_LENGTH, OutputFormat, Tensor
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
 
@@ -101,8 +102,8 @@ async def decoded_call(request: Request) -> InferCall:
 # Inputs
 
 
-async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows: int) -> list[tuple[int, ...]]:
-    """Returns the token ids of each row of the input tensor. Raises InvalidRequest with the tensor's name, TooLarge,
+async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows: int) -> list[EventTokens]:
+    """Returns the tokens of each row of the input tensor. Raises InvalidRequest with the tensor's name, TooLarge,
     DeadlineExceeded."""
     given = asked.given
     sources = [name for name in SOURCES if name in given]
@@ -115,20 +116,23 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
         raise InvalidRequest(f"{name} is a batch of {shape[0]} rows, but a batch has at most {most_rows}", name)
     document = not asked.is_predicted
     lengths = _lengths(given, name)
-    rows: list[tuple[int, ...]] = []
+    rows: list[EventTokens] = []
     total = 0
     for index in range(shape[0]):
         where = f"{name}[{index}]"
         length = None if lengths is None else lengths[index]
         if isinstance(values, list):
-            text = _text(engine, name, shape, values, index, length)
-            rows.append(await _encoded(engine, text, where, name, asked.deadline, document=document))
+            if name == EVENTS:
+                rows.append(_events(engine, values, shape[1], index, length, document=document))
+            else:
+                tokens = await _encoded(engine, values[index], where, name, asked.deadline, document=document)
+                rows.append(EventTokens(tokens))
             if index % encode.MADE_AT_ONCE == encode.MADE_AT_ONCE - 1:
                 await asyncio.sleep(0)
         else:
-            rows.append(tuple(values[index, :length].tolist()))
-            engine.check_tokens(rows[-1], where, document=document)
-        total += len(rows[-1])
+            rows.append(EventTokens(tuple(values[index, :length].tolist())))
+            engine.check_tokens(rows[-1].tokens, where, document=document)
+        total += len(rows[-1].tokens)
         if total > limits.max_scored_tokens:
             raise TooLarge(f"{name} has more than {limits.max_scored_tokens} tokens")
     return rows
@@ -152,26 +156,18 @@ def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
     return lengths
 
 
-def _text(
-    engine: Engine, name: str, shape: tuple[int, ...], values: Sequence[str], index: int, length: int | None
-) -> str:
-    """Returns the text of a row. If the row contains events, the text has one event name per line."""
-    if name == TEXT:
-        return values[index]
-    if engine.vocabulary.kind != "events":
-        raise InvalidRequest(
-            f"{EVENTS} is only for models whose vocabulary has events; {engine.name} has a text vocabulary", EVENTS
-        )
-    start = index * shape[1]
-    names = values[start : start + (shape[1] if length is None else length)]
-    for place, event in enumerate(names):
-        if not event or event != event.strip() or "\n" in event:
-            raise InvalidRequest(
-                f"{EVENTS}[{index}][{place}] is {truncate_repr(event)}, but must be one line without leading or "
-                "trailing space",
-                EVENTS,
-            )
-    return "\n".join(names)
+def _events(
+    engine: Engine, values: Sequence[str], width: int, index: int, length: int | None, *, document: bool
+) -> EventTokens:
+    """Returns the tokens of a row of events. The manifest's `unknown` decides what becomes of a name that the
+    vocabulary lacks."""
+    names = values[index * width : index * width + (width if length is None else length)]
+    engine.events.check_events(EVENTS)
+    engine.check_event_count(len(names), document=document)
+    try:
+        return engine.events.tokens(names, field=f"{EVENTS}[{index}]")
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, EVENTS) from error
 
 
 async def _encoded(

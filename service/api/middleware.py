@@ -1,9 +1,11 @@
 """The only ASGI middleware, around every route.
 
 It rejects a body whose declared or received length exceeds the limit (413), and converts the exceptions of routes to
-responses. The middleware checks a WebSocket's API key before the WebSocket's route runs. If the key or the path is
-invalid, the middleware still accepts the WebSocket, sends the reason in a message, and closes the WebSocket with 1008.
-A page would not learn the reason for a rejected handshake, because browsers do not show it to the page.
+responses. It answers a browser's question whether a page of another origin may send a request (`cors.py`).
+
+The middleware checks a WebSocket's origin and API key before the WebSocket's route runs. If the origin, the key or the
+path is invalid, the middleware still accepts the WebSocket, sends the reason in a message, and closes the WebSocket
+with 1008. A page would not learn the reason for a rejected handshake, because browsers do not show it to the page.
 """
 
 from __future__ import annotations
@@ -58,7 +60,12 @@ class RequestMiddleware:
                 sent_bytes += len(message.get("body", b""))
             await send(message)
 
+        cross_origin = self.policy.cross_origin
         try:
+            preflight = None if cross_origin is None else cross_origin.preflight(scope)
+            if preflight is not None:
+                await preflight(scope, receive, send_out)
+                return
             exchange.admit()
             await self.app(scope, self.bounded(exchange.context, receive), send_out)
         except (Exception, asyncio.CancelledError) as error:
@@ -77,6 +84,8 @@ class RequestMiddleware:
         here.timeout_s = self.policy.request_timeout_ms / 1000
         try:
             try:
+                if self.policy.cross_origin is not None:
+                    self.policy.cross_origin.check_socket(here.headers)
                 self.policy.authenticate(scope, here)
                 await self.app(scope, receive, send)
             except WaneError as error:

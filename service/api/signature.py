@@ -50,8 +50,10 @@ TYPES = {"BYTES": "TYPE_STRING", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32", "BO
 
 
 def listed(engine: Engine, settings: Settings) -> int:
-    """Returns K, the number of tokens in `top_ids`."""
-    return min(MOST_LISTED, engine.vocabulary.size, settings.top_k_limit)
+    """Returns K, the number of tokens in `top_ids`. Of a vocabulary of events, neither `<eos>` nor `<unk>` is
+    listed."""
+    vocabulary = engine.vocabulary
+    return min(MOST_LISTED, vocabulary.size - len(vocabulary.unlisted), settings.top_k_limit)
 
 
 def outputs(engine: Engine, settings: Settings) -> dict[str, TensorSpec]:

@@ -62,13 +62,14 @@ the state pool."""
 class Work:
     """One work item: a row of a batch of `role`.
 
-    tokens: int64 (n), with n >= 1. In a step, n is 1, and a tuple is allowed. In a head, `tokens` is None. targets:
-    int64 (n), in a scan only. hidden: float32 (H), in a head only: the output layer's input. If it is None, the run
-    uses the output layer's input that is stored in slot `read`. The run reads the state from slot `read` and writes the
-    next state to slot `write`. A window ignores `read` and starts from the zero state. If `write` is None, the next
-    state is dropped. If `binding` is true, the request is completed even if the caller leaves after the work has
-    entered a batch. `chunk` marks one of a sequence's parallel chunks. The scheduler does not limit a batch of chunks
-    by its run time, because the code that cut the sequence has chosen the number of chunks per batch.
+    tokens: int64 (n), with n >= 1. In a step, `tokens` may also be a tuple of one token. In a head, `tokens` is None.
+    targets: int64 (n), in a scan only. hidden: float32 (H), in a head only: the output layer's input. If it is None,
+    the run uses the output layer's input that is stored in slot `read`. The run reads the state from slot `read` and
+    writes the next state to slot `write`. A window ignores `read` and starts from the zero state. If `write` is None,
+    the next state is dropped. If `binding` is true, the request is completed even if the caller leaves after the work
+    has entered a batch. `chunk` says whether the item is one of a sequence's parallel chunks. The scheduler does not
+    limit a batch of chunks by its run time, because the code that cut the sequence has chosen the number of chunks per
+    batch.
     """
 
     role: Role
@@ -88,11 +89,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowTrace:
-    """One row of the window graph's outputs that the direction proof reads. All values are float32 and finite.
+    """One row of the window graph's outputs that the gradient proof reads. All values are float32 and finite.
 
     length: the number of tokens in the window. stream: (H), the value to which the output of the first layer's mixing
-    matrix is added. states: each layer's state by tensor name, (units). errors: for each unit of `states`, a bound of
-    the distance from its value after any longer history that ends in the window's tokens, by the same names.
+    matrix is added. states: each layer's state by tensor name, (units). errors: error bounds by the same names, one for
+    each unit of `states`. An error bound limits the distance between the unit's value and its value after any longer
+    history that ends in the window's tokens.
     """
 
     length: int
@@ -106,8 +108,9 @@ class Row:
     logits. All values are finite. An output that the graph does not have is None. Each array is read on access: it is a
     view of the batch's array, or a copy if the batch's array is on a device.
 
-    radius: the window graph's bound for longer histories. In exact arithmetic, the final hidden state of every history
-    that ends in the window's tokens is within this 2-norm distance of `hidden`. None if there is no bound.
+    radius: the window graph's bound of the effect of earlier tokens. In exact arithmetic, the final hidden state of
+    every history that ends in the window's tokens is within this 2-norm distance of `hidden`. None if there is no
+    bound.
     """
 
     __slots__ = ("_outputs", "_row", "_window", "radius")
@@ -147,6 +150,11 @@ class Row:
     @property
     def top(self) -> Top | None:
         return Top(self._outputs, self._row) if TOP_IDS in self._outputs else None
+
+    @property
+    def most(self) -> int:
+        """The number of largest logits that the graph outputs."""
+        return self._outputs.most
 
     def largest(self, count: int) -> Largest | None:
         """Returns at least the `count` largest logits. Returns None if the graph outputs fewer."""
@@ -271,7 +279,7 @@ def _tokens(works: Sequence[Work]) -> dict[str, Array]:
     """Returns the graph's token inputs. For step: tokens (B). For the other roles: tokens (B, T) padded with 0, lengths
     (B) and, for scan, targets (B, T) padded with 0."""
     tokens = [work.tokens for work in works if work.tokens is not None]
-    assert len(tokens) == len(works), "work without tokens: this is a bug"
+    assert len(tokens) == len(works), "the work has no tokens: this is a bug"
     if works[0].role == "step":
         return {"tokens": np.array([ids[0] for ids in tokens], np.int64)}
     lengths = np.array([len(ids) for ids in tokens], np.int64)

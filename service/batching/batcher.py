@@ -253,8 +253,8 @@ class Batcher:
         """Starts the next batch, or becomes idle.
 
         A batch that cannot grow is handed over while another batch runs. The runner then starts it without waiting for
-        the event loop. The results of a batch that ran on this thread are delivered after the next batch has
-        started."""
+        the event loop. The results of a batch that ran on the event loop's thread are delivered after the next batch
+        has started."""
         self._starting = False
         ran: _Ran | None = None
         while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
@@ -272,7 +272,7 @@ class Batcher:
             ran = self._run(items, columns)
             self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
             self._queue.ran(ran.role, ran.seconds)
-            # the results are delivered first, because the queued items may run on this thread too
+            # the results are delivered before the queued items run, because these may run on this thread too
             if self._queue.before(ran.role):
                 self._start_soon()
                 break
@@ -291,7 +291,7 @@ class Batcher:
     def _begin_columns(self) -> ColumnBatch | None:
         """Returns the next batch of steps in columns. Queues the item that stands for these steps again if steps
         remain."""
-        assert self.columns is not None, "steps without columns: this is a bug"
+        assert self.columns is not None, "steps in columns are queued, but `columns` is None: this is a bug"
         self._columns_queued = False
         found = self.columns.begin(self._max_batch)
         if len(self.columns) and not self._columns_queued:
@@ -308,7 +308,7 @@ class Batcher:
         self._taken += 1
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
-        elif self._taken < MOST_TAKEN:  # otherwise the batch has not started, and `_take_back` may withdraw it
+        elif self._taken < MOST_TAKEN:  # a second batch waits for the first, and `_take_back` may withdraw it
             enter(items)
         running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:
@@ -346,7 +346,7 @@ class Batcher:
         """Returns whether an item should run. Drops the item if its caller has left or its deadline has passed."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.done:  # its waiter was cancelled: the client disconnected or the deadline has passed
+        if item.done:  # the item was cancelled: the client disconnected or the deadline has passed
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:
@@ -369,7 +369,7 @@ class Batcher:
         if ran.role in ONE_TOKEN and ran.items_run:
             self._times.took(ran.role, ran.items_run, ran.seconds, here=False)
         self._taken -= 1
-        self._ahead = None  # a handed-over batch is now running
+        self._ahead = None  # a batch that waited on the runner's thread is now running
         self._start()
         self._hand_out(ran)
 
@@ -400,7 +400,7 @@ class Batcher:
                 item.resolve(row)
             else:
                 self._failed.inc()
-                logger.error("a run of %s failed", role, exc_info=row)
+                logger.error("a run of the graph %s failed", role, exc_info=row)
                 failure = WaneError("the model failed to run")
                 failure.__cause__ = row
                 item.fail(failure)

@@ -72,8 +72,8 @@ class Cost(TypedDict):
 Costs = Annotated[
     dict[Role, list[Cost]],
     Field(
-        description="by graph, shortest length first: compute time per item, measured at warm-up and averaged over "
-        "later runs, with the largest weight on the latest run; the mode auto chooses by these times"
+        description="the compute time per item, by graph, shortest length first; each time is measured at warm-up and "
+        "averaged over later runs, with the largest weight on the latest run; mode auto chooses a window by these times"
     ),
 ]
 

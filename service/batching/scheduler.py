@@ -5,13 +5,13 @@ about a millisecond. The second holds sequences: windows, and states to rebuild.
 millisecond, and when another replica dies a thousand sequences arrive together. Neither queue may delay the other
 queue:
 
-- A batch of sequences is limited to an expected run time of one slice. The slice is 1.5 times as long if no step has
+- A batch of sequences is limited to an expected run time of SLICE_S. The limit is 1.5 times as long if no step has
   arrived since the last batch of sequences. Larger batches gain little throughput: their intermediate values exceed the
   CPU caches, and while one batch holds most of the requests, the event loop is idle.
 - While both queues have work, each gets half of the runner's time. The time that one queue used alone does not count
   against it.
 
-A step then waits at most for one slice and for the steps before it.
+A step then waits at most for one batch of sequences and for the steps before it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ SLICE_S = 0.005
 """The longest expected run time, in seconds, of a batch of several sequences."""
 
 ALONE_S = 1.5 * SLICE_S
-"""The longest expected run time, in seconds, of such a batch if no step has arrived since the last batch of sequences.
-"""
+"""Replaces SLICE_S as the longest expected run time if no step has arrived since the last batch of sequences."""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
-"""Roles whose batches are limited by run time, except batches of chunks. Scans are not limited here, because scoring
-cuts them itself."""
+"""Roles whose batches are limited by run time, except batches of chunks. Scans are not limited, because a long scan is
+cut into short runs before it is queued."""
 
 ONE_TOKEN: frozenset[Role] = frozenset({"step", "head"})
 """Roles of the first queue. Their items all take the same time."""
@@ -71,7 +70,7 @@ class Scheduler(Protocol[I]):
 
     @property
     def full(self) -> bool:
-        """Whether the next batch cannot grow by waiting."""
+        """Whether the next batch has its largest size, so that waiting cannot make it larger."""
 
     def put_back(self, items: Sequence[I]) -> None:
         """Puts a batch of sequences that did not run back at the front of their queue."""
@@ -88,7 +87,7 @@ class FairScheduler(Scheduler[I]):
     of the same role."""
 
     def __init__(self, max_batch_size: int, cost_model: CostModel | None = None) -> None:
-        """`cost_model`: estimates the run time of sequences. Without it batches have no time limit."""
+        """`cost_model`: estimates the run time of sequences. If it is None, batches have no time limit."""
         self._max_batch = max_batch_size
         self._cost_model = cost_model
         self._steps: deque[I] = deque()

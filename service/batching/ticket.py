@@ -14,10 +14,11 @@ from wane.service.types import Latency
 class Ticket:
     """Tracks one request through the batcher.
 
-    `admitted`: the queue has accepted work of the request, and rejects none of its later work. `entered`: work of the
-    request with `Work.binding` is or was in a batch, so the request will be completed. `abandoned`: the caller has
-    left. `proving`: only the search for a proof of the most probable token remains. `batch_items`: the size of the
-    request's largest batch. `traced`: the trace of the request, or None if it is not traced.
+    `admitted`: whether the queue has accepted work of the request. The queue rejects no later work of an admitted
+    request. `entered`: whether work of the request with `Work.binding` is or was in a batch. Such a request will be
+    completed. `abandoned`: whether the caller has left. `proving`: whether only the search for a proof of the most
+    probable token remains. `batch_items`: the size of the request's largest batch. `traced`: the trace of the request,
+    or None if it is not traced.
     """
 
     __slots__ = (
@@ -63,7 +64,7 @@ class Ticket:
         return other
 
     def mark(self) -> Ticket:
-        """Returns a copy of the current times, for a later call of `latency`."""
+        """Returns a copy of the ticket's current times, for a later call of `latency`."""
         copy = Ticket()
         copy.queue_s, copy.compute_s = self.queue_s, self.compute_s
         return copy

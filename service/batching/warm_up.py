@@ -6,21 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wane.models.manifest import Manifest
 from wane.service.batching import batch
 from wane.service.batching.batch import Work
 from wane.service.runners.runner import Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
 
-def warm_up(runner: Runner, pool: StatePool, eos_id: int, *, window: int, max_batch_size: int) -> None:
+def warm_up(runner: Runner, pool: StatePool, manifest: Manifest, *, max_batch_size: int) -> None:
     """Computes the state at the start of a sequence, and runs every graph with one item and with the largest batch.
+    With a zero start, the state at the start is the zero state, which the slot already holds.
 
     The first run of a graph allocates memory and plans kernels, and no request should wait for that. Blocks, so call it
     outside the event loop's thread. Raises the runner's errors.
     """
-    eos = np.array([eos_id], np.int64)
-    some = np.repeat(eos, window)
-    _run([Work("advance", eos, read=ZERO, write=START)], pool, runner)
+    eos = np.array([manifest.vocabulary.eos_id], np.int64)
+    some = np.repeat(eos, manifest.window)
+    if manifest.start_tokens:
+        _run([Work("advance", np.array(manifest.start_tokens), read=ZERO, write=START)], pool, runner)
     for work in (
         Work("step", eos, read=START),
         Work("window", some),

@@ -13,7 +13,7 @@ If the difference at a joint exceeds the limit, the cell after the joint runs ag
 cell before the joint. The joint then moves to the end of the repeated cell. The next cell runs again, too, if the
 difference at the moved joint exceeds the limit. Otherwise the earlier results of the next cell are kept.
 
-A run *in order* passes over the tokens from first to last, without chunks. At a limit of 0 the two states at every
+A run *in order* passes over the tokens from first to last, without chunks. If the limit is 0, the two states at every
 joint must be equal, so the results are bit-identical to those of a run in order, for any model. If too many cells of a
 segment run again, the rest of the sequence runs in order.
 """
@@ -95,8 +95,8 @@ class ChunkBatch:
         return {name: value[cell : cell + 1] for name, value in self._ends.items()}
 
     def residual(self, cell: int) -> float:
-        """Returns the largest difference of any unit of the state at the joint before `cell`, which must not be the
-        first cell. Returns 0 if there is no joint."""
+        """Returns the difference between the two states at the joint before `cell`, in the unit in which it is largest.
+        `cell` must not be the first cell. Returns 0 if there is no joint."""
         return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
 
     def residuals(self) -> NDArray[np.float64]:
@@ -146,10 +146,10 @@ class ChunkPlan:
     """Describes how a sequence ran so far.
 
     chunks: the number of chunks; 1 if the sequence ran in order. rounds: 1, plus 1 for every repeated cell. warm_up:
-    the fewest tokens of warm-up in any segment. residual: the largest difference of any unit of the state at any
-    remaining joint; 0 if there are no joints, and the run is then exact. joints: for each tensor's name, the largest
-    difference of each unit at any joint. apart: the fewest tokens between two joints. latest: the position of the last
-    joint.
+    the fewest tokens of warm-up in any segment. residual: the largest difference between the two states at a joint,
+    over all units and all remaining joints. It is 0 if there are no joints, and the run is then exact. joints: for each
+    state tensor's name, the largest difference of each unit at any joint. apart: the fewest tokens between two joints.
+    latest: the position of the last joint.
     """
 
     chunks: int = 1
@@ -351,8 +351,8 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Runs a cell again, from the state at the end of the previous cell, if the difference at the joint before the
-        cell exceeds the limit.
+        """Runs each cell again, from the state at the end of the previous cell, if the difference at the joint before
+        the cell exceeds `limit`.
 
         Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
         """

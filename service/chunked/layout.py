@@ -33,8 +33,8 @@ common tokens from the zero state."""
 
 
 Residuals = Sequence[tuple[int, float]]
-"""Pairs (tokens, difference), fewest tokens first: the largest difference of any unit of the state between two runs
-with different initial states, after this number of common tokens."""
+"""Pairs (tokens, difference), fewest tokens first: the largest difference, over all units of the state, between two
+runs with different initial states, after this number of common tokens."""
 
 
 def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:

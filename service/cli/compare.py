@@ -1,4 +1,5 @@
-"""`wane compare`: runs both modes of one model over a text, and shows their latency and their agreement."""
+"""`wane compare`: runs both modes of one model over a text, or over sessions of events, and shows their latency and
+their agreement."""
 
 from __future__ import annotations
 
@@ -14,21 +15,24 @@ from rich.progress import Progress
 
 from wane.service.cli import render
 from wane.service.cli.client import Client, ClientError, CommandError, traced
+from wane.service.cli.compared_input import read_input
 from wane.service.cli.measure import choose, measure, requests_needed
 from wane.service.cli.render import agreement_table, latency_table
 
 FAILURES = (CommandError, ClientError, OSError, UnicodeError)
-# An upper bound on the average number of characters per token of a text. The client sends only this many characters per
-# token to the tokeniser.
-CHARACTERS_OF_A_TOKEN = 32
-SAMPLE = Path(__file__).with_name("sample.txt")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. `arguments[0]` is the command's name."""
     parser = argparse.ArgumentParser("wane compare", description=__doc__)
     parser.add_argument("url", metavar="URL", help="the server's address, such as http://127.0.0.1:8000")
-    parser.add_argument("--file", type=Path, default=SAMPLE, metavar="TEXT", help="UTF-8 text; default: a short sample")
+    parser.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text; default: a short sample. For a model of events, a file of sessions, which has no default: "
+        'each line is a JSON list of events, or {"session": ..., "events": [...]}',
+    )
     parser.add_argument("--model", metavar="NAME", help="default: the server's default model")
     parser.add_argument(
         "--window", type=int, metavar="K", help="the number of tokens in a window; default: the model's own k"
@@ -38,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         type=int,
         default=256,
         metavar="N",
-        help="the number of tokens to use from the start of the text (default 256)",
+        help="the number of tokens or events to use from the start of the file (default 256)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the results to this file: .png, .svg or .pdf")
@@ -51,19 +55,18 @@ def main(arguments: Sequence[str]) -> int:
         raise CommandError(f"--plot is {options.plot}, but must end in {', '.join(render.FORMATS)}")
     if options.plot is not None and find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install 'wane[plot]'")
-    text = options.file.read_text(encoding="utf-8")[: options.tokens * CHARACTERS_OF_A_TOKEN]
-
     screen = Console(stderr=True)
     bar = Progress(console=screen, transient=True, disable=not screen.is_terminal)
     with traced() as tracing, Client(options.url, tracing=tracing) as client, bar as progress:
         card = choose(client, options.model)
         k = card["k"] if options.window is None else options.window
-        scored = client.post("/v1/score", {"model": card["id"], "input": text})
-        tokens = scored["tokens"][: options.tokens]
-        task = progress.add_task(f"Comparing the modes of {card['id']}", total=requests_needed(len(tokens)))
-        compared = measure(client, options.url, card, k, tokens, advance=lambda: progress.advance(task))
+        found = read_input(client, card, options.file, options.tokens)
+        task = progress.add_task(f"Comparing the modes of {card['id']}", total=requests_needed(found.steps))
+        compared = measure(client, options.url, card, k, found, advance=lambda: progress.advance(task))
 
     console = Console()
+    if card["vocabulary"]["kind"] == "events":
+        console.print(found.describe(), highlight=False, markup=False, soft_wrap=True)
     console.print(latency_table(compared), agreement_table(compared))
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(compared), indent=2) + "\n", encoding="utf-8")

@@ -21,12 +21,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "name", metavar="NAME", help="the key's owner; all keys with the same name share the same sessions"
     )
-    parser.add_argument("--scope", metavar="SCOPE", help="use (default), metrics, admin, or several joined by +")
+    parser.add_argument(
+        "--scope",
+        metavar="SCOPE",
+        help="use (default), metrics or admin; + joins several scopes",
+    )
     parser.add_argument("--rate", metavar="REQUESTS", help="requests per second (default: no limit)")
     parser.add_argument(
         "--burst", metavar="REQUESTS", help="size of the token bucket in requests (default: the requests of one second)"
     )
-    parser.add_argument("--sessions", metavar="SESSIONS", help="quota of sessions of NAME (default: no limit)")
+    parser.add_argument("--sessions", metavar="SESSIONS", help="largest number of sessions of NAME (default: no limit)")
     options = vars(parser.parse_args(arguments[1:]))
     name = options.pop("name")
     made, kept = make_key(name, [f"{option}={value}" for option, value in options.items() if value is not None])

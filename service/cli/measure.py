@@ -1,4 +1,4 @@
-"""Measures the latency of a model's two modes over one text, and the agreement of their answers.
+"""Measures the latency of a model's two modes over one or more sequences, and the agreement of their answers.
 
 The measurement makes three passes over the same positions. The first pass is recurrent: a session gets one token in
 each step. The second pass uses windows without a session: each request has the last k + 1 tokens. The third pass uses
@@ -15,6 +15,7 @@ from time import perf_counter
 import numpy as np
 
 from wane.service.cli.client import Client, ClientError, Document
+from wane.service.cli.compared_input import ComparedInput
 
 PHASES = ("queue", "compute", "total", "round_trip")
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -79,15 +80,21 @@ class WindowSummary:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """The results of `measure`: the latency of each mode and phase in milliseconds, the agreement of windows of k
-    tokens with recurrent mode, and the results for each window size."""
+    """The results of `measure`: the latency of each mode and phase in milliseconds, with windows of k tokens; the
+    agreement of windows of the model's own k, `model_k`, with recurrent mode; and the results for each window size.
+
+    `sequences`: the number of sequences. `unknown`: how often each event occurs that the vocabulary lacks, and that was
+    left out."""
 
     url: str
     model: str
     model_version: str
     device: str
     k: int
+    model_k: int
+    sequences: int
     steps: int
+    unknown: dict[str, int]
     latency: dict[str, dict[str, Quantiles]]
     agreement: AgreementSummary
     recurrent_compute_ms: float
@@ -95,13 +102,10 @@ class Measurements:
 
 
 def choose(client: Client, name: str | None) -> Document:
-    """Returns the document of the model `name`, or of the server's default model. Raises ClientError, for example if
-    the model's vocabulary has events instead of text."""
+    """Returns the document of the model `name`, or of the server's default model. Raises ClientError."""
     cards = client.models()
     for card in cards:
         if name in (None, card["id"]):
-            if card["vocabulary"]["kind"] == "events":
-                raise ClientError(f"compare needs a model of text, but the vocabulary of model {card['id']} has events")
             return card
     if not cards:
         raise ClientError("the server has no models")
@@ -109,30 +113,36 @@ def choose(client: Client, name: str | None) -> Document:
 
 
 def requests_needed(steps: int) -> int:
-    """Returns the number of times that `measure` calls `advance` for a text of `steps` tokens."""
+    """Returns the number of times that `measure` calls `advance` for `steps` tokens."""
     return 3 * steps + min(steps, COMPARED_POSITIONS)
 
 
-def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Measurements:
-    """Measures both modes of a model over `tokens`. `card` is the model's document, and `k` the number of tokens in a
-    window. Calls `advance` after each request. Raises ClientError."""
-    model = card["id"]
+def measure(
+    client: Client, url: str, card: Document, k: int, compared: ComparedInput, advance: Advance
+) -> Measurements:
+    """Measures both modes of a model over the sequences of `compared`. `card` is the model's document, and `k` the
+    number of tokens in a window. Calls `advance` after each request. Raises ClientError."""
+    model, sequences = card["id"], compared.sequences
+    # Each place is a sequence and the number of its tokens that have been read.
+    places = [(tokens, end) for tokens in sequences for end in range(1, len(tokens) + 1)]
 
     def window(index: int) -> Document:
         # The request has one token more than the window, because an input that fits in the window would be run from the
         # start token.
-        part = tokens[max(0, index - k) : index + 1]
+        tokens, end = places[index]
+        part = tokens[max(0, end - 1 - k) : end]
         return client.post("/v1/predict", {"model": model, "tokens": part, "mode": "window", "window": k})
 
-    recurrent = _drive_session(client, model, tokens, "recurrent", advance)
-    windowed = _drive(window, len(tokens), advance)
-    both = _drive_session(client, model, tokens, "both", advance)
+    recurrent = [one for tokens in sequences for one in _drive_session(client, model, tokens, "recurrent", advance)]
+    windowed = _drive(window, len(places), advance)
+    both = [one for tokens in sequences for one in _drive_session(client, model, tokens, "both", advance)]
     sizes = sorted({*(size for size in WINDOWS if size <= card["max_window"]), k})
-    compared = []
-    for end in np.linspace(1, len(tokens), min(len(tokens), COMPARED_POSITIONS), dtype=int):
+    answers = []
+    for index in np.linspace(0, len(places) - 1, min(len(places), COMPARED_POSITIONS), dtype=int):
+        tokens, end = places[index]
         part = tokens[max(0, end - COMPARED_HISTORY) : end]
         body = {"model": model, "tokens": part, "windows": sizes, "repeat": REPEAT}
-        compared.append(client.post("/v1/compare", body)["models"][0])
+        answers.append(client.post("/v1/compare", body)["models"][0])
         advance()
     return Measurements(
         url=url,
@@ -140,11 +150,14 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
         model_version=card["model_version"],
         device=card["device"],
         k=k,
-        steps=len(tokens),
+        model_k=card["k"],
+        sequences=len(sequences),
+        steps=len(places),
+        unknown=dict(compared.unknown),
         latency={"recurrent": _quantiles(recurrent), "window": _quantiles(windowed)},
         agreement=AgreementSummary.of([answer["agreement"] for answer, _ in both]),
-        recurrent_compute_ms=_median_compute_ms([one["recurrent"] for one in compared]),
-        windows=[_summary(size, [one["windows"][index] for one in compared]) for index, size in enumerate(sizes)],
+        recurrent_compute_ms=_median_compute_ms([one["recurrent"] for one in answers]),
+        windows=[_summary(size, [one["windows"][index] for one in answers]) for index, size in enumerate(sizes)],
     )
 
 

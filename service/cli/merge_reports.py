@@ -85,9 +85,9 @@ def _durations(parts: Sequence[Document]) -> Document:
 
 
 def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float) -> float | None:
-    """Returns the `share` quantile of a histogram with cumulative buckets, like Prometheus's `histogram_quantile`.
-    Assumes that values are spread evenly within a bucket, and that values of the last, unbounded bucket equal the
-    largest bound. Returns None if the histogram has no values."""
+    """Returns the quantile `share`, from 0 to 1, of a histogram with cumulative buckets, like Prometheus's
+    `histogram_quantile`. Assumes that values are spread evenly within a bucket, and that values of the last, unbounded
+    bucket equal the largest bound. Returns None if the histogram has no values."""
     rank = share * counts[-1]
     if not counts[-1]:
         return None
@@ -97,7 +97,7 @@ def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float
             if low is None or high is None:
                 return low
             return low + (high - low) * (rank - before) / (count - before)
-    raise AssertionError("this is a bug: the last bucket must count all values")
+    raise AssertionError("the last bucket does not count all values: this is a bug")
 
 
 def _agreement(parts: Sequence[Document]) -> Document:

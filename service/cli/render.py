@@ -33,7 +33,7 @@ def agreement_table(compared: Measurements) -> Table:
     at all positions. Each further row is for one window size, at a few positions."""
     columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
     table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
-    table.caption = "ms: compute, median over positions"
+    table.caption = "ms: median compute time over all positions"
 
     def add(label: str, agreement: AgreementSummary, compute: str, last: bool = False) -> None:
         table.add_row(
@@ -48,7 +48,7 @@ def agreement_table(compared: Measurements) -> Table:
             end_section=last,
         )
 
-    add(str(compared.k), compared.agreement, "", last=True)
+    add(str(compared.model_k), compared.agreement, "", last=True)
     for line in compared.windows:
         add(str(line.window), line.agreement, f"{line.compute_ms:.3f}")
     return table
@@ -65,7 +65,7 @@ def report_tables(report: Document) -> list[Table]:
         ("pairs", "top-1", "proved", "TV mean", "TV max", "bound mean", "bound max", "over bound"),
     )
     if "replicas" in report:
-        latency.caption = "quantiles are computed from the sums of the buckets"
+        latency.caption = "quantiles are computed from the summed histograms"
     sessions = _table("Sessions", ("model", "version"), ("resident", "parked", "rebuilt"))
     for model in report["models"]:
         name = model["model"]
@@ -155,7 +155,7 @@ def _draw_distance(axes: Axes, compared: Measurements) -> None:
     if bounds:
         axes.plot(*zip(*bounds, strict=True), ":", color="black", label="bound")
     axes.set_yscale("log")
-    axes.set_title("Total variation from recurrent")
+    axes.set_title("Total variation between window and recurrent")
     floored = any(line.agreement.total_variation_mean < FLOOR for line in compared.windows)
     axes.set_ylabel("total variation" + (f" (values under {FLOOR:g} are drawn at {FLOOR:g})" if floored else ""))
     _finish_window_axis(axes, compared, "lower left")
@@ -175,7 +175,7 @@ def _draw_top1(axes: Axes, compared: Measurements) -> None:
 
 def _finish_window_axis(axes: Axes, compared: Measurements, legend: str) -> None:
     sizes = [line.window for line in compared.windows]
-    axes.axvline(compared.k, color="grey", linewidth=0.8, label=f"the model's k = {compared.k}")
+    axes.axvline(compared.model_k, color="grey", linewidth=0.8, label=f"the model's k = {compared.model_k}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()

@@ -32,6 +32,7 @@ def compare(
     window_hidden: NDArray[np.float32],
     bound: Bound | None,
     proved: bool,
+    ids: NDArray[np.int64] | None = None,
 ) -> Agreement:
     """Compares the answers of the recurrent and the window mode at temperature 1. The logits are float32 (V). The
     hidden vectors, float32 (H), are the inputs of the output layer.
@@ -41,11 +42,13 @@ def compare(
     logits of a token. `state_distance` is the 2-norm of the difference of the two hidden vectors.
 
     `bound` is the bound on the distance between the two answers. `proved` says whether the window's run alone proves
-    that the most probable tokens of the two answers are equal.
+    that the most probable tokens of the two answers are equal. `ids` are the tokens that the answers list, or None for
+    all; only `top1_match` depends on them.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
+    ranked_p, ranked_q = (p, q) if ids is None else (p[ids], q[ids])
     return Agreement(
-        top1_match=bool(p.argmax() == q.argmax()),
+        top1_match=not len(ranked_p) or bool(ranked_p.argmax() == ranked_q.argmax()),
         top1_proved=proved,
         total_variation=min(float(np.abs(np.exp(p) - np.exp(q)).sum()) / 2, 1.0),
         kl=max(float((np.exp(p) * (p - q)).sum()), 0.0),

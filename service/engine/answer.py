@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
@@ -17,16 +18,15 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
-from wane.service.engine.forward import Forward, RunResult
-from wane.service.engine.logits import listed, predictions
-from wane.service.engine.mixed import Mixed
+from wane.service.engine.forward import Forward, Mixed, RunResult
+from wane.service.engine.logits import Ranking, Rankings, listed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.runners.outputs import FEW
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
 SMALL_ENOUGH = 1e-3
-"""If the bound on the total variation is at most this value, no sharper bound is computed."""
+"""If the margin proof succeeds and the bound on the total variation is at most this value, the gradient proof is not
+run."""
 
 
 class AnswerPlan(NamedTuple):
@@ -34,7 +34,8 @@ class AnswerPlan(NamedTuple):
 
     `mode` is recurrent, window or both. `window` is k, the window's number of tokens; None in mode recurrent. `origin`
     is the source of the recurrent part's state. `context_length` is the number of latest tokens that this state has
-    read. `cache` says whether the answer is mixed with the model's cache, if the model has one.
+    read. `ranking` has the tokens that the answer lists. `cache` says whether the answer is mixed with the model's
+    cache, if the model has one.
     """
 
     mode: Mode
@@ -42,11 +43,12 @@ class AnswerPlan(NamedTuple):
     window: int | None
     origin: StateSource
     context_length: int
+    ranking: Ranking
     cache: bool = True
 
     @classmethod
     def of_prompt(
-        cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool, cache: bool = True
+        cls, mode: Mode, tokens: int, window: int | None, ranking: Ranking, *, truncated: bool, cache: bool = True
     ) -> AnswerPlan:
         """Plans the answer to a request without a session. `tokens` is the number of the request's tokens. They are a
         whole sequence or, if `truncated`, the end of a longer sequence.
@@ -55,8 +57,9 @@ class AnswerPlan(NamedTuple):
         whole sequence. The window of a truncated sequence is shortened to `tokens` tokens if it is longer.
         """
         if not truncated:
-            return cls(mode, tokens, window, StateSource.FULL, tokens, cache)
-        return cls(mode, tokens + 1, None if window is None else min(window, tokens), StateSource.FULL, tokens, cache)
+            return cls(mode, tokens, window, StateSource.FULL, tokens, ranking, cache)
+        k = None if window is None else min(window, tokens)
+        return cls(mode, tokens + 1, k, StateSource.FULL, tokens, ranking, cache)
 
     @property
     def state(self) -> StateSource:
@@ -64,12 +67,13 @@ class AnswerPlan(NamedTuple):
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """Returns the bound of the answer that is known before the run. The run may output a radius that gives a
-        smaller bound."""
+        """Returns the part of the bound that is known before the run: the certificate's bound. The run may output a
+        radius that gives a smaller bound."""
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
-        """Returns the bound of the recurrent or the window part. `radius`: see `bounds.bound`."""
+        """Returns the bound of the recurrent part or, if not `recurrent`, of the window part. `radius`: see
+        `bounds.bound`."""
         context_length = self.context_length if recurrent else self.window
         assert context_length is not None, "the plan of a window part has no k: this is a bug"
         return bounds.bound(certificate, context_length, self.position, radius)
@@ -86,7 +90,7 @@ class ModeResult(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Samples live answers for repetition in the other mode."""
+    """Chooses the live answers that are repeated in the other mode."""
 
     def chosen(self) -> bool:
         """Returns whether the next answer is sampled. Call it once for each answer."""
@@ -118,6 +122,7 @@ class AnswerBuilder:
         self._forward = forward
         self._stats = stats
         self._prover = prover
+        self.rankings = Rankings(vocabulary)
         self.cache = cache
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
@@ -137,7 +142,8 @@ class AnswerBuilder:
         """
         found = plan.bound_of(self._certificate, recurrent, result.radius)
         if plan.cache and self.cache is not None:
-            history = input_ids[1:] if len(input_ids) > plan.position else input_ids
+            starts = len(input_ids) > plan.position or not plan.context_length  # with the start token
+            history = input_ids[1:] if starts else input_ids
             result = result.mix(self.cache, history, plan.position)
         return ModeResult(result, result.bound(found), latency)
 
@@ -154,15 +160,15 @@ class AnswerBuilder:
         """Runs the window part of a plan over `context_ids`, the window's tokens. `input_ids`: see `part`. If `prove`,
         calls `search`.
 
-        The caller runs the window part after the recurrent part, not concurrently, so that each part's latency is that
-        of its mode alone.
+        The caller runs the window part after the recurrent part, not concurrently, so that the latency of one part does
+        not include the run of the other part.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
         part = self.part(plan, result, ticket.latency(since=mark), input_ids, recurrent=False)
-        return await self.search(part, ticket) if prove else part
+        return await self.search(plan, part, ticket) if prove else part
 
-    async def search(self, part: ModeResult, ticket: Ticket) -> ModeResult:
+    async def search(self, plan: AnswerPlan, part: ModeResult, ticket: Ticket) -> ModeResult:
         """Runs the gradient proof on a part. Returns the part with the smaller of the old and the new bound on the
         total variation, and with `proved` set if the proof succeeds. Returns the part unchanged if the gradient proof
         is impossible or unnecessary. It is impossible if the part has no bound, or if its run output no trace. It is
@@ -174,17 +180,19 @@ class AnswerBuilder:
         result, bound, direction = part.result, part.bound, self.direction
         if bound is None or bound.runs is None or not bound.state or direction is None:
             return part
-        leads, mixed = self._leads(result, bound), result.mixed
+        leads, mixed = self._leads(plan, result, bound), result.mixed
         if leads and bound.variation <= SMALL_ENOUGH:
             return part
         trace = result.trace
         if trace is None:
             return part
-        first = None if leads or (mixed is not None and mixed.unknown) else int(result.logits.argmax())
+        first: int | None = None
+        if not leads and (mixed is None or not mixed.unknown):
+            first = next(iter(plan.ranking.largest(result, 1).ids), None)
         weight, added = (1.0, None) if mixed is None else (mixed.weight, mixed.added)
         ticket.proving = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(
-            self._prover, direction.search, trace, first, weight, added
+            self._prover, direction.search, trace, first, weight, added, plan.ranking.ids
         )
         found = result.bound(bound._replace(variation=variation))
         assert found is not None, "the mixture has no bound although its network has one: this is a bug"
@@ -204,30 +212,31 @@ class AnswerBuilder:
         replayed: bool | None = None,
         durable: bool | None = None,
         logits: bool = False,
-        token_logprobs: tuple[float, ...] | None = None,
+        token_logprobs: tuple[float | None, ...] | None = None,
+        unknown: tuple[str, ...] = (),
     ) -> Answer:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
         predictions come from the recurrent part.
 
         `input_ids` returns all available tokens up to the plan's position. `prove` says whether `search` ran on the
         parts. The time of the search is then part of the answer's latency. `session` is the id of the session, if the
-        request has one. `logits` adds the logits to the answer. `token_logprobs` are the log-probabilities of the
-        session's latest tokens, if the request asked for them.
+        request has one. `logits` says whether the answer contains the logits. `token_logprobs` are the
+        log-probabilities of the session's latest tokens, if the request asked for them. `unknown`: see `Answer`.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
-        found = self.predictions(answered.result, top_k)
+        found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
             pair = self.compared(plan, recurrent, window)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
-                Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k), window.latency),
+                Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k, plan.ranking), window.latency),
             }
             for mode, part in modes.items():
                 self._stats.took(mode, part.latency)
-        elif self.sampler is not None and self.sampler.chosen():
+        elif self.sampler is not None and plan.context_length and self.sampler.chosen():
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
         return Answer(
@@ -237,7 +246,7 @@ class AnswerBuilder:
             state=plan.state,
             error_bound=None if bound is None else bound.variation,
             state_error_bound=None if bound is None else bound.state,
-            top1_proved=answered.proved or self._leads(answered.result, bound),
+            top1_proved=answered.proved or self._leads(plan, answered.result, bound),
             window=plan.window,
             modes=modes,
             agreement=pair,
@@ -249,14 +258,49 @@ class AnswerBuilder:
             # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.
             logits=answered.result.logits.copy() if logits else None,
             token_logprobs=token_logprobs,
+            unknown=unknown or None,
+            seen_tokens=plan.ranking.seen_tokens,
         )
 
-    def predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:
-        """Returns the `top_k` most probable tokens of a result."""
-        found = result.largest(top_k)
-        if found is not None:
-            return listed(found, top_k, self._vocabulary)
-        return predictions(result.logits, top_k, self._vocabulary)
+    def nothing(
+        self,
+        mode: Mode,
+        window: int | None,
+        state: StateSource,
+        ticket: Ticket,
+        *,
+        session: str | None = None,
+        replayed: bool | None = None,
+        durable: bool | None = None,
+        unknown: tuple[str, ...] = (),
+        has_seen: bool = False,
+        cache: bool = True,
+    ) -> Answer:
+        """Returns the answer without predictions of a model with a zero start, before the first token. Nothing runs.
+        `has_seen` says whether the request excludes the tokens that were seen."""
+        modes: dict[Mode, ModeAnswer] | None = None
+        if mode is Mode.BOTH:
+            modes = {one: ModeAnswer((), ticket.latency()) for one in (Mode.RECURRENT, Mode.WINDOW)}
+        return Answer(
+            mode=mode,
+            predictions=(),
+            latency=ticket.latency(),
+            state=state,
+            error_bound=None,
+            window=window,
+            modes=modes,
+            session=session,
+            position=None if session is None else 0,
+            replayed=replayed,
+            durable=durable,
+            cache_tokens=0 if cache and self.cache is not None else None,
+            unknown=unknown or None,
+            seen_tokens=0 if has_seen else None,
+        )
+
+    def predictions(self, result: RunResult, top_k: int, ranking: Ranking) -> tuple[Prediction, ...]:
+        """Returns the `top_k` most probable tokens of a result that `ranking` lists."""
+        return listed(ranking.largest(result, top_k), top_k, self._vocabulary)
 
     def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
         """Like `apart`, but also counts the pair in the statistics."""
@@ -268,34 +312,45 @@ class AnswerBuilder:
         """Compares the recurrent part and the window part of an answer. May be called on any thread."""
         bound = _bound(plan, recurrent, window)
         of_recurrent, of_window = recurrent.result, window.result
-        proved = (window.proved and bound is window.bound) or self._leads(of_window, bound)
+        proved = (window.proved and bound is window.bound) or self._leads(plan, of_window, bound)
         return agreement.compare(
-            of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
+            of_recurrent.logits,
+            of_window.logits,
+            of_recurrent.hidden,
+            of_window.hidden,
+            bound,
+            proved,
+            plan.ranking.ids,
         )
 
-    def _leads(self, result: RunResult, bound: Bound | None) -> bool:
-        """Returns whether the margin proof alone proves the most probable token."""
+    def _leads(self, plan: AnswerPlan, result: RunResult, bound: Bound | None) -> bool:
+        """Returns whether the margin proof alone proves the most probable token that the plan's ranking lists."""
         if bound is None or bound.runs is None:
             return False
         if result.mixed is not None:
-            return self._leads_in_mixture(result, result.mixed, bound.runs)
+            return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
+        if not plan.ranking.is_of_all:
+            found = plan.ranking.largest(result, 2)
+            return self._margin.proves_among(plan.ranking.ids, found, result.logits, result.hidden, bound.runs)
         return self._margin.proves_of_row(result.row, bound.runs)
 
-    def _leads_in_mixture(self, result: RunResult, mixed: Mixed, error: float) -> bool:
+    def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:
             return False
-        top = mixed.top(FEW)
-        if top is None:
-            first = int(result.logits.argmax())
+        found = ranking.largest(result, 2)
+        if len(found.ids) < 2:
+            return bool(found.ids) and math.isfinite(error)
+        if not result.most:
             return self._margin.has_no_rival(
-                result.network_logits, result.hidden, error, first, mixed.weight, mixed.added
+                result.network_logits, result.hidden, error, found.ids[0], mixed.weight, mixed.added, ranking.ids
             )
-        weights, errors = np.array([mixed.weight]), np.array([error])
-        return bool(self._margin.proves_mixtures(top.probabilities, result.hidden[None], weights, errors)[0])
+        probabilities, weights, errors = np.array([found.probabilities]), np.array([mixed.weight]), np.array([error])
+        return bool(self._margin.proves_mixtures(probabilities, result.hidden[None], weights, errors)[0])
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
-    """Returns the bound on the distance between the parts. It is the bound of the part that has read fewer tokens. That
-    bound holds for the distance to any run that ends in these tokens, and the other part is such a run."""
+    """Returns the bound on the distance between the answers of the two parts. This is the bound of the part that has
+    read fewer tokens. That bound holds for the distance to any run that ends in the tokens of that part, and the other
+    part is such a run."""
     assert plan.window is not None, "the plan of two parts has no k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound

@@ -9,8 +9,9 @@ time until request i ends is
     pace * (sum over j of min(left of i, left of j))
 
 because the requests take equal turns: until request i ends, the runner works no longer for request j than for request
-i. `left` is the expected remaining work of a request, in seconds of runs. `pace` is the elapsed time per second of
-work. The pace differs from 1 because steps and short requests use the runner too, and the processor may be shared.
+i. `left` is the expected remaining work of a request, in seconds of the runner's time. `pace` is the elapsed time per
+second of work. The pace differs from 1 because steps and short requests use the runner too, and the processor may be
+shared.
 
 To measure the pace, each second of elapsed time is divided equally among the requests that take turns. A request's part
 of the elapsed time is its *turn time*. The pace is the turn time per second of work. A stream that waits for its client
@@ -30,8 +31,8 @@ from operator import attrgetter
 from wane.service.errors import Overloaded
 
 LONG_S = 0.05
-"""The least expected work, in seconds, of a long request. A request with less work is not counted in the backlog,
-because it runs between the pieces of long requests.
+"""A request is long if its expected work is at least this many seconds. A shorter request is not counted in the
+backlog, because it runs between the pieces of long requests.
 """
 
 MEASURED_S = 0.5
@@ -121,8 +122,8 @@ class Backlog:
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
-        """Admits a request with an expected work of `seconds`. Only `Share.progress` updates the pace, so work that an
-        ended request did not do is not counted. Raises Overloaded.
+        """Admits a request with an expected work of `seconds`. Work that the request has not done when it ends does not
+        change the pace, because only `Share.progress` updates the pace. Raises Overloaded.
         """
         if seconds < LONG_S:
             yield Share(None, seconds, deadline)

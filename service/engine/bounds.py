@@ -9,6 +9,7 @@ the last k of the n tokens.
   tokens. The second bound is an output of the run, and holds for the tokens of this run. Both bounds are theorems about
   the weights in exact arithmetic. The rounding of two float32 runs (`Certificate.rounding`) is added to both bounds.
   This rounding is computed from the measured error of one step and a proved bound of the growth of errors.
+- k = 0 < n: there is no bound.
 - A model that is not contractive has only the bound of 0 for k >= n, because the effect of a rounding error or of a
   dropped token is unlimited. In all other cases its bound is None, and the most probable token is not proved.
 
@@ -55,6 +56,8 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
         return None
     if k >= position:
         return Bound(rounding, _variation(certificate, rounding), rounding)
+    if k < 1:
+        return None
     state, variation = certificate.state_error_at(k), certificate.error_bound_at(k)
     states = [] if state is None else [state + rounding]
     variations = [] if variation is None else [variation]

@@ -3,9 +3,9 @@ one row for each step.
 
 A step is taken in columns under three conditions: the session's state is resident, no other request holds the session's
 lock, and live answers are not sampled for shadows. The step itself must have no idempotency key, must not be traced,
-must not set mode window or both, and must not ask for a proof, for logits, for the tokens' log-probabilities or for an
-answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict, if
-its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
+must not set a mode other than auto, and must not ask for a proof, for logits, for the tokens' log-probabilities or for
+an answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict,
+if its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
 those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,20 +35,22 @@ from wane.service.batching.batch import ColumnBatch
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import bounds
 from wane.service.engine.bounds import Bound
-from wane.service.engine.logits import listed
+from wane.service.engine.logits import Ranking, listed
 from wane.service.engine.pending import STILL_COMMITS, Admission, Pending
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.outputs import FEW, Largest, Outputs
+from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.state.cache import StateCache
-from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
+from wane.service.types import MAX_POSITION, Answer, Latency, Mode, Owner, StateSource, StepRequest
 
-NO_POSITION = -1  # value for a step without an expected position
+Float = TypeVar("Float", np.float32, np.float64)
+
+NO_POSITION = -1  # stands for a missing expected position of a step
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
 KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
 
@@ -61,6 +63,9 @@ class StepReceiver(Protocol):
 
     done: bool
     """Whether the receiver has stopped waiting."""
+
+    creator: Owner | None
+    """The `creator` of the receiver's steps."""
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """Receives the answer of a committed step, which is row `row` of `results`."""
@@ -83,7 +88,8 @@ queued."""
 
 
 class StepResults:
-    """The answers to the steps of one batch: for each field, a list of B rows.
+    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items` and
+    `vocabulary` are the same for all rows.
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
     number of tokens in each row's cache; None if the model has no cache.
@@ -157,10 +163,11 @@ class StepAnswer(Answer):
 class PendingStep(Pending[Answer]):
     """The pending result of a step that was taken in columns."""
 
-    __slots__ = ("_general",)
+    __slots__ = ("_general", "creator")
 
-    def __init__(self) -> None:
+    def __init__(self, creator: Owner | None = None) -> None:
         super().__init__()
+        self.creator = creator
         self._general: Pending[Answer] | None = None
 
     def cancel(self) -> None:
@@ -216,7 +223,15 @@ class StepBatch(ColumnBatch):
         """Returns the step of a row as a request."""
         expected: int = self.expected.item(row)
         position = None if expected == NO_POSITION else expected
-        return StepRequest(self.sessions[row], (self.tokens.item(row),), None, position, None, self.top_k[row])
+        return StepRequest(
+            self.sessions[row],
+            (self.tokens.item(row),),
+            None,
+            position,
+            None,
+            self.top_k[row],
+            creator=self.receivers[row].creator,
+        )
 
     def part(self, rows: NDArray[np.bool_]) -> StepBatch:
         """Returns a batch of the selected rows and their outputs. rows: bool (B)."""
@@ -255,15 +270,19 @@ class StepColumns:
         most_predictions: int,
         max_queue: int,
         queue_columns: Callable[[], None],
+        ranking: Ranking,
         cache: CacheMixture | None = None,
     ) -> None:
         """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
-        `most_predictions` is the largest top_k that the step graph outputs; if 0, no step is taken in columns.
+        `most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no step is taken
+        in columns.
         `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued.
-        `cache` is the model's cache, if it has one.
+        `ranking` has the tokens that answers list. `cache` is the model's cache, if it has one.
         """
         self._vocabulary = vocabulary
+        self._ranking = ranking
         self._size = vocabulary.size
+        self._unlisted = vocabulary.unlisted
         self._state_cache = state_cache
         self._slots = state_cache.order
         self._buffered = resident.buffered
@@ -343,8 +362,8 @@ class StepColumns:
             good &= self._resident_still(batch)
         if good.all():
             return batch
-        # The general procedure starts in the next iteration of the event loop, because no request may use the slot of a
-        # state in this batch before the batch has run or its slots are retained.
+        # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the slots
+        # of its states are retained. Until then, the general procedure could evict these states.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
@@ -364,8 +383,8 @@ class StepColumns:
         return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
-        """Prevents eviction of the states of a batch on the runner's thread, until `finish`."""
-        assert isinstance(running, StepBatch), "not a batch of steps: this is a bug"
+        """Retains the slots of a batch's states until `finish`, because the batch runs on the runner's thread."""
+        assert isinstance(running, StepBatch), "the batch is not a batch of steps in columns: this is a bug"
         self._held.append(running)
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
@@ -373,7 +392,7 @@ class StepColumns:
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
         `time.perf_counter`."""
-        assert isinstance(ran, StepBatch), "not a batch of steps: this is a bug"
+        assert isinstance(ran, StepBatch), "the batch is not a batch of steps in columns: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
         if batch in self._held:
             self._held.remove(batch)
@@ -432,7 +451,7 @@ class StepColumns:
             deadlines += running.deadlines
         if known := [deadline for deadline in deadlines if deadline is not None]:
             self._ring_at(min(known))
-        # Last, because a notified receiver may submit another step immediately.
+        # Receivers are notified last, because a notified receiver may submit another step immediately.
         for session, _, _, _, _, _, receiver, number, _ in late:
             self._drop(session, receiver, number)
         for receiver, number in late_running:
@@ -465,7 +484,7 @@ class StepColumns:
         """Passes the steps to the general procedure, which takes over the locks of the steps' sessions. A request that
         waits for a lock therefore runs after the step.
 
-        `entered`: the steps were in a batch that ran, so they commit even if they are abandoned.
+        `entered` says whether the steps were in a batch that ran. Such steps commit even if they are abandoned.
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):
@@ -494,7 +513,7 @@ class StepColumns:
             ]
         else:
             results.bounds = [self._bound_of_all] * len(batch)
-        width = max(FEW, *batch.top_k)
+        width = min(max(FEW, *batch.top_k) + len(self._unlisted), outputs[TOP_IDS].shape[1])
         if self._cache is None:
             self._largest(results, outputs, width)
         else:
@@ -510,6 +529,8 @@ class StepColumns:
     def _largest(self, results: StepResults, outputs: Outputs, width: int) -> None:
         """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
         top = outputs.top(width)
+        if self._unlisted:
+            top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
         logprobs = top.logprobs
         results.ids, results.logprobs = top.ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
@@ -523,9 +544,12 @@ class StepColumns:
         mixtures. `found` holds the cache's part of each row's mixture."""
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
-        top = cache.top(logits, sums, ids, found, min(width, ids.shape[1]))
-        results.ids, results.probabilities = top.ids.tolist(), top.probabilities.tolist()
-        results.logprobs = np.log(top.probabilities).tolist()
+        top = cache.top(logits, sums, ids, found, width)
+        probabilities, top_ids = top.probabilities, top.ids
+        if self._unlisted:
+            top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
+        results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
+        results.logprobs = np.log(probabilities).tolist()
         results.cache_tokens = found.tokens.tolist()
         unknown = [cache.unknown(*known) for known in zip(results.cache_tokens, results.positions, strict=True)]
         errors = [
@@ -538,8 +562,17 @@ class StepColumns:
             return
 
         results.proved = self._margin.proves_mixtures(
-            top.probabilities, outputs[HIDDEN], found.network, np.array(errors)
+            probabilities, outputs[HIDDEN], found.network, np.array(errors)
         ).tolist()
+
+    def _without_unlisted(
+        self, ids: NDArray[np.int64], values: NDArray[Float]
+    ) -> tuple[NDArray[np.int64], NDArray[Float]]:
+        """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U). U is the
+        number of unlisted tokens."""
+        is_unlisted = np.isin(ids, self._unlisted)
+        order = np.argsort(is_unlisted, axis=1, kind="stable")[:, : ids.shape[1] - len(self._unlisted)]
+        return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
 
     def _proved(
         self,
@@ -548,7 +581,7 @@ class StepColumns:
         logits: NDArray[np.float64],
         outputs: Outputs,
     ) -> list[bool]:
-        """Returns, for each row, whether the margin proves the most probable token."""
+        """Returns, for each row, whether the margin proof succeeds."""
         errors_known = [None if one is None else one.runs for one in found]
         if errors_known.count(None) == len(found):
             return [False] * len(found)
@@ -560,7 +593,7 @@ class StepColumns:
         settled = self._margin.settled(ids, logits, lengths, errors)
         proved = (settled == 1) & known
         for row in np.flatnonzero((settled < 0) & known).tolist():
-            proved[row] = self._margin.proves(outputs.row("logits", row), outputs.row(HIDDEN, row), errors.item(row))
+            proved[row] = self._has_no_rival(outputs, row, ids.item(row, 0), errors.item(row))
         flags: list[bool] = proved.tolist()
         return flags
 
@@ -581,9 +614,13 @@ class StepColumns:
                 continue
             settled = self._margin.settles(first, second, highest - next_one, length, error)
             if settled is None:
-                settled = self._margin.proves(outputs.row("logits", row), outputs.row(HIDDEN, row), error)
+                settled = self._has_no_rival(outputs, row, first, error)
             flags.append(settled)
         return flags
+
+    def _has_no_rival(self, outputs: Outputs, row: int, first: int, error: float) -> bool:
+        logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
+        return self._margin.has_no_rival(logits, hidden, error, first, among=self._ranking.ids)
 
     def _count(self, results: StepResults, batch: StepBatch) -> None:
         self._stats.stepped(

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from wane.models.vocabulary import Vocabulary
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import Forward, RunResult, sequence, tail
-from wane.service.state.pool import StatePool
+from wane.service.errors import InvalidRequest
+from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import (
     ComparedMode,
     CompareRequest,
@@ -27,6 +27,10 @@ from wane.service.types import (
 
 PREDICTIONS = 5
 
+NOTHING_TO_COMPARE = (
+    "there is nothing to compare: the model starts from the zero state, and predicts nothing before the first event"
+)
+
 
 def seconds(cost_model: CostModel, request: CompareRequest) -> float:
     """Returns the expected seconds of all runs of a comparison."""
@@ -38,7 +42,7 @@ async def compare(
     forward: Forward,
     pool: StatePool,
     answer_builder: AnswerBuilder,
-    vocabulary: Vocabulary,
+    start_tokens: Sequence[int],
     request: CompareRequest,
     identity: Identity,
     ticket: Ticket,
@@ -46,11 +50,19 @@ async def compare(
 ) -> Comparison:
     """Runs the modes in turn, `repeat` times each, so that other load on the machine affects all modes equally. Reports
     progress to `share`. Then runs the gradient proof on each answer of a window, as for a request with `prove: true`.
-    The latencies do not include the time of the proofs."""
-    input_ids = sequence(vocabulary.eos_id, request.tokens)
+    The latencies do not include the time of the proofs. `start_tokens` are the manifest's.
+
+    Raises InvalidRequest if there is no token to run.
+    """
+    input_ids = sequence(start_tokens, request.tokens)
+    if not len(input_ids):
+        raise InvalidRequest(NOTHING_TO_COMPARE, "events")
     position = len(request.tokens)
-    with pool.lease() as before, pool.lease() as after:
-        await forward.full(input_ids[:-1], ticket, write=before)
+    with pool.lease() as leased, pool.lease() as after:
+        before = ZERO
+        if len(input_ids) > 1:
+            before = leased
+            await forward.full(input_ids[:-1], ticket, write=before)
 
         def of_window(k: int) -> Callable[[], Awaitable[RunResult]]:
             return lambda: forward.window(tail(input_ids, position, k), ticket)
@@ -72,16 +84,18 @@ async def compare(
 
     async def part(index: int, plan: AnswerPlan) -> ModeResult:
         found = answer_builder.part(plan, results[index], latencies[index][0], input_ids, recurrent=index == 0)
-        return await answer_builder.search(found, ticket)
+        return await answer_builder.search(plan, found, ticket)
+
+    ranking = answer_builder.rankings.default
 
     async def line(index: int, window: int | None) -> ComparedMode:
-        plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, position, request.cache)
+        plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, position, ranking, request.cache)
         own = await part(index, plan)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
             state=StateSource.RESIDENT if window is None else StateSource.WINDOW,
-            predictions=answer_builder.predictions(own.result, PREDICTIONS),
+            predictions=answer_builder.predictions(own.result, PREDICTIONS, ranking),
             latency=Phases(
                 queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
                 compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
@@ -100,6 +114,7 @@ async def compare(
         recurrent=await line(0, None),
         windows=tuple([await line(index, window) for index, window in enumerate(request.windows, 1)]),
         cache_tokens=cache_tokens,
+        unknown=request.unknown or None,
     )
 
 

@@ -1,6 +1,7 @@
 """Serves one version of one model: `submit` admits a request, runs it and answers it.
 
 limits      checks a request against the model and the settings
+event_names converts the names of events to tokens
 routing     chooses between the recurrent mode and a window, by cost
 step        runs a step of a session: check out, run, commit, answer
 predict     answers requests without a session
@@ -38,6 +39,7 @@ from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
 from wane.service.engine.columns import PendingStep, StepColumns, StepReceiver
+from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
 from wane.service.engine.housekeeping import Housekeeper
@@ -64,6 +66,7 @@ from wane.service.settings import Settings
 from wane.service.state.cache import StateCache
 from wane.service.types import (
     ANYBODY,
+    NO_FILTER,
     Answer,
     CompareRequest,
     Comparison,
@@ -81,6 +84,7 @@ from wane.service.types import (
     ScoredTokens,
     ScoreRequest,
     ScoreSummary,
+    SessionState,
     SessionView,
     StepRequest,
 )
@@ -91,8 +95,8 @@ BEGUN_AT_ONCE = 32
 """The largest number of predictions of one call that start in one iteration of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
-"""Modes with which a step may be taken in columns. With these modes, the engine chooses how the session's state is
-rebuilt.
+"""Values of a step's `mode` with which the step may be taken in columns (see `columns.py`). With these values, the
+session's own mode applies.
 """
 
 TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a session record holds
@@ -138,7 +142,8 @@ class Engine:
         self.retired = False
         self._runner = runner
         self._max_batch = settings.max_batch_size
-        self._limits = Limits(manifest, settings)
+        self._limits = Limits(manifest, settings, vocabulary.never_drawn)
+        self.events = EventNames(manifest, vocabulary, settings)
         self.state_cache = pool = StateCache(
             manifest.state,
             manifest.architecture.hidden,
@@ -177,7 +182,14 @@ class Engine:
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
-        places = TopPlaces(self.batcher, self.forward, vocabulary, cache, has_hiddens=HIDDENS in runner.outputs("scan"))
+        places = TopPlaces(
+            self.batcher,
+            self.forward,
+            vocabulary,
+            cache,
+            has_hiddens=HIDDENS in runner.outputs("scan"),
+            start_tokens=len(manifest.start_tokens),
+        )
         self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
         self.answer_builder = AnswerBuilder(
             manifest, vocabulary, margin, self.forward, self._stats, self._prover, cache
@@ -211,6 +223,7 @@ class Engine:
         """Returns whether the state of a session, given by its key, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         outputs = runner.outputs("step")
+        most_predictions = min(settings.top_k_limit, min(TOP, vocabulary.size) - len(vocabulary.unlisted))
         self._columns = StepColumns(
             manifest.certificate,
             vocabulary,
@@ -223,9 +236,10 @@ class Engine:
             metrics,
             name,
             partial(self._step_admitted, is_locked=True),
-            most_predictions=min(settings.top_k_limit, TOP, vocabulary.size) if TOP_IDS in outputs else 0,
+            most_predictions=most_predictions if TOP_IDS in outputs and most_predictions > 1 else 0,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
+            ranking=self.answer_builder.rankings.default,
             cache=cache,
         )
         self.batcher.columns = self._columns
@@ -282,8 +296,7 @@ class Engine:
         warm_up(
             self._runner,
             self.state_cache,
-            self.vocabulary.eos_id,
-            window=self.manifest.window,
+            self.manifest,
             max_batch_size=self._max_batch,
         )
         lengths = (1, self._limits.window, self._limits.max_window)
@@ -307,8 +320,10 @@ class Engine:
         """Returns the token ids of `text`. A long text is encoded on a thread. A text that certainly exceeds the limit
         is refused before it is encoded. A `document` is input for scoring, for which the limit is higher.
 
-        Raises TooLarge if there are too many tokens, and InvalidRequest if `text` is not valid text.
+        Raises TooLarge if there are too many tokens, and InvalidRequest if `text` is not valid text, or if the model
+        reads events.
         """
+        self.events.check_text()
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
             with self.admission.admitted(), until(deadline):
@@ -324,6 +339,11 @@ class Engine:
             raise InvalidRequest(f"the input is not valid text: {error}", "input") from error
         self._limits.length(len(tokens), document=document)
         return tuple(tokens)
+
+    def check_event_count(self, count: int, *, document: bool = False) -> None:
+        """Checks the number of an input's events before they are converted to tokens. `document`: see `encode`. Raises
+        TooLarge."""
+        self._limits.length(count, document=document)
 
     def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
         """Checks tokens before a request is built from them. `document`: see `encode`. Raises TooLarge if there are too
@@ -354,9 +374,11 @@ class Engine:
             and request.cache
             and not request.logits
             and not request.token_logprobs
+            and not request.unknown
+            and request.filter == NO_FILTER
         )
         if len(tokens) == 1 and plain:
-            pending = PendingStep()
+            pending = PendingStep(request.creator)
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
                 return pending
         ticket = Ticket(request.deadline)
@@ -468,8 +490,9 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Returns one log-probability for each token of the request; None for the first token of a truncated text.
-        Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each token of the request; None for a token that has no prediction, and for a
+        skipped event. Raises InvalidRequest, TooLarge."""
+        tokens: list[int | None] = []
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
         places: list[tuple[Prediction, ...] | None] = []
@@ -477,12 +500,13 @@ class Engine:
             async for item in scoring:
                 if isinstance(item, ScoredTokens):
                     places.extend(item.predictions or ())
+                    tokens.extend(item.tokens)
                     logprobs.extend(item.logprobs)
                     error_bounds.extend(item.error_bounds or ())
                 elif isinstance(item, ScoreSummary):
                     return Score(
                         **asdict(item),
-                        tokens=request.tokens,
+                        tokens=tuple(tokens),
                         logprobs=tuple(logprobs),
                         error_bounds=tuple(error_bounds) if request.truncated else None,
                         predictions=None if request.top_k is None else tuple(places),
@@ -520,7 +544,7 @@ class Engine:
                 self.forward,
                 self.state_cache,
                 self.answer_builder,
-                self.vocabulary,
+                self.manifest.start_tokens,
                 request,
                 self.identity,
                 ticket,
@@ -582,6 +606,16 @@ class Engine:
     async def get_session(self, session: str) -> SessionView:
         """Returns a session without resetting its idle time. Raises UnknownSession."""
         return self.steps.view(await self.sessions.read(session), self.identity)
+
+    async def session_state(self, session: str, deadline: float | None = None) -> SessionState:
+        """Returns the output layer's input after a session's tokens, without changing the session or its idle time.
+        Raises UnknownSession."""
+        ticket = Ticket(deadline)
+        return await Pending.of(self._state(session, ticket), ticket)
+
+    async def _state(self, session: str, ticket: Ticket) -> SessionState:
+        with self.admission.admitted():
+            return await self.steps.state(session, self.identity, ticket)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Deletes a session after the end of any step in flight. Raises UnknownSession."""
@@ -651,7 +685,7 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._resident.close()  # last, because closing the batcher may still commit the steps of a batch
+        await self._resident.close()  # this is last, because closing the batcher may commit the steps of a batch
 
     def discard(self) -> None:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after

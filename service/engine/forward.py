@@ -1,27 +1,89 @@
-"""Runs one sequence through the batcher, in pieces that fit in a batch."""
+"""Runs one sequence through the batcher, in pieces that fit in a batch. Mixes the result with the model's cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import CacheMixture
+from wane.models.cache_mixture import CacheMixture, TopTokens
 from wane.service.batching.batch import Row, WindowTrace, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.engine.bounds import Bound, of_mixture
-from wane.service.engine.mixed import Mixed
-from wane.service.runners.outputs import Largest, Outputs
-from wane.service.runners.runner import HIDDEN
+from wane.service.runners.outputs import FEW, Largest, Outputs
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
 from wane.service.state.pool import ZERO, StatePool
 
 # Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests and the
 # intermediate values small.
 PIECE_TOKENS = IN_ORDER["advance"]
+
+
+class Mixed:
+    """The mixture of the network's and the cache's distribution of the token that follows one sequence."""
+
+    def __init__(
+        self,
+        cache: CacheMixture,
+        history: Sequence[int] | NDArray[np.int64],
+        logits: NDArray[np.float32],
+        row: Row,
+        known: int,
+    ) -> None:
+        """See `RunResult.mix`. logits: the network's logits from `row`, float32 (V)."""
+        self._cache = cache
+        self._logits = logits
+        self._row = row
+        self._found = cache.of(np.asarray(history, np.int64))
+        self.weight = self._found.network.item(0)
+        """The weight of the network's distribution."""
+        self.tokens = self._found.tokens.item(0)
+        """Number of tokens in the cache."""
+        self.unknown = cache.unknown(self.tokens, known)
+        """The largest total variation that tokens missing from the cache can add."""
+
+    @cached_property
+    def added(self) -> NDArray[np.float64]:
+        """The part of each token's probability in the mixture that comes from the cache: float64 (V)."""
+        return self._cache.added_to(self._found, 0)
+
+    @cached_property
+    def log_probabilities(self) -> NDArray[np.float32]:
+        """The log-probabilities of the mixture at temperature 1: float32 (V)."""
+        found: NDArray[np.float32] = self._cache.log_probabilities(self._logits[None], self._found)[0].astype(
+            np.float32
+        )
+        return found
+
+    def top(self, count: int) -> TopTokens | None:
+        """Returns the `count` most probable tokens of the mixture; None if the graph outputs fewer of the network's
+        most probable tokens."""
+        ids = self._row.output(TOP_IDS)
+        if ids is None or count > len(ids):
+            return None
+        return self._cache.top(self._logits[None], self.log_sum_exp, ids[None], self._found, count)
+
+    @property
+    def log_sum_exp(self) -> NDArray[np.float64]:
+        """The log-sum-exp of the network's logits: float64 (1)."""
+        found = self._row.output(LOG_SUM_EXP)
+        assert found is not None, "a graph outputs the most probable tokens, but not the log-sum-exp: this is a bug"
+        sums: NDArray[np.float64] = found.astype(np.float64).reshape(1)
+        return sums
+
+    def largest(self, count: int) -> Largest | None:
+        """Like `top`, but may return more than `count` tokens."""
+        found = self.top(min(max(count, FEW), self._cache.vocabulary_size))
+        if found is None:
+            return None
+        probabilities = found.probabilities[0]
+        logprobs = np.log(probabilities).tolist()
+        return Largest(found.ids[0].tolist(), logprobs, logprobs, probabilities.tolist())
 
 
 class RunResult:
@@ -70,6 +132,20 @@ class RunResult:
     def largest(self, count: int) -> Largest | None:
         """Returns at least the `count` most probable tokens; None if the graph does not output enough of them."""
         return self.row.largest(count) if self.mixed is None else self.mixed.largest(count)
+
+    @property
+    def most(self) -> int:
+        """The largest `count` for which `largest` returns tokens. It is the number of largest logits that the graph
+        outputs."""
+        return self.row.most
+
+    @property
+    def log_sum_exp(self) -> float | None:
+        """The log-sum-exp of `logits`; None if the graph does not output it."""
+        if self.mixed is not None:
+            return 0.0  # the logits of a mixture are log-probabilities
+        found = self.row.output(LOG_SUM_EXP)
+        return None if found is None else found.item()
 
     @property
     def hidden(self) -> NDArray[np.float32]:
@@ -138,15 +214,16 @@ class Forward:
         return RunResult(row)
 
 
-def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
-    """Returns the model's input: the start token `<eos>` and the tokens, int64 (1 + n). If `truncated`, the tokens are
-    the end of a longer sequence, and the input has no start token: int64 (n)."""
-    return np.array(tokens if truncated else [eos_id, *tokens], np.int64)
+def sequence(start_tokens: Sequence[int], tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
+    """Returns the model's input: the start tokens (`Manifest.start_tokens`) and the tokens, int64 (s + n). If
+    `truncated`, the tokens are the end of a longer sequence, and the input has no start token: int64 (n). If there are
+    no tokens, the input has the start tokens in any case."""
+    return np.array(tokens if truncated and tokens else [*start_tokens, *tokens], np.int64)
 
 
 def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
-    """Returns the last `k` tokens of `input_ids`, which ends at `position`. Returns all of `input_ids`, with `<eos>`,
-    if k >= position."""
+    """Returns the last `k` tokens of `input_ids`, which ends at `position`. Returns all of `input_ids`, with its start
+    token, if k >= position."""
     return input_ids if k >= position else input_ids[-k:]
 
 

@@ -21,7 +21,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
-from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
+from wane.service.engine.logits import FORBID, Preferences, Sampler, log_softmax, most_probable
 from wane.service.types import (
     Finish,
     FinishReason,
@@ -31,6 +31,10 @@ from wane.service.types import (
     Mode,
     StateSource,
     id_of,
+)
+
+NOTHING_TO_CONTINUE = (
+    "there is nothing to continue: the model starts from the zero state, and predicts nothing before the first event"
 )
 
 
@@ -116,9 +120,9 @@ class Prompt:
     """The sequence that a generation continues.
 
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
-    prompt has read. A window may have fewer tokens. `history` holds the sequence's last tokens without the start token:
-    all of them, or at least as many as the model's cache can hold. If a request without a session truncates the
-    sequence, `position` is one more than the number of the request's tokens.
+    prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
+    the start token: all of them, or at least as many as the model's cache can hold. If a request without a session
+    truncates the sequence, `position` is one more than the number of the request's tokens.
     """
 
     history: Sequence[int]
@@ -240,10 +244,11 @@ async def generate(
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
     `RunResult.mix`."""
     preferences: Preferences | None = None
-    if request.presence_penalty or request.frequency_penalty or request.logit_bias:
-        preferences = Preferences(
-            vocabulary.size, request.logit_bias or {}, request.presence_penalty, request.frequency_penalty
-        )
+    bias = dict(request.logit_bias or {})
+    if vocabulary.never_drawn is not None:
+        bias[vocabulary.never_drawn] = FORBID
+    if request.presence_penalty or request.frequency_penalty or bias:
+        preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
@@ -291,4 +296,5 @@ async def generate(
         cache_tokens=None if result.mixed is None else result.mixed.tokens,
         session=None if start.session is None else id_of(start.session),
         position=None if start.session is None else start.position,
+        unknown=request.unknown or None,
     )

@@ -15,7 +15,9 @@ from wane.service.types import GenerateRequest, ScoreRequest
 class Limits:
     """Checks requests against the model's manifest and the settings."""
 
-    def __init__(self, manifest: Manifest, settings: Settings) -> None:
+    def __init__(self, manifest: Manifest, settings: Settings, never_drawn: int | None) -> None:
+        """`never_drawn` is a token that no generation draws, if there is one."""
+        self._never_drawn = frozenset(() if never_drawn is None else (never_drawn,))
         self._manifest = manifest
         self._settings = settings
         self._size = manifest.vocabulary.size
@@ -39,7 +41,7 @@ class Limits:
         )
 
     def longest(self, *, document: bool = False) -> int:
-        """Returns the largest number of tokens of an input."""
+        """Returns the largest allowed number of tokens of an input."""
         return self._settings.max_scored_tokens if document else self._settings.max_input_tokens
 
     def length(self, count: int, how: str = "", *, document: bool = False) -> None:
@@ -84,7 +86,8 @@ class Limits:
                     f"(0..{self._size - 1})",
                     "logit_bias",
                 )
-        if len(bias) == self._size and max(bias.values()) <= FORBID:
+        forbidden = {token for token, value in bias.items() if value <= FORBID} | self._never_drawn
+        if len(forbidden) == self._size:
             raise InvalidRequest("logit_bias forbids every token of the vocabulary", "logit_bias")
 
     def windows(self, windows: Sequence[int]) -> None:

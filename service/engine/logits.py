@@ -1,18 +1,22 @@
 """Computes log-probabilities and the most probable tokens from logits. Draws tokens, with a bias for each token,
-penalties, temperature, top-k and top-p."""
+penalties, temperature, top-k and top-p.
+
+An answer lists all tokens, or the events that a request's filter allows (`Ranking`). A filter changes the list only:
+probabilities are those of the whole distribution.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.batch import Top
+from wane.service.engine.forward import RunResult
 from wane.service.runners.outputs import Largest
-from wane.service.types import Prediction
+from wane.service.types import NO_FILTER, Filter, Prediction
 
 _made = partial(tuple.__new__, Prediction)
 
@@ -24,26 +28,125 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return normalised
 
 
-def predictions(
-    logits: NDArray[np.float32], count: int, vocabulary: Vocabulary, top: Top | None = None
-) -> tuple[Prediction, ...]:
+def log_sum_exp_of(logits: NDArray[np.float32]) -> float:
+    """Returns the log-sum-exp of finite logits (V)."""
+    highest = float(logits.max())
+    return highest + float(np.log(np.exp(logits.astype(np.float64) - highest).sum()))
+
+
+def largest(
+    logits: NDArray[np.float32],
+    count: int,
+    ids: NDArray[np.int64] | None = None,
+    log_sum_exp: float | None = None,
+) -> Largest:
     """Returns the `count` most probable tokens in descending order. Among equal probabilities, the smaller id comes
     first.
 
-    `top` holds the largest values of `logits`. If `top` holds at least `count` values, `logits` is not read.
+    logits: float32 (V). If `ids`, int64 in ascending order, is given, only these tokens are listed. `log_sum_exp` is
+    that of all logits; it is computed if it is None.
     """
-    count = min(count, len(logits))
-    found = None if top is None else top.first(count)
-    if found is not None:
-        return listed(found, count, vocabulary)
-    of_all = log_softmax(logits)
-    least = np.partition(of_all, -count)[-count]
-    candidates = np.flatnonzero(of_all >= least)  # includes all tokens that tie for the last place
-    order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
-    logprobs = of_all[order]
-    return listed(
-        Largest(order.tolist(), logits[order].tolist(), logprobs.tolist(), np.exp(logprobs).tolist()), count, vocabulary
-    )
+    listed_logits = logits if ids is None else logits[ids]
+    count = min(count, len(listed_logits))
+    if not count:
+        return Largest([], [], [], [])
+    least = np.partition(listed_logits, -count)[-count]
+    places = np.flatnonzero(listed_logits >= least)  # includes all tokens that tie for the last place
+    order = places[np.argsort(-listed_logits[places], kind="stable")][:count]
+    values = listed_logits[order].astype(np.float64)
+    # Because the log-sum-exp is rounded, a log-probability near 0 may come out above 0.
+    logprobs = np.minimum(values - (log_sum_exp_of(logits) if log_sum_exp is None else log_sum_exp), 0.0)
+    found = order if ids is None else ids[order]
+    return Largest(found.tolist(), values.tolist(), logprobs.tolist(), np.exp(logprobs).tolist())
+
+
+class Ranking:
+    """The tokens that an answer may list, most probable first."""
+
+    def __init__(
+        self,
+        size: int,
+        excluded: frozenset[int] = frozenset(),
+        candidates: frozenset[int] | None = None,
+        seen_tokens: int | None = None,
+    ) -> None:
+        """`size` is the number of tokens in the vocabulary. `excluded` tokens are not listed. If `candidates` is not
+        None, only they are listed. `seen_tokens`: see `Answer`."""
+        self.seen_tokens = seen_tokens
+        self._size = size
+        self._excluded = excluded
+        self._candidates = candidates
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether every token may be listed."""
+        return not self._excluded and self._candidates is None
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64] | None:
+        """The ids of the tokens that may be listed: int64, ascending. None: all."""
+        if self.is_of_all:
+            return None
+        if self._candidates is not None:
+            return np.array(sorted(self._candidates - self._excluded), np.int64)
+        allowed = np.ones(self._size, np.bool_)
+        allowed[list(self._excluded)] = False
+        return np.flatnonzero(allowed)
+
+    def largest(self, result: RunResult, count: int) -> Largest:
+        """Returns at least the `count` most probable tokens that may be listed. Returns fewer if there are fewer."""
+        if self._candidates is None:
+            wanted = min(count + len(self._excluded), self._size)
+            found = result.largest(min(wanted, result.most) if self._excluded else count)
+            if found is not None and self._excluded:
+                found = self._kept(found)
+                if len(found.ids) < count and wanted > result.most:
+                    found = None  # the graph outputs too few tokens
+            if found is not None:
+                return found
+        logits, total = result.logits, result.log_sum_exp
+        if self._candidates is not None or not self._excluded:
+            return largest(logits, count, self.ids, total)
+        total = log_sum_exp_of(logits) if total is None else total
+        logits = logits.copy()
+        logits[list(self._excluded)] = -np.inf  # faster than a copy of the other logits
+        return largest(logits, min(count, self._size - len(self._excluded)), None, total)
+
+    def _kept(self, found: Largest) -> Largest:
+        """Returns the tokens of `found` that may be listed."""
+        kept = [place for place, token in enumerate(found.ids) if token not in self._excluded]
+        return Largest(
+            [found.ids[place] for place in kept],
+            [found.logits[place] for place in kept],
+            [found.logprobs[place] for place in kept],
+            [found.probabilities[place] for place in kept],
+        )
+
+
+class Rankings:
+    """The rankings of one model's answers."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        size, unlisted = vocabulary.size, frozenset(vocabulary.unlisted)
+        self._size = size
+        self._eos_id = vocabulary.eos_id
+        self._unlisted = unlisted
+        self.of_all = Ranking(size)
+        self.default = Ranking(size, unlisted) if unlisted else self.of_all
+        """The ranking without a filter. In a model of events it lists neither `<unk>` nor `<eos>`."""
+
+    def of(self, wanted: Filter, known: Sequence[int]) -> Ranking:
+        """Returns the ranking for a filter. `known` are the known tokens of the sequence, without the start token."""
+        if wanted == NO_FILTER:
+            return self.default
+        excluded = set(self._unlisted)
+        if wanted.include_end:
+            excluded.discard(self._eos_id)
+        excluded.update(wanted.exclude)
+        if wanted.exclude_seen:
+            excluded.update(set(known) - {self._eos_id})  # the end of a session is not an event that was seen
+        candidates = None if wanted.candidates is None else frozenset(wanted.candidates)
+        return Ranking(self._size, frozenset(excluded), candidates, len(known) if wanted.exclude_seen else None)
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
@@ -62,8 +165,13 @@ def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Predicti
 def most_probable(
     logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
 ) -> tuple[Prediction, ...]:
-    """Returns the `count` most probable tokens, as in `predictions`, and the token `also` at the end if it is not one
-    of them. Its log-probability is the same float as in `logprobs`, float64 (V)."""
+    """Returns the `count` most probable tokens, as in `largest`, and the token `also` at the end if it is not one of
+    them. The log-probability of `also` is its float in `logprobs`, float64 (V). For a vocabulary of events, `<unk>` is
+    in the list only as `also`."""
+    if vocabulary.never_drawn is not None and vocabulary.never_drawn != also:
+        logprobs = logprobs.copy()
+        logprobs[vocabulary.never_drawn] = -np.inf
+        count = min(count, len(logprobs) - 1)
     count = min(count, len(logprobs))
     ids: list[int] = []
     if count:
@@ -83,7 +191,8 @@ def most_probable(
 
 
 FORCE, FORBID = 100.0, -100.0
-"""If any token has the bias FORCE, only tokens with that bias are drawn. A token with the bias FORBID is never drawn.
+"""If any token has a bias of FORCE or more, only such tokens are drawn. A token with a bias of FORBID or less is never
+drawn.
 """
 
 

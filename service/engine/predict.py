@@ -18,10 +18,20 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import meets
 from wane.service.engine.forward import Forward, sequence, tail
-from wane.service.engine.generate import Prompt, RecurrentSource, Source, WindowSource, generate
+from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource, generate
 from wane.service.engine.limits import Limits
+from wane.service.errors import InvalidRequest
 from wane.service.state.pool import StatePool
-from wane.service.types import Answer, Finish, GeneratedToken, GenerateRequest, Identity, Mode, PredictRequest
+from wane.service.types import (
+    Answer,
+    Finish,
+    GeneratedToken,
+    GenerateRequest,
+    Identity,
+    Mode,
+    PredictRequest,
+    StateSource,
+)
 
 
 class Predictor:
@@ -51,6 +61,8 @@ class Predictor:
 
     def seconds(self, request: PredictRequest) -> float:
         """Returns the expected seconds of a prediction's runs."""
+        if not self._runs(request):
+            return 0.0
         if request.mode is Mode.WINDOW:
             return self._cost_model.window(request.window or self._limits.window)
         if request.mode is Mode.AUTO:
@@ -67,6 +79,18 @@ class Predictor:
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """Predicts the token after the request's tokens."""
+        ranking = self._answer_builder.rankings.of(request.filter, request.tokens)
+        if not self._runs(request):
+            empty_mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode
+            return self._answer_builder.nothing(
+                empty_mode,
+                None if empty_mode is Mode.RECURRENT else request.window or self._limits.window,
+                StateSource.WINDOW if empty_mode is Mode.WINDOW else StateSource.FULL,
+                ticket,
+                unknown=request.unknown + request.filter.unknown,
+                has_seen=request.filter.exclude_seen,
+                cache=request.cache,
+            )
         if request.mode is Mode.AUTO:
             ways = self._ways(request)
         else:
@@ -75,7 +99,9 @@ class Predictor:
             mode = request.mode
             if mode is Mode.AUTO:
                 mode = Mode.RECURRENT if k is None else Mode.WINDOW
-            plan = AnswerPlan.of_prompt(mode, len(request.tokens), k, truncated=request.truncated, cache=request.cache)
+            plan = AnswerPlan.of_prompt(
+                mode, len(request.tokens), k, ranking, truncated=request.truncated, cache=request.cache
+            )
             recurrent = await self._recurrent(request, plan, ticket) if mode is not Mode.WINDOW else None
             window = await self._window(request, plan, plan.window, ticket) if plan.window is not None else None
             found = recurrent or window
@@ -90,13 +116,14 @@ class Predictor:
             ticket,
             prove=request.prove,
             logits=request.logits,
+            unknown=request.unknown + request.filter.unknown,
         )
 
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:
         input_ids = self._sequence(request)
         result = await self._forward.full(input_ids, ticket)
         part = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-        return await self._answer_builder.search(part, ticket) if request.prove else part
+        return await self._answer_builder.search(plan, part, ticket) if request.prove else part
 
     async def _window(self, request: PredictRequest, plan: AnswerPlan, k: int, ticket: Ticket) -> ModeResult:
         input_ids = self._sequence(request)
@@ -104,7 +131,11 @@ class Predictor:
         return await self._answer_builder.window(plan, context_ids, input_ids, ticket, prove=request.prove)
 
     def _sequence(self, request: PredictRequest | GenerateRequest) -> NDArray[np.int64]:
-        return sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
+        return sequence(self._manifest.start_tokens, request.tokens, truncated=request.truncated)
+
+    def _runs(self, request: PredictRequest | GenerateRequest) -> bool:
+        """Returns whether there is a token to run: a token of the request, or the start token."""
+        return bool(request.tokens or self._manifest.start_tokens)
 
     def _ways(self, request: PredictRequest) -> tuple[int | None, ...]:
         """Returns the windows that `auto` tries in turn until an answer meets the tolerance. None stands for all
@@ -130,6 +161,8 @@ class Predictor:
         `auto` means recurrent here. The prompt's run leaves a state, and one step for each token is then the cheapest
         mode.
         """
+        if not self._runs(request):
+            raise InvalidRequest(NOTHING_TO_CONTINUE, "events")
         input_ids = self._sequence(request)
         start = Prompt(request.tokens, len(request.tokens) + request.truncated, len(request.tokens))
         source: Source

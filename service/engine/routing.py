@@ -85,7 +85,7 @@ def rebuilt_from(
     Otherwise the state is expected to be evicted before it has saved the cost of the rebuild. It is then rebuilt from
     the last k tokens. Such a rebuild costs as much as an answer in mode window, and leaves a state for the next step. A
     model that is not certified needs all tokens. If the request has no tolerance, a model also needs all tokens if the
-    certificate's curve at `own` exceeds UNASKED.
+    certificate's curve at `own`, the model's default k, exceeds UNASKED.
     """
     k = None
     if certificate.certified and certificate.rounding is not None:

@@ -25,6 +25,7 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
 from functools import cached_property, partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,7 @@ from wane.service.types import (
 )
 
 RESIDUAL = 1e-5
-"""The limit on the difference of any unit of the state at a joint, if the request has no tolerance."""
+"""If the request has no tolerance, the two states at a joint may differ by at most this amount in each unit."""
 
 FED_AT_ONCE = 16_384
 """The number of tokens that are copied into an array in one iteration of the event loop."""
@@ -63,15 +64,44 @@ FED_AT_ONCE = 16_384
 LARGEST_EXPONENT = 700.0  # exp of a larger value overflows float64
 
 Item = ScoreProgress | ScoredTokens | ScoreSummary
+T = TypeVar("T")
+
+
+class Places:
+    """The places of a score's tokens among the given events, of which some may have been skipped."""
+
+    def __init__(self, tokens: int, skipped: Sequence[int]) -> None:
+        """`tokens`: the number of tokens. `skipped`: the places of the skipped events, ascending."""
+        self._tokens = tokens
+        self._total = tokens + len(skipped)
+        self._of_tokens = np.delete(np.arange(self._total), skipped) if skipped else None
+
+    def before(self, token: int) -> int:
+        """Returns the number of places before the token with this index. For an index after the last token, returns the
+        number of all places."""
+        if self._of_tokens is None or token == self._tokens:
+            return self._total if token == self._tokens else token
+        return int(self._of_tokens[token])
+
+    def spread(self, first: int, last: int, values: Sequence[T]) -> tuple[T | None, ...]:
+        """Returns `values`, one for each token from `first` to before `last`, with None at the places of skipped
+        events."""
+        if self._of_tokens is None:
+            return tuple(values)
+        start = self.before(first) if first else 0
+        found: list[T | None] = [None] * (self.before(last) - start)
+        for place, value in zip(self._of_tokens[first:last].tolist(), values, strict=True):
+            found[place - start] = value
+        return tuple(found)
 
 
 class MixedScore:
     """The mixtures of the network's and the cache's distribution at each token of one text."""
 
-    def __init__(self, cache: CacheMixture, input_ids: NDArray[np.int64], *, truncated: bool) -> None:
-        """input_ids: see `cache_statistics`."""
+    def __init__(self, cache: CacheMixture, input_ids: NDArray[np.int64], *, has_start: bool) -> None:
+        """input_ids: see `cache_statistics`. `has_start` says whether the first of them is a start token."""
         self.cache = cache
-        self._statistics = cache_statistics(input_ids, cache.length, truncated=truncated)
+        self._statistics = cache_statistics(input_ids, cache.length, truncated=not has_start)
 
     def mix(self, start: int, network: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the mixture's log-probabilities of n tokens that follow the first `start` predicted tokens. `network`
@@ -80,8 +110,8 @@ class MixedScore:
         return here.log_probabilities(self.cache.model, network)
 
     def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
-        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be truncated. found: the
-        bounds of the network's distributions."""
+        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be the end of a longer text.
+        found: the bounds of the network's distributions."""
         here = self._statistics.at(np.arange(start, start + len(found)))
         weights, _ = here.parts(self.cache.model)
         unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
@@ -115,7 +145,7 @@ class Scorer:
         self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model
-        self._eos_id = manifest.vocabulary.eos_id
+        self._start_tokens = manifest.start_tokens
         self._executor = executor
         self._cache = cache
 
@@ -151,7 +181,9 @@ class Scorer:
         if request.method is ScoreMethod.PARALLEL and request.top_k is None:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
-        unpredicted = (None,) if request.truncated else ()  # without a start token, the first token has no prediction
+        # Without a start token, the first token has no prediction.
+        unpredicted = (None,) if request.tokens and not self._has_start(request) else ()
+        places = Places(len(request.tokens), request.skipped)
         settled, total, plan = 0, 0.0, ChunkPlan()
         predicted = 0
         worst: list[float | None] = []
@@ -183,18 +215,27 @@ class Scorer:
                                     request, input_ids, predicted - len(found_here), piece.hiddens, found_here, ticket
                                 )
                             listed = (*before, *found_there)
-                        yield ScoredTokens(settled, request.tokens[settled:end], logprobs, error_bounds, listed)
+                        yield ScoredTokens(
+                            places.before(settled) if settled else 0,
+                            places.spread(settled, end, request.tokens[settled:end]),
+                            places.spread(settled, end, logprobs),
+                            None if error_bounds is None else places.spread(settled, end, error_bounds),
+                            None if listed is None else places.spread(settled, end, listed),
+                        )
                         settled = end
                         total += float(found_here.sum())
                     yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
             finally:
                 await pieces.aclose()
         share.progress(1)
-        if not settled:  # the only token has no prediction, so nothing was run
-            none_listed = None if request.top_k is None else unpredicted
-            yield ScoredTokens(0, request.tokens, unpredicted, unpredicted, none_listed)
-            yield ScoreProgress(1, 1)
-            settled, worst = 1, [None]
+        if not settled:  # there is no token, or the only token has no prediction, so nothing was run
+            count = len(request.tokens)
+            tokens, nulls = places.spread(0, count, request.tokens), places.spread(0, count, unpredicted)
+            yield ScoredTokens(
+                0, tokens, nulls, nulls if request.truncated else None, None if request.top_k is None else nulls
+            )
+            yield ScoreProgress(count, count)
+            settled, worst = count, [None]
         with until(request.deadline):
             bound = bounds.largest(worst) if request.truncated else await self._bound(plan)
         yield ScoreSummary(
@@ -208,18 +249,23 @@ class Scorer:
             error_bound=bound,
             latency=ticket.latency(),
             cache_tokens=None if mixed is None else min(mixed.cache.length, len(request.tokens)),
+            unknown=request.unknown or None,
         )
+
+    def _has_start(self, request: ScoreRequest) -> bool:
+        """Returns whether the model reads a start token before the request's tokens."""
+        return bool(self._start_tokens) and not request.truncated
 
     async def _mixed(self, request: ScoreRequest, input_ids: NDArray[np.int64]) -> MixedScore | None:
         """Returns the mixtures for the predicted tokens; None if the model has no cache or the request disables it."""
         if self._cache is None or not request.cache or len(input_ids) < 2:
             return None
-        make = partial(MixedScore, self._cache, input_ids, truncated=request.truncated)
+        make = partial(MixedScore, self._cache, input_ids, has_start=self._has_start(request))
         return await asyncio.get_running_loop().run_in_executor(self._executor, make)
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
         """Like `forward.sequence`, but spread over several iterations of the event loop."""
-        parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
+        parts = [sequence(self._start_tokens, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
         for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
             await asyncio.sleep(0)
             parts.append(np.array(request.tokens[start : start + FED_AT_ONCE], np.int64))
@@ -245,8 +291,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        # The error bound exceeds the tolerance even if the states at the joints differ only by rounding. The tolerance
-        # is then met only by exact joints, or by the certificate's curve.
+        # `_least` is the error bound if the states at the joints differ only by rounding. If even this bound exceeds
+        # the tolerance, only exact joints or the certificate's curve can meet the tolerance.
         if self._least > tolerance:
             return Demand(0.0, None, enough)
 

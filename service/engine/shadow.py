@@ -53,7 +53,7 @@ class ShadowProcess(Protocol):
     """Runs shadows in a separate process. Only `kill` may be called while another method runs."""
 
     cpu_s: float
-    """Total processor time in seconds of the runs outside of the calling thread."""
+    """Processor time in seconds that all runs have used in the separate process."""
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Like `Runner.run`. Raises RunnerLost if the process can no longer run."""
@@ -72,8 +72,8 @@ class ShadowProcess(Protocol):
 class Case:
     """A sampled live answer. `tokens`, int64 (n), are the tokens that the other mode runs from the zero state.
 
-    `plan` is the plan of both modes. `live` is the run of the live answer, and `recurrent` says whether that run was in
-    mode recurrent. `history`: int64, the tokens in the model's cache for this sequence.
+    `plan` is the plan of both modes. `live` is the result of the live answer's run, and `recurrent` says whether that
+    run was in mode recurrent. `history`: int64, the tokens in the model's cache for this sequence.
     """
 
     plan: AnswerPlan
@@ -199,7 +199,7 @@ class Shadow:
         if error is not None:
             self._work = None
             self._report.shadowed("failed")
-            logger.error("a shadow failed", exc_info=error)
+            logger.error("the repetition of a sampled answer in the other mode failed", exc_info=error)
             if isinstance(error, RunnerLost):
                 self.close()
         else:

@@ -20,9 +20,9 @@ from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
-from wane.service.engine.generate import Prompt, RecurrentSource, Source, WindowSource
+from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
-from wane.service.engine.logits import log_softmax
+from wane.service.engine.logits import Ranking, log_softmax
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
@@ -31,11 +31,14 @@ from wane.service.sessions.stores.store import SessionRecord
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import (
+    NO_FILTER,
     Answer,
+    Filter,
     GenerateRequest,
     Identity,
     Mode,
     PredictRequest,
+    SessionState,
     SessionView,
     StateSource,
     StepRequest,
@@ -66,7 +69,7 @@ class SessionSteps:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run."""
+        """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -104,11 +107,14 @@ class SessionSteps:
                 prove=request.prove,
                 cache=request.cache,
                 logits=request.logits,
+                wanted=request.filter,
+                unknown=request.unknown,
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """Appends tokens and answers, or replays the last answer. If another writer commits first, retries with the new
-        record. `is_locked`: the caller holds the session's lock. The step always releases the lock.
+        """Appends tokens and answers, or replays the last answer. A step without tokens appends nothing, and is not
+        remembered as the last step. If another writer commits first, retries with the new record. `is_locked` says
+        whether the caller holds the session's lock. The step releases the lock in either case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -116,18 +122,26 @@ class SessionSteps:
             await sessions.locks.wait(request.session)
         try:
             for _ in range(1 + RETRIES):
-                record, kind = sessions.look(request), StepKind.NEXT
+                # A step without tokens is not committed, so only a read shows whether the session has changed.
+                record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
                 if record is None:
                     record, kind = await sessions.check_out(request)
+                if kind is StepKind.FIRST and not request.tokens:
+                    created = await sessions.commit(record, request, None, 0, kind)
+                    if created is None:
+                        continue
+                    record = created
                 mode = routing.of_session(request.mode, record.mode)
-                if kind is StepKind.REPLAY:
-                    self._replayed.inc()
+                if kind is StepKind.REPLAY or not request.tokens:
+                    replayed = kind is StepKind.REPLAY
+                    if replayed:
+                        self._replayed.inc()
                     await sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
-                    token_logprobs: tuple[float, ...] | None = None
+                    token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:
-                        token_logprobs = await self._replayed_logprobs(record, request, ticket)
-                    return await self._answer_again(
+                        token_logprobs = await self._replayed_logprobs(record, request, ticket) if replayed else ()
+                    answer = await self._answer_again(
                         record,
                         mode,
                         free,
@@ -137,12 +151,18 @@ class SessionSteps:
                         prove=request.prove,
                         cache=request.cache,
                         logits=request.logits,
+                        wanted=request.filter,
+                        unknown=request.unknown,
                         token_logprobs=token_logprobs,
-                        replayed=True,
+                        replayed=replayed,
                     )
-                answer = await self._append(record, request, mode, ticket)
-                if answer is not None:
+                    of_first = replayed and record.last is not None and record.last.start == 0
+                    if kind is StepKind.FIRST or (request.creator is not None and of_first):
+                        answer.created = True
                     return answer
+                appended = await self._append(record, request, mode, ticket, kind)
+                if appended is not None:
+                    return appended
             raise conflict(await sessions.read(request.session), request.expected_position)
         finally:
             sessions.locks.leave(request.session)
@@ -164,7 +184,9 @@ class SessionSteps:
                 )
             await self._sessions.touch(session)
             mode = routing.of_session(request.mode, record.mode)
-            input_ids = context_ids = record.tail.ids()
+            input_ids = context_ids = self._input_ids(record)
+            if not len(input_ids):
+                raise InvalidRequest(NOTHING_TO_CONTINUE, "session")
             history: list[int] = input_ids[max(len(input_ids) - record.position, 0) :].tolist()
             if mode is Mode.WINDOW:
                 held_tokens, known = len(input_ids), record.position - record.dropped_tokens
@@ -198,6 +220,32 @@ class SessionSteps:
         slot = held.enter_context(self._pool.lease())
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
+    async def state(self, session: str, identity: Identity, ticket: Ticket) -> SessionState:
+        """Returns the output layer's input after the session's tokens, from a run in the session's own mode. Does not
+        change the session. Raises UnknownSession; InvalidRequest if the model has a zero start and the session has no
+        token."""
+        async with self._sessions.locks.held(session):
+            record = await self._sessions.read(session)
+            if not len(self._input_ids(record)):
+                raise InvalidRequest(
+                    f"session {id_of(session)!r} has no token yet, and its model reads no start token: no state",
+                    "session",
+                )
+            mode = routing.of_session(None, record.mode)
+            free = routing.is_free(None, record.mode)
+            plan, _, recurrent, window = await self._run_again(record, mode, free, None, ticket, cache=False)
+        answered = recurrent or window
+        assert answered is not None, "neither mode ran: this is a bug"
+        return SessionState(
+            *identity,
+            session=id_of(session),
+            position=record.position,
+            state=plan.state,
+            hidden=tuple(answered.result.hidden.tolist()),
+            state_error_bound=None if answered.bound is None else answered.bound.state,
+            durable=record.durable,
+        )
+
     def seconds(self, request: StepRequest) -> float:
         """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
         backlog does not count."""
@@ -211,7 +259,7 @@ class SessionSteps:
         kept = resident or self._sessions.kept(record)
         dropped_tokens = record.dropped_tokens if kept is None else kept.dropped_tokens
         if kept is None and routing.is_free(None, record.mode):
-            _, dropped_tokens = self._rebuilding(record.position, record.tail.ids(), dropped_tokens)
+            _, dropped_tokens = self._rebuilding(record.position, self._input_ids(record), dropped_tokens)
         plan = self._plan(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
         found = plan.bound(self._manifest.certificate)
         cache = self._answer_builder.cache
@@ -229,35 +277,44 @@ class SessionSteps:
             durable=record.durable,
         )
 
-    async def _append(self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
-        """Runs the next step and commits it. Returns None if another writer committed first."""
+    async def _append(
+        self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket, kind: StepKind
+    ) -> Answer | None:
+        """Runs a step of kind FIRST or NEXT, and commits it. Returns None if another writer committed first."""
         position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
-        # A run from a resident or stored state needs only the new tokens. Sampled answers for shadows and mixtures with
-        # a cache need the earlier tokens too.
-        builder = self._answer_builder
-        if base is None or mode is not Mode.RECURRENT or builder.sampler is not None or builder.cache is not None:
-            input_ids = np.concatenate([record.tail.ids(), np.array(request.tokens, np.int64)])
+        # A run from a resident or stored state needs only the new tokens. Sampled answers for shadows, mixtures with a
+        # cache and lists without the seen tokens need the earlier tokens too.
+        builder, wanted = self._answer_builder, request.filter
+        if (
+            base is None
+            or mode is not Mode.RECURRENT
+            or builder.sampler is not None
+            or builder.cache is not None
+            or wanted.exclude_seen
+        ):
+            input_ids = np.concatenate([self._input_ids(record), np.array(request.tokens, np.int64)])
         else:
             input_ids = NO_TOKENS
         context_ids = input_ids
         if base is None and routing.is_free(request.mode, record.mode):
             context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
         held = len(record.tail) + len(request.tokens)
-        plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens, cache=request.cache)
+        ranking = self._ranking(wanted, input_ids, position)
+        plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens, ranking, cache=request.cache)
         # A step in mode window also advances an existing state, unless window is the session's own mode.
         keeps = base is not None and own is not Mode.WINDOW
         recurrent: ModeResult | None = None
         window: ModeResult | None = None
         read = ZERO if base is None else base.slot
         write: int | None = None
-        token_logprobs: tuple[float, ...] | None = None
+        token_logprobs: tuple[float | None, ...] | None = None
         self._pool.retain(read)
         try:
             if request.token_logprobs:
-                before_ids = record.tail.ids()
+                before_ids = self._input_ids(record)
                 token_logprobs = await self._token_logprobs(before_ids, record.position, base, request, ticket)
             if mode is not Mode.WINDOW or keeps:
                 write = self._pool.acquire()
@@ -277,7 +334,7 @@ class SessionSteps:
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
                 window = await builder.window(plan, window_ids, input_ids, ticket, prove=False, binding=True)
-            committed = await self._sessions.commit(record, request, write, dropped_tokens)
+            committed = await self._sessions.commit(record, request, write, dropped_tokens, kind)
         finally:
             self._pool.release(read)
             if write is not None:
@@ -286,10 +343,10 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        if request.prove:  # after the commit, because the client may cancel during a long search
-            recurrent = None if recurrent is None else await builder.search(recurrent, ticket)
-            window = None if window is None else await builder.search(window, ticket)
-        return await builder.answer(
+        if request.prove:  # the search runs after the commit, because the client may cancel during a long search
+            recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
+            window = None if window is None else await builder.search(plan, window, ticket)
+        answer = await builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
@@ -302,7 +359,10 @@ class SessionSteps:
             durable=committed.durable,
             logits=request.logits,
             token_logprobs=token_logprobs,
+            unknown=request.unknown + wanted.unknown,
         )
+        answer.created = True if kind is StepKind.FIRST else None
+        return answer
 
     async def _answer_again(
         self,
@@ -317,16 +377,66 @@ class SessionSteps:
         prove: bool,
         cache: bool,
         logits: bool,
-        token_logprobs: tuple[float, ...] | None = None,
+        wanted: Filter,
+        unknown: tuple[str, ...],
+        token_logprobs: tuple[float | None, ...] | None = None,
         replayed: bool | None = None,
     ) -> Answer:
-        """Answers from a session without appending. If `free`, chooses the cheapest number of tokens for a rebuild. A
-        rebuilt state stays resident.
+        """Answers from a session without appending. See `_run_again`."""
+        unknown += wanted.unknown
+        if not len(self._input_ids(record)):
+            k = None if mode is Mode.RECURRENT else window or self._limits.window
+            return self._answer_builder.nothing(
+                mode,
+                k,
+                StateSource.WINDOW if mode is Mode.WINDOW else StateSource.RESIDENT,
+                ticket,
+                session=record.session,
+                replayed=replayed,
+                durable=record.durable,
+                unknown=unknown,
+                has_seen=wanted.exclude_seen,
+                cache=cache,
+            )
+        plan, input_ids, recurrent, part = await self._run_again(
+            record, mode, free, window, ticket, tolerance, prove=prove, cache=cache, wanted=wanted
+        )
+        return await self._answer_builder.answer(
+            plan,
+            lambda: input_ids,
+            recurrent,
+            part,
+            top_k,
+            ticket,
+            prove=prove,
+            session=record.session,
+            replayed=replayed,
+            durable=record.durable,
+            logits=logits,
+            token_logprobs=token_logprobs,
+            unknown=unknown,
+        )
+
+    async def _run_again(
+        self,
+        record: SessionRecord,
+        mode: Mode,
+        free: bool,
+        window: int | None,
+        ticket: Ticket,
+        tolerance: float | None = None,
+        *,
+        prove: bool = False,
+        cache: bool,
+        wanted: Filter = NO_FILTER,
+    ) -> tuple[AnswerPlan, NDArray[np.int64], ModeResult | None, ModeResult | None]:
+        """Runs a session's answer without appending. Returns the plan, the session's tokens, and the recurrent and the
+        window part. If `free`, chooses the cheapest number of tokens for a rebuild. A rebuilt state stays resident.
 
         Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
         bound is already known.
         """
-        input_ids = context_ids = record.tail.ids()
+        input_ids = context_ids = self._input_ids(record)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
             known = record.position - base.dropped_tokens
@@ -336,10 +446,11 @@ class SessionSteps:
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
-        plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, cache=cache)
+        ranking = self._ranking(wanted, input_ids, record.position)
+        plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, ranking, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
-        # The bound may become smaller: the run may output a radius, and in a mixture with a cache the network's weight
-        # is below 1.
+        # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
+        # outputs a radius. A mixture with a cache also has a smaller bound, because the network's weight is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -360,36 +471,23 @@ class SessionSteps:
                 self._sessions.count_rebuilt()
             recurrent = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             if prove:
-                recurrent = await self._answer_builder.search(recurrent, ticket)
+                recurrent = await self._answer_builder.search(plan, recurrent, ticket)
         part: ModeResult | None = None
         if plan.window is not None:
             window_ids = tail(input_ids, plan.position, plan.window)
             part = await self._answer_builder.window(plan, window_ids, input_ids, ticket, prove=prove)
         answered = recurrent or part
-        assert answered is not None, "a plan without a run: this is a bug"
+        assert answered is not None, "neither mode ran: this is a bug"
         _check(answered.bound, tolerance)
-        return await self._answer_builder.answer(
-            plan,
-            lambda: input_ids,
-            recurrent,
-            part,
-            top_k,
-            ticket,
-            prove=prove,
-            session=record.session,
-            replayed=replayed,
-            durable=record.durable,
-            logits=logits,
-            token_logprobs=token_logprobs,
-        )
+        return plan, input_ids, recurrent, part
 
     async def _replayed_logprobs(
         self, record: SessionRecord, request: StepRequest, ticket: Ticket
-    ) -> tuple[float, ...]:
+    ) -> tuple[float | None, ...]:
         """Returns the log-probabilities of the last step's tokens. Raises InvalidRequest if the session does not keep a
         token before the last step's tokens."""
-        before_ids = record.tail.ids()[: -len(request.tokens)]
-        if not len(before_ids):
+        before_ids = self._input_ids(record)[: -len(request.tokens)]
+        if not len(before_ids) and record.dropped_tokens:
             raise InvalidRequest(
                 f"token_logprobs of a replayed step need a token before the step, but the session keeps only its last "
                 f"{len(record.tail)} tokens",
@@ -404,8 +502,9 @@ class SessionSteps:
         base: CachedState | None,
         request: StepRequest,
         ticket: Ticket,
-    ) -> tuple[float, ...]:
-        """Returns the log-probability of each of the step's tokens. Runs the tokens one after the other.
+    ) -> tuple[float | None, ...]:
+        """Returns the log-probability of each of the step's tokens. Runs the tokens one after the other. The first
+        token of a sequence that starts from the zero state has None.
 
         `before_ids` are the known tokens before the step, and `position` is the session's position before the step.
         `base` is a state to continue from, whose slot the caller retains. If it is None, the state before the step is
@@ -414,10 +513,13 @@ class SessionSteps:
         forward, tokens = self._forward, np.array(request.tokens, np.int64)
         cache = self._answer_builder.cache if request.cache else None
         all_ids = np.concatenate([before_ids, tokens])
-        found: list[float] = []
+        found: list[float | None] = []
         with self._pool.lease() as first, self._pool.lease() as second:
             free = [first, second]
-            if base is not None and base.position == position:
+            result: RunResult | None = None
+            if not len(before_ids):
+                read = ZERO
+            elif base is not None and base.position == position:
                 read = base.slot
                 result = await forward.again(read, ticket)
             else:
@@ -430,12 +532,15 @@ class SessionSteps:
             for index, token in enumerate(request.tokens):
                 known = all_ids[: len(before_ids) + index]
                 history = known[1:] if len(known) > position + index else known  # without the start token
-                logits = result.mix(cache, history, position + index).logits
-                found.append(log_softmax(logits).item(token))
+                if result is None:
+                    found.append(None)
+                else:
+                    logits = result.mix(cache, history, position + index).logits
+                    found.append(log_softmax(logits).item(token))
                 if index + 1 < len(tokens):
                     write = free.pop()
                     result = await forward.append(tokens[index : index + 1], ticket, read=read, write=write)
-                    if base is None or read != base.slot:
+                    if read in (first, second):
                         free.append(read)
                     read = write
         return tuple(found)
@@ -461,6 +566,20 @@ class SessionSteps:
         )
         return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
 
+    def _input_ids(self, record: SessionRecord) -> NDArray[np.int64]:
+        """Returns the kept end of the model's input for a session, int64 (n): its tokens, after the start tokens if the
+        whole sequence is kept. A stored history marks a whole sequence by `<eos>`, which a model with a zero start does
+        not read."""
+        ids = record.tail.ids()
+        return ids if record.dropped_tokens or self._manifest.start_tokens else ids[1:]
+
+    def _ranking(self, wanted: Filter, input_ids: NDArray[np.int64], position: int) -> Ranking:
+        """Returns the ranking for a filter, of a session at `position` with the input `input_ids`."""
+        known: list[int] = []
+        if wanted.exclude_seen:
+            known = input_ids[max(len(input_ids) - position, 0) :].tolist()
+        return self._answer_builder.rankings.of(wanted, known)
+
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """Returns the state to continue from, or None, and whether the answer's state counts as rebuilt.
 
@@ -484,7 +603,7 @@ class SessionSteps:
         if not missed:
             return NO_TOKENS
         self._sessions.count_state_replay()
-        return record.tail.ids()[-missed:]
+        return record.tail.ids()[-missed:]  # without the start token
 
     def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
         """Updates `share_found` with whether a needed state was resident. The state of an empty session does not
@@ -508,25 +627,27 @@ class SessionSteps:
         held: int,
         rebuilt: bool,
         dropped_tokens: int,
+        ranking: Ranking | None = None,
         *,
         cache: bool = True,
     ) -> AnswerPlan:
-        """Plans the answer of a session. The session keeps its last `held` tokens. The session's state has read all
-        tokens except the first `dropped_tokens`.
+        """Plans the answer of a session. The session keeps its last `held` tokens, or all its tokens if `held` is at
+        least `position`. The session's state has read all tokens except the first `dropped_tokens`.
 
         Raises InvalidRequest if the window exceeds the `held` tokens.
         """
         k: int | None = None
         if mode is not Mode.RECURRENT:
             k = self._limits.window if window is None else window
-            if held <= position and k > held:  # if held > position, the whole sequence is kept, and any k is valid
+            if held < position and k > held:
                 if window is not None:
                     raise InvalidRequest(
                         f"window is {window}, but the session keeps only its last {held} tokens", "window"
                     )
                 k = held
         origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
-        return AnswerPlan(mode, position, k, origin, context_length=position - dropped_tokens, cache=cache)
+        ranking = ranking or self._answer_builder.rankings.default
+        return AnswerPlan(mode, position, k, origin, position - dropped_tokens, ranking, cache)
 
 
 def _check(found: Bound | None, tolerance: float | None) -> None:

@@ -1,4 +1,5 @@
-"""Runs many steps of one call. Steps of different sessions run concurrently, and steps of the same session in order."""
+"""Runs many steps of one call. Steps of different sessions run concurrently. Steps of the same session run one after
+another, in the order of the call."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from wane.service.aio.eager import EagerTask, Waiter
 from wane.service.engine.columns import StepAnswer, StepResults
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
-from wane.service.types import Answer, StepRequest, id_of
+from wane.service.types import Answer, Owner, StepRequest, id_of
 
 
 class StepCall(Waiter[None]):
-    """Collects the results of one call's steps in columns, by step number. The receiver is done when every step has a
-    result."""
+    """Collects, by step number, the results of those steps of one call that run in columns. The receiver is done when
+    every step has a result."""
 
     __slots__ = ("_general", "results", "waits_for")
+
+    creator: Owner | None = None
+    """No step creates its session."""
 
     def __init__(self) -> None:
         super().__init__()

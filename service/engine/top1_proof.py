@@ -11,10 +11,10 @@ most |W_a - W_b|_2 E between the two models. So the most probable token a is pro
 
 A token b for which this inequality fails is a rival. The gradient proof may still rule out a rival.
 
-The bound on the rounding is also a theorem. The error of a float32 sum of n terms, in any order, is at most gamma = n u
-/ (1 - n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For
-the other run, |h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
+The bound on the rounding is a theorem. The error of a float32 sum of n terms, in any order, is at most gamma = n u / (1
+- n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms,
+2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For the other run,
+|h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
 
 **Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
 output layer's input move in any direction within a radius. For a window of a gated model, the run also outputs a bound
@@ -59,10 +59,11 @@ from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
 from wane.service.batching.batch import Row, Top, WindowTrace
+from wane.service.runners.outputs import Largest
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # unit roundoff of float32
-OUTWARD = 1 + 1e-9  # factor for upper bounds; far larger than the float64 rounding of distances and norms
+OUTWARD = 1 + 1e-9  # upper bounds are multiplied by this factor; 1e-9 far exceeds the relative float64 rounding
 
 
 class MarginProof:
@@ -110,6 +111,23 @@ class MarginProof:
         assert logits is not None and hidden is not None, "a row lacks logits or hidden: this is a bug"
         return self.proves(logits, hidden, error)
 
+    def proves_among(
+        self,
+        ids: NDArray[np.int64] | None,
+        found: Largest,
+        logits: NDArray[np.float32],
+        hidden: NDArray[np.float32],
+        error: float,
+    ) -> bool:
+        """Like `proves`, but compares the most probable of some tokens with these tokens only. `ids`: their ids,
+        ascending, or None for all tokens. `found`: at least the two most probable of them, if there are two."""
+        if len(found.ids) < 2:
+            return bool(found.ids) and math.isfinite(error)
+        exact = hidden.astype(np.float64)
+        lead, length = found.logits[0] - found.logits[1], math.sqrt(exact @ exact)
+        settled = self.settles(found.ids[0], found.ids[1], lead, length, error)
+        return self.has_no_rival(logits, hidden, error, found.ids[0], among=ids) if settled is None else settled
+
     def settled(
         self,
         ids: NDArray[np.int64],
@@ -120,8 +138,8 @@ class MarginProof:
         """Like `proves`, for B rows, but compares only the two most probable tokens. Returns int8 (B): 1 proved, 0 not
         proved, -1 undecided.
 
-        ids int64 and logits float64 (B, K >= 2), the largest first; lengths float64 (B): the 2-norms of `hidden`;
-        errors float64 (B), like `error` of `proves`.
+        ids, int64 (B, K), and logits, float64 (B, K), are the K >= 2 most probable tokens in descending order. lengths,
+        float64 (B), are the 2-norms of `hidden`. errors, float64 (B), are like `error` of `proves`.
         """
         first, second = ids[:, 0], ids[:, 1]
         lengths = lengths * OUTWARD + errors
@@ -183,9 +201,10 @@ class MarginProof:
         first: int,
         weight: float = 1.0,
         added: NDArray[np.float64] | None = None,
+        among: NDArray[np.int64] | None = None,
     ) -> bool:
         """Returns whether `first` is the most probable token for every h within `error` of `hidden`, in any float32 run
-        of the output layer. weight, added (V): see `DirectionProof.search`."""
+        of the output layer. weight, added (V): see `DirectionProof.search`. among: see `first_is_proved`."""
         if not math.isfinite(error):
             return False
         exact = logits.astype(np.float64)
@@ -200,7 +219,7 @@ class MarginProof:
             moved: NDArray[np.float64] = self._apart(first, others) * error + rounding[first] + rounding[others]
             return moved
 
-        return first_is_proved(first, weight, added, moves, lead_moved)
+        return first_is_proved(first, weight, added, moves, lead_moved, among)
 
     def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
         """Returns, for each of `tokens`, a bound of the sum of the float32 rounding errors of the token's logit in two
@@ -287,22 +306,34 @@ class DirectionProof:
         return cls(manifest, weights, request(), margin, runner)
 
     def search(
-        self, trace: WindowTrace, first: int | None, weight: float, added: NDArray[np.float64] | None
+        self,
+        trace: WindowTrace,
+        first: int | None,
+        weight: float,
+        added: NDArray[np.float64] | None,
+        among: NDArray[np.int64] | None = None,
     ) -> tuple[bool, float]:
         """Returns whether `first` is proved to be the most probable token of every run that ends in the trace's tokens.
         Also returns the bound of the total variation between the network's distribution and that of any such run. If
         `first` is None, no proof is tried. weight: the network's weight in the mixture with a cache; added (V): the
-        part of the probabilities that comes from the cache. Without a cache `weight` is 1 and `added` is None."""
+        part of the probabilities that comes from the cache. Without a cache `weight` is 1 and `added` is None. among:
+        see `first_is_proved`."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False, 1.0
         moves = self._top1.moves(bound, 0)
         rounding = float(total_variation(self._diameter, np.array(self._error)))
         found = min(variation(moves) + rounding, 1.0)
-        return first is not None and self._proves(bound, moves, first, weight, added), found
+        return first is not None and self._proves(bound, moves, first, weight, added, among), found
 
     def _proves(
-        self, bound: WindowBound, moves: LogitMoves, first: int, weight: float, added: NDArray[np.float64] | None
+        self,
+        bound: WindowBound,
+        moves: LogitMoves,
+        first: int,
+        weight: float,
+        added: NDArray[np.float64] | None,
+        among: NDArray[np.int64] | None,
     ) -> bool:
         length = float(np.linalg.norm(bound.hidden[0])) * OUTWARD
         off = self._margin.rounding(slice(None), length + float(bound.radius[0]) + self._error)
@@ -317,7 +348,7 @@ class DirectionProof:
             return moved
 
         wider = moves._replace(moved=moves.moved + moves.off + self._diameter * self._error + off + float(off.max()))
-        return first_is_proved(first, weight, added, wider, lead_moved)
+        return first_is_proved(first, weight, added, wider, lead_moved, among)
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
         """Returns the values at the end of the window, such as the output layer's input. Also returns bounds of the
@@ -331,7 +362,7 @@ class DirectionProof:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """Returns the larger of two 2-norms, over windows of random, repeated and cycling tokens: the largest rounding
+        """Runs windows of random, repeated and cycling tokens. Returns the larger of two 2-norms: the largest rounding
         error of the stream, and the largest amount by which the graph's error bounds of a layer are too small."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)

@@ -44,9 +44,11 @@ class TopPlaces:
         cache: CacheMixture | None,
         *,
         has_hiddens: bool,
+        start_tokens: int,
     ) -> None:
         """`cache` is the model's cache, if it has one. `has_hiddens` says whether the graph `scan` outputs
-        `hiddens`."""
+        `hiddens`. `start_tokens` is the number of tokens that the model reads before a sequence."""
+        self._start_tokens = start_tokens
         self._batcher = batcher
         self._forward = forward
         self._vocabulary = vocabulary
@@ -67,7 +69,7 @@ class TopPlaces:
         from which the scoring run predicted these tokens; None: the tokens run as steps."""
         assert request.top_k is not None, "the score request has no top_k: this is a bug"
         cache = self._cache if request.cache else None
-        starts = 0 if request.truncated else 1  # the start token is not in a cache
+        starts = 0 if request.truncated else self._start_tokens  # the start token is not in a cache
         lists: list[tuple[Prediction, ...]] = []
         results = self._steps(input_ids, first, len(scored), ticket)
         if hiddens is not None and self.has_hiddens:

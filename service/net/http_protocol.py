@@ -307,7 +307,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # The earlier parser object rejects further bytes if the head has `Connection: close`.
+                    # A new parser is needed, because a parser that has read `Connection: close` rejects further bytes.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 

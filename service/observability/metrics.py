@@ -293,7 +293,7 @@ class Metrics:
         )
         self.agreement_bound_violations = counter(
             "wane_agreement_bound_violations",
-            "Compared pairs whose distance exceeds the error bound of the window answer. Must stay 0.",
+            "Compared pairs that contradict their error bound or their proof. Must stay 0.",
             "model",
         )
 

@@ -82,7 +82,12 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
         manifest = bundle.manifest
         bits = compare_bits(manifest.architecture, run, settings.max_batch_size)
         if bits.differ is not None:
-            logger.warning("model %s claims no exact answers on this machine: %s", manifest.name, bits.differ)
+            logger.warning(
+                "no answer of model %s has the error bound 0, "
+                "because its runs on this machine are not bit-identical: %s",
+                manifest.name,
+                bits.differ,
+            )
             certificate = manifest.certificate.model_copy(update={"bit_identical": False})
             bundle = replace(bundle, manifest=manifest.model_copy(update={"certificate": certificate}))
         weights = bundle.weights()
@@ -122,7 +127,7 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
         await engine.close()
         raise
     await asyncio.to_thread(trim)
-    logger.info("loaded %s version %s on %s", manifest.name, manifest.version, opened.runner.device)
+    logger.info("model %s version %s was loaded on %s", manifest.name, manifest.version, opened.runner.device)
     if not manifest.certificate.certified:
         logger.info("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
     return engine

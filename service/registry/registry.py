@@ -26,7 +26,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.repository import FoundBundle, Repository, RepositoryError, RepositoryPoller, look
+from wane.service.registry.repository import FoundBundle, Repository, RepositoryError, RepositoryPoller
 from wane.service.registry.swap import Epochs, ModelLifecycle, RetiredEngines
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
@@ -50,6 +50,13 @@ logger = logging.getLogger("wane.engine")
 
 class RegistryError(Exception):
     """A required model was not loaded. The message is for the operator. The process exits after this error."""
+
+
+def other_model(session: str, own: str, given: str) -> InvalidRequest:
+    """Returns the error for a request that names another model than the session's own model."""
+    return InvalidRequest(
+        f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(given)}", "model"
+    )
 
 
 class ModelRegistry:
@@ -120,7 +127,7 @@ class ModelRegistry:
         found = await asyncio.to_thread(self._find)
         self.default = self._choose_default(found)
         self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
-        if self._status != "loading":  # the registry was closed meanwhile, and the next process reads the sessions
+        if self._status != "loading":  # the registry was closed: the next process reads the saved sessions
             return
         longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics)
@@ -242,8 +249,7 @@ class ModelRegistry:
                 f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
             )
         if model is not None and model != own:
-            why = f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(model)}"
-            raise InvalidRequest(why, "model")
+            raise other_model(session, own, model)
         if vocabulary != engine.tokenizer:
             older = self.retired_engines.of(own, vocabulary)
             if older is None:
@@ -357,12 +363,22 @@ class ModelRegistry:
             raise Unavailable("the server is loading its models")
 
     def _choose_default(self, found: Mapping[str, FoundBundle]) -> str:
+        """Returns the name of the default model, and logs it with the reason for the choice. Raises RegistryError if
+        there is no bundle of the model that the operator chose."""
         wanted = self._settings.default_model
-        if wanted in found:
-            return wanted
         if self._settings.default_model_is_chosen:
-            raise RegistryError(f"default_model is {wanted!r}, but there are only bundles of {', '.join(found)}")
-        return next((name for name, one in found.items() if one.reason is None), next(iter(found)))
+            if wanted not in found:
+                raise RegistryError(f"default_model is {wanted!r}, but there are only bundles of {', '.join(found)}")
+            name, why = wanted, "set by default_model"
+        elif len(found) == 1:
+            name, why = next(iter(found)), "the only model"
+        elif wanted in found:
+            name, why = wanted, "set default_model to choose another"
+        else:
+            name = min([name for name, one in found.items() if one.reason is None] or found)
+            why = "the first by name; set default_model to choose another"
+        logger.info("the default model is %s: %s", name, why)
+        return name
 
     def _find(self) -> dict[str, FoundBundle]:
         """Returns the latest bundle of every model, by model name. Raises RegistryError."""
@@ -370,10 +386,11 @@ class ModelRegistry:
             paths = self._repository.paths()
         except RepositoryError as error:
             raise RegistryError(str(error)) from error
-        bundles = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
+        bundles = sorted(map(self._repository.look, paths), key=lambda one: (one.name, int(one.version or 0)))
         found = {one.name: one for one in bundles}
         for one in bundles:
-            # This bundle is unreadable, and its folder has the name of another bundle's model.
+            # An unreadable bundle has the name of its folder. It is missing in `found` if another bundle's model has
+            # this name.
             if one.reason is not None and found[one.name] is not one:
                 if self._settings.require_all:
                     raise RegistryError(one.reason)

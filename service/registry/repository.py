@@ -1,6 +1,8 @@
 """The folder of bundles. Lists its models and versions, and detects changed bundles.
 
-If a model has several bundles, the highest version is used. A bundle is identified by the digest of its manifest. The
+A bundle is `NAME` or, to keep several versions of a model, `NAME/VERSION` in that folder. The server does not use a
+folder whose name ends in `.withdrawn` (`Repository.withdraw`). If a model has several bundles, the highest version is
+used. A bundle is identified by the digest of its manifest. The
 manifest contains the digests of all other files.
 """
 
@@ -20,16 +22,21 @@ Signature = frozenset[tuple[str, int, int, int]]
 """The files of a bundle, each with its name, inode, size in bytes and modification time in nanoseconds."""
 
 
+WITHDRAWN = ".withdrawn"
+
+
 class RepositoryError(Exception):
-    """The folder contains no bundle. The message is for the operator."""
+    """The folder contains no bundle, or has no earlier version. The message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBundle:
-    """A bundle as its manifest describes it. For an unreadable bundle `name` is the folder's name, `version` is empty,
-    and `reason` is the error. `history_tokens`: see `Manifest`."""
+    """A bundle as its manifest describes it. `folder` is its path in the folder of bundles, `NAME` or `NAME/VERSION`.
+    For an unreadable bundle `name` is the first part of `folder`, `version` is empty, and `reason` is the error.
+    `history_tokens`: see `Manifest`."""
 
     path: Path
+    folder: str
     name: str
     version: str
     digest: str
@@ -49,10 +56,12 @@ class Repository:
             return [self._root]
         if not self._root.is_dir():
             raise RepositoryError(f"bundles: {self._root} is not a folder")
-        paths = sorted(path.parent for path in self._root.glob(f"*/{MANIFEST}"))
-        if not paths:
+        paths = {path.parent for path in self._root.glob(f"*/{MANIFEST}")}
+        paths |= {path.parent for path in self._root.glob(f"*/*/{MANIFEST}") if path.parents[1] not in paths}
+        used = sorted(path for path in paths if not path.name.endswith(WITHDRAWN))
+        if not used:
             raise RepositoryError(f"bundles: {self._root} contains no bundle (a folder with a {MANIFEST})")
-        return paths
+        return used
 
     def signatures(self) -> dict[Path, Signature]:
         """Returns the signature of every bundle. A changed signature shows that the bundle has changed, without reading
@@ -68,7 +77,7 @@ class Repository:
 
     def list(self) -> list[FoundBundle]:
         """Returns every bundle, sorted by name and version."""
-        found = [look(path) for path in self._present()]
+        found = [self.look(path) for path in self._present()]
         return sorted(found, key=lambda one: (one.name, int(one.version or 0)))
 
     def find(self, name: str) -> FoundBundle:
@@ -87,6 +96,36 @@ class Repository:
             raise LoadFailed(name, f"two different bundles have version {last.version}")
         return last
 
+    def look(self, path: Path) -> FoundBundle:
+        """Reads the manifest of a bundle."""
+        folder = path.name if path == self._root else path.relative_to(self._root).as_posix()
+        try:
+            digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+            manifest = read_manifest(path)
+        except (BundleError, OSError) as error:
+            name, _, _ = folder.partition("/")
+            return FoundBundle(path, folder, name, "", "", tell(error, path, folder))
+        return FoundBundle(
+            path, folder, manifest.name, manifest.version, digest, history_tokens=manifest.history_tokens
+        )
+
+    def withdraw(self, name: str) -> tuple[FoundBundle, FoundBundle]:
+        """Renames the folder of a model's highest version, so that servers use the version before it. Returns the
+        withdrawn bundle and the bundle before it. Raises RepositoryError if there is no version before it."""
+        of_model = [one for one in self.list() if one.name == name and one.reason is None]
+        if not of_model:
+            raise RepositoryError(f"there is no bundle of model {name!r} in {self._root}")
+        last, earlier = of_model[-1], [one for one in of_model if one.version != of_model[-1].version]
+        if not earlier:
+            raise RepositoryError(f"model {name!r} has no version before {last.version} in {self._root}")
+        if sum(one.version == last.version for one in of_model) > 1:
+            raise RepositoryError(f"several bundles of model {name!r} have version {last.version}: remove all but one")
+        withdrawn = last.path.with_name(last.path.name + WITHDRAWN)
+        if withdrawn.exists():
+            raise RepositoryError(f"{withdrawn} exists already: remove it, or move it away")
+        last.path.rename(withdrawn)
+        return last, earlier[-1]
+
     def _present(self) -> Sequence[Path]:
         try:
             return self.paths()
@@ -94,19 +133,9 @@ class Repository:
             return []
 
 
-def look(path: Path) -> FoundBundle:
-    """Reads the manifest of a bundle."""
-    try:
-        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-        manifest = read_manifest(path)
-    except (BundleError, OSError) as error:
-        return FoundBundle(path, path.name, "", "", tell(error, path))
-    return FoundBundle(path, manifest.name, manifest.version, digest, history_tokens=manifest.history_tokens)
-
-
-def tell(error: Exception, path: Path) -> str:
-    """Returns the error's message, with the path of the bundle replaced by the name of the bundle's folder."""
-    return str(error).replace(str(path), path.name)
+def tell(error: Exception, path: Path, folder: str) -> str:
+    """Returns the error's message, with the path of the bundle replaced by its path in the folder of bundles."""
+    return str(error).replace(str(path), folder)
 
 
 logger = logging.getLogger("wane.engine")
@@ -116,8 +145,9 @@ class RepositoryPoller:
     """Polls the folder of bundles, and loads bundles that have changed.
 
     A changed bundle is loaded once two successive polls find the same files, so that a bundle is not loaded while it is
-    being copied. A bundle that could not be loaded is retried when it changes again. If a bundle is deleted, its model
-    is served until it is unloaded.
+    being copied. A bundle that could not be loaded is retried when it changes again. If a model's only bundle is
+    deleted, the model is served until it is unloaded. If the model has other bundles, the highest of their versions is
+    loaded, unless it is served already.
     """
 
     def __init__(self, repository: Repository, load: Callable[[str], Awaitable[object]]) -> None:
@@ -126,6 +156,7 @@ class RepositoryPoller:
         self._repository = repository
         self._load = load
         self._known = self._seen = repository.signatures()
+        self._models = {path: repository.look(path).name for path in self._known}
 
     async def run(self, every_s: float) -> None:
         """Polls every `every_s` seconds until it is cancelled."""
@@ -137,14 +168,23 @@ class RepositoryPoller:
                 logger.exception("the folder of bundles could not be read")
 
     async def look(self) -> None:
-        """Loads the bundles that changed before the previous poll and have not changed since."""
+        """Loads the bundles that changed before the previous poll and have not changed since. Also loads the models of
+        the bundles that were deleted before the previous poll."""
         before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
         settled: dict[Path, Signature] = {path: one for path, one in self._seen.items() if before.get(path) == one}
         changed = [path for path, one in settled.items() if self._known.get(path) != one]
         self._known = {path: one for path, one in self._known.items() if path in self._seen} | settled
+        deleted = [path for path in self._models if path not in before and path not in self._seen]
+        for name in sorted({self._models.pop(path) for path in deleted}):
+            if name in {one.name for one in await asyncio.to_thread(self._repository.list) if one.reason is None}:
+                await self._try_load(name, f"a bundle of model {name} was deleted, but no other version")
         for path in changed:
-            found = await asyncio.to_thread(look, path)
-            try:
-                await self._load(found.name)
-            except WaneError as error:
-                logger.warning("bundle %s has changed, but was not loaded: %s", path.name, error.message)
+            found = await asyncio.to_thread(self._repository.look, path)
+            self._models[path] = found.name
+            await self._try_load(found.name, f"bundle {found.folder} has changed, but")
+
+    async def _try_load(self, name: str, event: str) -> None:
+        try:
+            await self._load(name)
+        except WaneError as error:
+            logger.warning("%s was not loaded: %s", event, error.message)

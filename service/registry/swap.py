@@ -26,7 +26,7 @@ from wane.service.errors import LoadFailed, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.registry.loader import LoadedBundle
-from wane.service.registry.repository import FoundBundle, Repository, look, tell
+from wane.service.registry.repository import FoundBundle, Repository, tell
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
@@ -199,7 +199,7 @@ class ModelLifecycle:
         self._metrics.model_info.remove(name, engine.version, engine.device)
         for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
             self._retired_engines.retire(one)
-        logger.info("unloaded %s", name)
+        logger.info("model %s was unloaded", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
         """Serves `engine` instead of the model's other version. Does not await, so no request sees an intermediate
@@ -214,7 +214,7 @@ class ModelLifecycle:
             if before.tokenizer == engine.tokenizer:
                 self._retired_engines.retire(before)
             else:
-                logger.info("version %s of %s is kept for its sessions", before.version, before.name)
+                logger.info("version %s of model %s is kept for its sessions", before.version, before.name)
                 self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
@@ -235,7 +235,9 @@ class ModelLifecycle:
                 try:
                     await engine.measure()
                 except Exception:  # without measurements, long sequences run piece by piece
-                    logger.exception("model %s was not measured", engine.name)
+                    logger.exception(
+                        "the measurement of model %s failed, so its long sequences run without chunks", engine.name
+                    )
 
     def _changed(self, task: asyncio.Task[Engine]) -> None:
         self.tasks.discard(task)
@@ -285,7 +287,7 @@ class ModelLifecycle:
             self.store.session_history_tokens = max(self.store.session_history_tokens, longest)
             return await loader.start(opened, self.store, self._settings, self._metrics)
         except (BundleError, DeviceError, ValueError) as error:
-            raise LoadFailed(found.name, tell(error, found.path)) from error
+            raise LoadFailed(found.name, tell(error, found.path, found.folder)) from error
         except Exception as error:
             if isinstance(error, WaneError):
                 raise
@@ -297,7 +299,7 @@ class ModelLifecycle:
     def read(self, found: FoundBundle) -> LoadedBundle:
         """Reads a bundle and opens its graphs. Blocks. Raises LoadFailed if the bundle changes meanwhile."""
         opened = loader.open_graphs(loader.read(found.path), self._settings)
-        if look(found.path).digest != found.digest:
+        if self._repository.look(found.path).digest != found.digest:
             opened.close()
             raise LoadFailed(found.name, "its bundle changed while it was read: try again")
         return opened

@@ -49,7 +49,7 @@ class SubprocessRunner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert process.stdin is not None and process.stdout is not None, "no pipes: this is a bug"
+        assert process.stdin is not None and process.stdout is not None, "the process has no pipes: this is a bug"
         self.process, self.asked, self._answers = process, process.stdin, process.stdout
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:

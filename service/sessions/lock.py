@@ -20,8 +20,8 @@ class SessionLocks:
         self.waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
 
     def take(self, session: str) -> bool:
-        """Takes the session's lock if it is free. Returns whether it took the lock. If so, the caller must later call
-        `leave`."""
+        """Takes the session's lock if the lock is free, and returns whether it was free. If True is returned, the
+        caller must later call `leave`."""
         if session in self.waiting:
             return False
         self.waiting[session] = None

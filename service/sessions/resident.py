@@ -51,8 +51,8 @@ class ResidentSessions:
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
         self._clock = clock
-        # For each slot, whether its session is buffered here. A memoryview, because it reads one item faster than an
-        # array.
+        # For each slot, whether its session is buffered here. This is a memoryview, because reading one item of an
+        # array takes longer.
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
         self._counts = np.zeros(state_cache.capacity, np.int64)  # number of tokens in each row of `_recent`
@@ -118,7 +118,7 @@ class ResidentSessions:
         return self._cache.shares(self._rings[slots], self._newest(slots))
 
     def _newest(self, slots: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Returns the index of the last token in the ring of each of B sessions: int64 (B)."""
+        """Returns, for each of B sessions, the index of its latest token in its row of `_rings`: int64 (B)."""
         newest: NDArray[np.int64] = (self._state_cache.positions[slots] - 1) % self._rings.shape[1]
         return newest
 

@@ -44,8 +44,9 @@ ID_BYTES = 16
 
 
 class StepKind(Enum):
-    """Whether a step is new or replays the session's last step."""
+    """Whether a step creates the session, is the session's next step, or replays the session's last step."""
 
+    FIRST = auto()
     NEXT = auto()
     REPLAY = auto()
 
@@ -159,10 +160,8 @@ class Sessions:
         if history is not None:
             position = history.position
             tail = tail.ending(history.tokens, position, self._store.session_history_tokens)
-        record = SessionRecord(
-            session, self._model, self._version, mode or Mode.AUTO, position, tail, vocabulary=self._vocabulary
-        )
-        while not await self._store.create(record, owner.sessions):
+        record = self._new(session, mode)._replace(position=position, tail=tail)
+        while (created := await self._store.create(record, owner.sessions)) is None:
             there = await self._store.get(session)
             if there is None:  # the session expired or was deleted in the meantime
                 continue
@@ -171,7 +170,13 @@ class Sessions:
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
         self._state_cache.drop(session)  # an earlier session with this id may have left its state
-        return (self._store.get_cached(session) or record)._replace(idle_s=0.0), True
+        return created._replace(idle_s=0.0), True
+
+    def _new(self, session: str, mode: Mode | None = None) -> SessionRecord:
+        """Returns a session at position 0 that is not in the store."""
+        return SessionRecord(
+            session, self._model, self._version, mode or Mode.AUTO, 0, self._empty, vocabulary=self._vocabulary
+        )
 
     async def read(self, session: str) -> SessionRecord:
         """Reads the session from the store. Raises UnknownSession."""
@@ -205,9 +210,13 @@ class Sessions:
         return record
 
     async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """Reads the session from the store. Returns the session and the kind of the step. Raises UnknownSession,
+        """Reads the session from the store. Returns the session and the kind of the step. If the session does not exist
+        and the step may create it, returns a session at position 0 that is not in the store yet. Raises UnknownSession,
         PositionConflict."""
-        record = await self.read(request.session)
+        found = await self._store.get(request.session)
+        if found is None and request.creator is not None and not request.expected_position:
+            return self._new(request.session), StepKind.FIRST
+        record = self._known(request.session, found)
         return record, classify_step(record, request)
 
     def _comes_next(self, record: SessionRecord, request: StepRequest) -> bool:
@@ -282,18 +291,25 @@ class Sessions:
         self._rebuilt_metric.inc()
 
     async def commit(
-        self, record: SessionRecord, request: StepRequest, slot: int | None, dropped_tokens: int
+        self, record: SessionRecord, request: StepRequest, slot: int | None, dropped_tokens: int, kind: StepKind
     ) -> SessionRecord | None:
-        """Appends the step's tokens if the session is still at `record` (compare-and-append). The state in `slot` then
-        becomes the session's resident state.
+        """Appends the step's tokens if the session is still at the revision of `record` (compare-and-append). The state
+        in `slot` then becomes the session's resident state. A step of kind FIRST creates the session with the step's
+        tokens, in one operation and without a snapshot. If such a step has no tokens, it is not remembered as the
+        session's last step.
 
         Returns None, without appending, if another writer changed the session. In this case, and if the store does not
         answer, the earlier resident state stays in the cache. The next read of the session's revision decides whether
         that state is still valid.
         """
         step = last_step(record, request)
-        snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)
-        committed = await self._store.append(record, request.tokens, step, snapshot)
+        if kind is StepKind.FIRST:
+            committed = await self._create_stepped(record, request, step)
+        else:
+            snapshot = None
+            if slot is not None:
+                snapshot = self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)
+            committed = await self._store.append(record, request.tokens, step, snapshot)
         if committed is None:
             self._conflicts.inc()
         elif slot is None:
@@ -301,6 +317,19 @@ class Sessions:
         else:
             self.keep(committed, slot, dropped_tokens)
         return committed
+
+    async def _create_stepped(
+        self, record: SessionRecord, request: StepRequest, step: LastStep
+    ) -> SessionRecord | None:
+        """Creates the session with the tokens of its first step. Returns None if the session exists."""
+        assert request.creator is not None, "a step that may not create its session creates it: this is a bug"
+        position = len(request.tokens)
+        tail = record.tail.append(request.tokens, position, self._store.session_history_tokens)
+        stepped = record._replace(position=position, tail=tail, last=step if request.tokens else None)
+        created = await self._store.create(stepped, request.creator.sessions)
+        if created is not None:
+            self._state_cache.drop(record.session)  # an earlier session with this id may have left its state
+        return created
 
     def _snapshot(self, before: int, appended: int, slot: int, dropped_tokens: int) -> Snapshot | None:
         """Returns the state in `slot` as a snapshot, if the step reaches a checkpoint."""

@@ -68,9 +68,9 @@ class StateCache(StatePool):
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
-        self._written = np.zeros(self.capacity, np.uint32)  # the slot's `written` when its state became resident
-        # The slot's `written` and `checksum` at the last check. If this `written` is 0, the slot was never checked,
-        # because a slot with a state has at least one write.
+        self._written = np.zeros(self.capacity, np.uint32)  # number of writes when the state became resident
+        # The number of writes to the slot and the slot's checksum at the last check. If this number is 0, the slot was
+        # never checked, because a slot with a state has at least one write.
         self._seen_written = np.zeros(self.capacity, np.uint32)
         self._seen_checksum = np.zeros(self.capacity, np.uint32)
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
@@ -170,7 +170,7 @@ class StateCache(StatePool):
     def faults(self, slots: range | None = None, *, idle: bool = False) -> list[Fault]:
         """Returns the faults of the cache's indexes and counts, and of the states in `slots` (default: all).
 
-        `idle`: no request is in flight, so every slot in use must hold a resident state.
+        `idle` says whether no request is in flight. If so, every slot in use must hold a resident state.
         """
         texts = self.miscounts()
         owners = len(self.sessions) - self.sessions.count(None)

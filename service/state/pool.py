@@ -24,7 +24,7 @@ from wane.service.runners.memory import HostMemory, output_name
 from wane.service.runners.runner import HIDDEN, Array, Feeds, MakeMemory, Slots
 
 ZERO: Final = 0  # the slot that holds the zero state
-START: Final = 1  # the slot that holds the state after <eos>, the start of every sequence
+START: Final = 1  # the slot that holds the state at the start of every sequence: after <eos>, or the zero state
 RESERVED: Final = 2
 FLOAT32_BYTES: Final = 4
 FEWEST_SLOTS: Final = 8
@@ -164,13 +164,13 @@ class StatePool:
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
         """See `StateMemory`."""
-        assert slots.min() != ZERO, "a write to the zero state: this is a bug"
+        assert slots.min() != ZERO, "the slot of the zero state is written to: this is a bug"
         self.memory.write(slots, outputs, rows)
         self._writes[slots] += 1
 
     def copy(self, slot: int, to: int) -> None:
         """See `StateMemory`."""
-        assert to not in (ZERO, START), "a write to a reserved state: this is a bug"
+        assert to not in (ZERO, START), "a reserved slot is written to: this is a bug"
         self.memory.copy(slot, to)
         self._writes[to] += 1
 
@@ -183,7 +183,7 @@ class StatePool:
         states."""
         if len(packed) != self.slot_bytes:
             raise ValueError(f"the state has {len(packed)} bytes, but this model's states have {self.slot_bytes}")
-        assert slot not in (ZERO, START), "a write to a reserved state: this is a bug"
+        assert slot not in (ZERO, START), "a reserved slot is written to: this is a bug"
         offset, values = 0, dict[str, Array]()
         for name, shape in self._shapes.items():
             size = int(np.prod(shape))

@@ -345,22 +345,23 @@ def test_events_are_those_of_the_native_api(client: Client, native_of_both: http
     given = tensor("events", [[name.encode() for name in row] for row in EVENTS], "BYTES", binary=binary)
     names = ("top_ids", "top_logprobs", "error_bound", "token_logprobs")
     result = client.infer(EVENT_MODEL, [given], outputs=outputs(*names, binary=binary))
-    inputs = ["\n".join(row) for row in EVENTS]
-    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, input=text) for text in inputs])
-    scores = [native_of_both.post("/v1/score", json={"model": EVENT_MODEL, "input": text}).json() for text in inputs]
+    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, events=row) for row in EVENTS])
+    scores = [native_of_both.post("/v1/score", json={"model": EVENT_MODEL, "events": row}).json() for row in EVENTS]
     np.testing.assert_array_equal(result.as_numpy("token_logprobs"), floats([one["logprobs"] for one in scores]))
 
 
 def test_events_of_ragged_batches_have_lengths(client: Client, native_of_both: httpx.Client) -> None:
     given = [tensor("events", [[b"event 5", b"event 6"], [b"event 7", b""]], "BYTES"), tensor("lengths", [2, 1])]
     result = client.infer(EVENT_MODEL, given)
-    inputs = ["event 5\nevent 6", "event 7"]
-    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, input=text) for text in inputs])
+    rows = [["event 5", "event 6"], ["event 7"]]
+    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, events=row) for row in rows])
 
 
 def test_an_unknown_event_is_the_unknown_token(client: Client, native_of_both: httpx.Client) -> None:
     result = client.infer(EVENT_MODEL, [tensor("events", [[b"event 5", b"never seen"]], "BYTES")])
-    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, input="event 5\nnever seen")])
+    of_native = predicted(native_of_both, model=EVENT_MODEL, events=["event 5", "never seen"])
+    assert of_native["unknown"] == ["never seen"]
+    assert_equals_native(result, [of_native])
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
@@ -518,7 +519,7 @@ def test_a_sequence_of_events(client: Client, native_of_both: httpx.Client) -> N
     for index, name in enumerate(EVENTS[0]):
         given = tensor("events", [[name.encode()]], "BYTES")
         result = client.infer(EVENT_MODEL, [given], sequence_id=sequence, sequence_start=index == 0)
-    answer = predicted(native_of_both, model=EVENT_MODEL, input="\n".join(EVENTS[0]), mode="recurrent")
+    answer = predicted(native_of_both, model=EVENT_MODEL, events=EVENTS[0], mode="recurrent")
     assert result.as_numpy("top_ids")[0].tolist() == [one["token_id"] for one in answer["predictions"]]
     assert result.as_numpy("position").tolist() == [3]
 
@@ -548,7 +549,7 @@ async def test_the_asynchronous_client_has_the_native_numbers(
     assert_equals_native(result, [predicted(native_of_both, tokens=tokens) for tokens in TOKENS])
     given = tensor("events", [[name.encode() for name in row] for row in EVENTS], "BYTES")
     result = await aio_client.infer(EVENT_MODEL, [given])
-    answers = [predicted(native_of_both, model=EVENT_MODEL, input="\n".join(row)) for row in EVENTS]
+    answers = [predicted(native_of_both, model=EVENT_MODEL, events=row) for row in EVENTS]
     assert_equals_native(result, answers)
 
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +28,7 @@ from starlette.requests import Request
 
 from tests.models.bundles import words_tokenizer, write_small_bundle
 from tests.service.conftest import never
+from tests.service.engine_harness import name_vocabulary
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from wane.models.bundle import Bundle, BundleError
 from wane.models.vocabulary import Vocabulary
@@ -37,6 +37,7 @@ from wane.service.api.infer_call import decoded_call, rows_of
 from wane.service.api.signature import EVENTS, INPUTS, LENGTHS, OUTPUTS, SOURCES
 from wane.service.app import Application, create_app
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventNames
 from wane.service.errors import WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
@@ -258,9 +259,11 @@ def check_message(message: Message) -> None:
                 assert tensor.values.shape == tensor.shape and tensor.values.dtype == np.int64
         assert call.wanted and call.names <= OUTPUTS
         engine = FakeEngine()
-        engine.vocabulary = SimpleNamespace(size=256, kind="events" if EVENTS in call.given else "bpe")
+        if EVENTS in call.given:
+            engine.vocabulary = vocabulary = name_vocabulary("events")
+            engine.events = EventNames(engine.manifest.model_copy(update={"unknown": "token"}), vocabulary, Settings())
         rows = await rows_of(cast(Engine, engine), call, application().settings, 256)
-        assert rows and all(rows)
+        assert rows and all(row.tokens for row in rows)
 
     try:
         loop().run_until_complete(parse())
@@ -285,11 +288,15 @@ def check_tokenizer(content: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         path = Path(file.name)
         path.write_bytes(content)
-        for kind in ("words", "bpe", "events"):
+        for kind in ("words", "bpe"):
             with suppress(ValueError):
                 vocabulary = Vocabulary.read(kind, path)
                 with suppress(ValueError):
                     assert all(0 <= token < vocabulary.size for token in vocabulary.encode("a b zz\nc"))
+        with suppress(ValueError):
+            vocabulary = Vocabulary.read("events", path)
+            with suppress(ValueError):
+                assert all(0 <= token < vocabulary.size for token in vocabulary.encode_events(["a", "zz"]))
 
 
 # Bundles

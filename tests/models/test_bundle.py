@@ -14,6 +14,7 @@ import pytest
 
 from tests.models.bundles import edit_manifest, remove_field, small_architecture, write_small_bundle
 from wane.models.bundle import Bundle, BundleError, BundleExistsError, verify_graphs, write_bundle
+from wane.models.bundle_checks import check_unknown
 from wane.models.manifest import Perplexity, Quality, Role
 from wane.models.parity import Tensors
 from wane.models.weights import decode_weights, encode_weights
@@ -92,10 +93,22 @@ def test_a_manifest_of_schema_3_is_read(path: Path) -> None:
     assert (manifest.schema_version, manifest.unknown, manifest.start) == (3, "refuse", "token")
 
 
-@pytest.mark.parametrize(("field", "value"), [("unknown", "skip"), ("start", "zero")])
-def test_a_manifest_that_asks_for_what_is_not_served_is_refused(path: Path, field: str, value: str) -> None:
-    edit_manifest(path, field, value=value)
-    refused(path, f"{field}: '{value}' is not supported by this release")
+def test_a_model_may_start_from_the_zero_state(path: Path) -> None:
+    assert Bundle.read(path).manifest.start_tokens == (1,)
+    edit_manifest(path, "start", value="zero")
+    assert Bundle.read(path).manifest.start_tokens == ()
+
+
+def test_what_becomes_of_unknown_events_must_fit_the_vocabulary(path: Path) -> None:
+    edit_manifest(path, "unknown", value="skip")
+    refused(path, "unknown: 'skip' is for vocabularies of events, not of words")
+    edit_manifest(path, "vocabulary", "kind", value="events")
+    assert Bundle.read(path).manifest.unknown == "skip"
+    edit_manifest(path, "unknown", value="token")
+    bundle = Bundle.read(path)
+    bundle.vocabulary.unk_id = None
+    with pytest.raises(BundleError, match="unknown: 'token' needs the token <unk>, which the vocabulary lacks"):
+        check_unknown(path, bundle.manifest, bundle.vocabulary)
 
 
 def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path) -> None:

@@ -21,8 +21,10 @@ def test_a_line_break_is_encoded_as_eos(text: str, ids: list[int]) -> None:
     assert WORDS.encode(text) == ids
 
 
-def test_a_line_break_only_separates_events() -> None:
-    assert EVENTS.encode("\nopen\n\n read \nhalt\n<eos>") == [2, 3, 1, 0]
+def test_the_ids_of_events() -> None:
+    assert [EVENTS.event_id(name) for name in ("open", "close", "halt", "<eos>")] == [2, 4, None, 0]
+    assert EVENTS.event_id("<unk>") is None
+    assert (EVENTS.unlisted, WORDS.unlisted) == ((0, 1), ())
 
 
 def test_a_text_longer_than_one_batch_of_lines_is_encoded_completely() -> None:
@@ -35,14 +37,14 @@ def test_text_round_trips(text: str) -> None:
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
-@pytest.mark.parametrize("vocabulary", [BYTES, WORDS, EVENTS], ids=lambda one: one.kind)
+@pytest.mark.parametrize("vocabulary", [BYTES, WORDS], ids=lambda one: one.kind)
 @settings(deadline=None)
 @given(text=st.text(alphabet="open read\nxé"))
 def test_fewest_tokens_is_a_lower_bound_of_the_number_of_tokens(vocabulary: Vocabulary, text: str) -> None:
     assert 0 <= vocabulary.fewest_tokens(text) <= len(vocabulary.encode(text))
 
 
-@pytest.mark.parametrize("vocabulary", [BYTES, WORDS, EVENTS], ids=lambda one: one.kind)
+@pytest.mark.parametrize("vocabulary", [BYTES, WORDS], ids=lambda one: one.kind)
 def test_half_of_a_surrogate_pair_is_refused_with_its_position(vocabulary: Vocabulary) -> None:
     with pytest.raises(ValueError, match="character 1 of the text is half of a surrogate pair"):
         vocabulary.encode("a\ud800")

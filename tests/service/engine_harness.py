@@ -33,7 +33,7 @@ from wane.service.state.pool import StatePool
 from wane.service.types import Answer
 
 HIDDEN = 4
-MANIFEST_FIELDS = ("window", "max_window", "certificate", "cache")
+MANIFEST_FIELDS = ("window", "max_window", "certificate", "cache", "start", "unknown")
 TIMEOUT_S = 120.0  # the longest time that a test waits for another thread
 
 

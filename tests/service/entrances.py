@@ -20,7 +20,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.pending import Pending
 from wane.service.errors import WaneError
 from wane.service.settings import Settings
-from wane.service.types import Answer, StepRequest
+from wane.service.types import ANYBODY, Answer, StepRequest
 
 TIMEOUT_S = Settings().request_timeout_ms / 1000
 """The timeout of every step."""
@@ -49,7 +49,7 @@ class Entrance:
 
     async def send(self, session: str, **step: Any) -> Call:
         """Sends a step. `step` has the field `tokens` or `input`, and optionally `expected_position`,
-        `idempotency_key`, `mode` and `prove`."""
+        `idempotency_key`, `mode`, `prove` and `create`."""
         raise NotImplementedError
 
     async def step(self, session: str, **step: Any) -> Document:
@@ -89,7 +89,8 @@ class EngineEntrance(Entrance):
         if "input" in step:
             step["tokens"] = await engine.encode(step.pop("input"))
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
-        request = StepRequest(session, tuple(step.pop("tokens")), deadline=deadline, **step)
+        creator = ANYBODY if step.pop("create", False) else None
+        request = StepRequest(session, tuple(step.pop("tokens")), deadline=deadline, creator=creator, **step)
         return EngineCall(engine, engine.submit(request))
 
 

@@ -13,11 +13,13 @@ from tests.service.engine_harness import byte_vocabulary
 from wane.models.manifest import SCHEMA_VERSION, Manifest
 from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
+from wane.service.engine.event_names import EventNames
 from wane.service.engine.pending import Pending
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
 from wane.service.registry.registry import IndexEntry
 from wane.service.registry.swap import Epochs
 from wane.service.sessions.stores.store import StoreHealth
+from wane.service.settings import Settings
 from wane.service.types import (
     ANYBODY,
     Agreement,
@@ -114,6 +116,7 @@ class FakeEngine:
     retired = False
     manifest = MANIFEST
     vocabulary: Any = VOCABULARY
+    events = EventNames(MANIFEST, VOCABULARY, Settings())
 
     def __init__(self) -> None:
         self.cost_model = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
@@ -140,6 +143,9 @@ class FakeEngine:
 
     async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         return tuple(text.strip().encode())
+
+    def check_event_count(self, count: int, *, document: bool = False) -> None:
+        """Accepts any number of events."""
 
     def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
         """Accepts any tokens."""

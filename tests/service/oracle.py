@@ -110,13 +110,15 @@ class Small:
         *,
         beside: bool,
         keep: int = 24,
+        kind: str = "words",
         **fields: object,
     ) -> None:
-        """`keep` is the largest window, and also the number of tokens that the store keeps for a session. `fields` has
-        further fields of the architecture. `beside` is the parameter of OracleRunner."""
+        """`kind` is the kind of the vocabulary. `keep` is the largest window, and also the number of tokens that the
+        store keeps for a session. `fields` has further fields of the architecture. `beside` is the parameter of
+        OracleRunner."""
         self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
-        self.vocabulary: Vocabulary = name_vocabulary(names=NAMES)
+        self.vocabulary: Vocabulary = name_vocabulary(kind, NAMES)
         states = [tensor.name for tensor in self.architecture.state_tensors() if tensor.name.startswith("layers.")]
         of_runs = rounding(ROUNDING, states=states, state=OF_STATES)
         self.manifest: Manifest = make_manifest(

@@ -39,6 +39,7 @@ class OneEngine(FakeRegistry):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine  # type: ignore[assignment]
+        self.default = engine.name
 
     async def engine_for(  # type: ignore[override]
         self, session: str, model: str | None = None, deadline: float | None = None

@@ -15,11 +15,12 @@ from tests.service.entrances import ENTRANCES, TIMEOUT_S, Call, EngineEntrance, 
 from tests.service.server_harness import repeatable
 from tests.service.sessions.stores.redis_server import RedisServer, redis_server
 from tests.service.slow_client import until
+from wane.service.errors import SessionExists, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.types import Mode, StepRequest
+from wane.service.types import ANYBODY, Mode, NewSession, StepRequest
 
 EOS = 0
 MakeReplica = Callable[..., Awaitable[EngineHarness]]
@@ -214,6 +215,98 @@ async def test_an_invalid_step_is_refused(
     assert refused["code"] == code
     assert refused.get("position") == (1 if code == "position_conflict" else None)
     assert (await entrance.step("a", tokens=[6]))["position"] == 2
+
+
+# Creating a session.
+
+
+async def test_a_step_with_create_makes_a_session_that_does_not_exist(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    first = await entrance.step("new", tokens=[6, 7], create=True)
+    assert (first["created"], first["position"], first["replayed"]) == (True, 2, False)
+    assert predicted(first) == most_probable(harness, 6, 7)
+    then = await entrance.step("new", tokens=[8], create=True)
+    assert (then["position"], predicted(then)) == (3, most_probable(harness, 6, 7, 8))
+    assert "created" not in then
+    view = await harness.engine.get_session("new")
+    assert (view.position, view.mode) == (3, Mode.AUTO)
+
+
+async def test_a_retry_of_the_step_that_created_a_session_says_so_again(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    step = {"tokens": [6], "create": True, "expected_position": 0}
+    first, again = [await entrance.step("new", **step) for _ in range(2)]
+    assert [(one["created"], one["replayed"], one["position"]) for one in (first, again)] == [
+        (True, False, 1),
+        (True, True, 1),
+    ]
+    assert predicted(again) == predicted(first) == most_probable(harness, 6)
+
+
+@pytest.mark.parametrize("session", ["new", "gone"])
+async def test_a_step_with_a_later_position_creates_no_session(
+    entrance: Entrance, harness: EngineHarness, session: str
+) -> None:
+    if session == "gone":
+        await entrance.step("gone", tokens=[6], create=True)
+        await harness.engine.delete_session("gone")
+    refused = await entrance.step(session, tokens=[6], create=True, expected_position=1)
+    assert (refused["code"], refused["status"]) == ("unknown_session", 404)
+    with pytest.raises(UnknownSession):
+        await harness.engine.get_session(session)
+
+
+async def test_a_deleted_session_starts_again_and_its_next_step_says_so(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    assert "created" not in await entrance.step("a", tokens=[6], create=True)
+    await harness.engine.delete_session("a")
+    answer = await entrance.step("a", tokens=[6], create=True)
+    assert (answer["created"], answer["position"]) == (True, 1)
+    assert predicted(answer) == most_probable(harness, 6)
+
+
+async def test_two_steps_that_create_the_same_session_create_it_once(
+    entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
+) -> None:
+    other = await make_replica()
+    step = await running(harness, entrance.send("new", tokens=[6], create=True))
+    created = await other.engine.submit(StepRequest("new", (99,), creator=ANYBODY))
+    harness.runner.gate.set()
+    answer = await step.outcome()
+    assert (created.created, created.position) == (True, 1)
+    assert "created" not in answer
+    assert (answer["position"], predicted(answer)) == (2, most_probable(harness, 99, 6))
+
+
+async def test_an_invalid_first_step_creates_no_session(entrance: Entrance, harness: EngineHarness) -> None:
+    refused = await entrance.step("new", tokens=[10_000], create=True)
+    assert refused["code"] == "invalid_request"
+    with pytest.raises(UnknownSession):
+        await harness.engine.get_session("new")
+
+
+async def test_a_first_step_that_is_cancelled_in_the_queue_creates_no_session(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    blocking = await block(harness)
+    call = await queued(harness, entrance.send("new", tokens=[6], create=True))
+    await call.disconnect()
+    await until(lambda: harness.sample("wane_queue_dropped_total", reason="abandoned") == 1)
+    harness.runner.gate.set()
+    await blocking
+    with pytest.raises(UnknownSession):
+        await harness.engine.get_session("new")
+
+
+async def test_a_creation_is_sent_again_before_the_first_step(entrance: Entrance, harness: EngineHarness) -> None:
+    first, again = [await harness.engine.create_session("new", Mode.WINDOW) for _ in range(2)]
+    assert [isinstance(one, NewSession) for one in (first, again)] == [True, False]
+    await entrance.step("new", tokens=[6])
+    with pytest.raises(SessionExists):
+        await harness.engine.create_session("new", Mode.WINDOW)
 
 
 # Two writers.

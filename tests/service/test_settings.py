@@ -35,6 +35,7 @@ def test_every_setting_is_an_option_and_a_variable() -> None:
         "host": "h",
         "trusted_proxies": "10.0.0.0/8, ::1",
         "default_model": "m",
+        "cors_origins": "https://shop.example",
         "session_ttl_s": "1.5",
         "shadow_rate": "0.5",
         "max_body_bytes": "4096",

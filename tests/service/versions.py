@@ -39,7 +39,7 @@ def retokenize(path: Path) -> None:
 
 def make_eventful(path: Path) -> None:
     """Replaces the bundle's tokenizer with a tokenizer of event names. `<eos>` keeps its id, and `<unk>` gets the next
-    id."""
+    id. An unknown event is read as `<unk>`."""
     file, manifest = path / "tokenizer.json", json.loads((path / "manifest.json").read_text())
     size, eos_id = manifest["vocabulary"]["size"], manifest["vocabulary"]["eos_id"]
     names = [f"event {index}" for index in range(size)]
@@ -47,6 +47,7 @@ def make_eventful(path: Path) -> None:
     words = models.WordLevel({name: index for index, name in enumerate(names)}, UNK)
     file.write_text(str(Tokenizer(words).to_str()), encoding="utf-8")
     edit_manifest(path, "vocabulary", "kind", value="events")
+    edit_manifest(path, "unknown", value="token")
     _edit_digest(path)
 
 

@@ -155,6 +155,7 @@ async def answers_for_another_owner(port: int, session: str, key: str) -> Status
         statuses[found["status"]] += 1
     connection.close()
     async with connect(f"ws://127.0.0.1:{port}{path}/stream", additional_headers=headers) as socket:
+        await socket.send(json.dumps(step))
         assert json.loads(await socket.recv())["error"]["status"] == 404
         with pytest.raises(ConnectionClosed) as caught:
             await socket.recv()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
+import numpy as np
+
+from wane.models.cell_registry import Cell
+from wane.models.manifest import Start
 from wane.training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
 from wane.training.data import Corpus, load_corpus
 
@@ -31,3 +36,26 @@ def write_events(path: Path, sequences: list[list[str]]) -> Path:
     """Writes each sequence of event names as one line of JSON to `path`. Returns `path`."""
     path.write_text("".join(json.dumps(sequence) + "\n" for sequence in sequences))
     return path
+
+
+def event_corpus(count: int = 120, start: Start = "token", unknown: int = 0) -> Corpus:
+    """Returns random sessions of nine events. The last `unknown` sessions hold an event that is not in the vocabulary
+    after each known one."""
+    random = np.random.default_rng(8)
+    sequences = [[f"e{event}" for event in random.integers(9, size=random.integers(1, 12))] for _ in range(count)]
+    for sequence in sequences[count - unknown :]:
+        sequence[:] = [name for event in sequence for name in (event, f"new-{event}")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_events(Path(folder) / "events.jsonl", sequences)
+        return load_corpus(DataConfig(kind="events", path=path, start=start, valid_share=0.2, test_share=0.2))
+
+
+def event_experiment(cell: Cell = "gru", cache: int | None = None, **training: object) -> Experiment:
+    """Returns a tiny experiment on events. `training` overrides its training keys."""
+    keys = {"steps": 8, "batch": 4, "chunk": 5, "warmup": 2, "evaluate_every": 4, "checkpoint_every": 2, "threads": 1}
+    return Experiment(
+        name="tiny",
+        model=ModelConfig(cell=cell, hidden=8, cache=cache),
+        data=DataConfig(kind="events"),
+        training=TrainingConfig.model_validate(keys | training),
+    )

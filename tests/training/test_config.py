@@ -75,6 +75,50 @@ def test_the_error_names_an_invalid_key(tmp_path: Path, change: tuple[str, str],
         Experiment.read(path)
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('kind = "text"\nmin_count = 2', r"data: .*min_count is for kind = 'events'"),
+        ('kind = "text"\nstart = "zero"', r"data: .*start is for kind = 'events'"),
+        ('kind = "text"\nvocabulary_size = 100', r"data: .*vocabulary_size 100 is below 258"),
+        ('kind = "events"\nvocabulary_size = 2', r"data\.vocabulary_size: .*greater than or equal to 3"),
+        ('kind = "events"\nsession_gap_s = 0', r"data\.session_gap_s: .*greater than 0"),
+        ('kind = "events"\ncolumns = {user = "x"}', r"data\.columns\.user: Extra inputs are not permitted"),
+    ],
+)
+def test_the_error_names_an_invalid_key_of_the_data(tmp_path: Path, keys: str, message: str) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text(VALID.replace('kind = "text"', keys))
+    with pytest.raises(ConfigError, match=message):
+        Experiment.read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("steps = 3\n[training.proof]\nweight = 0.1", r"training\.proof is for text"),
+        ("steps = 3\nnegatives = 9", r"training\.negatives needs a model without a cache"),
+    ],
+)
+def test_the_error_names_keys_that_do_not_fit_together(tmp_path: Path, change: str, message: str) -> None:
+    path = tmp_path / "one.toml"
+    model = 'cell = "gated"\nhidden = 8\nblock = "residual"\ncache = 8'
+    text = VALID.replace('cell = "lstm"\nhidden = 8', model).replace('kind = "text"', 'kind = "events"')
+    path.write_text(text.replace("steps = 3", change))
+    with pytest.raises(ConfigError, match=message):
+        Experiment.read(path)
+
+
+def test_a_path_is_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    path = tmp_path / "runs" / "one.toml"
+    path.write_text(VALID.replace('kind = "text"', 'kind = "text"\npath = "../data/text.txt"'))
+    monkeypatch.chdir(tmp_path / "runs")
+    expected = tmp_path / "data" / "text.txt"
+    assert Experiment.read(path).data.path == Experiment.read(Path("one.toml")).data.path == expected
+    assert Experiment.read(SHIPPED[0].parent / "licence.toml").data.path == Path(__file__).parents[2] / "LICENSE"
+
+
 def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         Experiment.read(tmp_path / "none.toml")

@@ -66,7 +66,9 @@ def test_the_splits_contain_every_line_once_in_order() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[1, 2]", "not a list of event names"),
+        ("[1, 2.5]", "not a list of event names"),
+        ("[true]", "not a list of event names"),
+        ('"a"', "not a list of event names"),
         ('{"a": 1}', "not a list of event names"),
         ('["a", ""]', "not a list of event names"),
         ('["a\\nb"]', "line break, or blanks around"),
@@ -90,8 +92,8 @@ def test_event_names_may_contain_any_character_but_a_line_break(tmp_path: Path) 
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(names, ensure_ascii=False) + "\n" for _ in range(30)), encoding="utf-8")
     vocabulary = load_corpus(DataConfig(kind="events", path=path)).vocabulary
-    assert vocabulary.decode(vocabulary.encode("\n".join(names))) == "\n".join(names)
-    assert 1 not in vocabulary.encode_events(names)
+    assert vocabulary.decode(vocabulary.encode_events(names)) == "\n".join(names)
+    assert sorted(vocabulary.encode_events(names)) == [1, 2, 3, 4]
 
 
 def test_byte_order_mark_and_carriage_returns_are_stripped(tmp_path: Path) -> None:
@@ -131,17 +133,17 @@ def test_the_vocabulary_is_trained_on_the_training_split_alone(tmp_path: Path) -
     assert len(corpus.vocabulary.encode("zzzzzz")) == 6
 
 
-def test_events_keep_their_names_and_unknown_events_become_unk(tmp_path: Path) -> None:
+def test_events_keep_their_names_and_unknown_events_become_unk_if_the_experiment_says_so(tmp_path: Path) -> None:
     sequences = [["log in", "view item", "view item"], ["view item", "buy"]] * 30 + [["never seen before", "buy"]] * 2
-    corpus = load_corpus(DataConfig(kind="events", path=write_events(tmp_path / "events.jsonl", sequences)))
+    path = write_events(tmp_path / "events.jsonl", sequences)
+    corpus = load_corpus(DataConfig(kind="events", path=path, unknown="token"))
     vocabulary = corpus.vocabulary
-    assert vocabulary.encode("log in\nview item\nno such event") == [
-        *vocabulary.encode_events(["log in", "view item"]),
-        1,
-    ]
     assert vocabulary.decode(vocabulary.encode_events(["log in", "buy"])) == "log in\nbuy"
     assert [vocabulary.token(index) for index in range(3)] == ["<eos>", "<unk>", "view item"]
     assert 1 in corpus.streams["test"]
+    skipping = load_corpus(DataConfig(kind="events", path=path))
+    assert not skipping.vocabulary.has_unknown
+    assert skipping.vocabulary.size == vocabulary.size - 1
 
 
 def test_a_word_vocabulary_keeps_the_most_frequent_words(tmp_path: Path) -> None:

@@ -48,9 +48,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def endless(experiment: str) -> str:
-    """Returns the experiment with a million steps. Its schedule does not depend on the number of steps."""
+    """Returns the experiment with a million steps, for a file in any folder. Its schedule does not depend on the number
+    of steps."""
     (steps,) = re.findall(r"^steps = \d+\n", experiment, re.MULTILINE)
     assert "schedule" not in experiment
+    experiment = experiment.replace('"../../LICENSE"', f'"{ROOT / "LICENSE"}"')
     return experiment.replace(steps, f'{ENDLESS}schedule = "constant"\n')
 
 

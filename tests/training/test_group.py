@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.corpora import text_corpus
+from tests.training.corpora import REAL_TEXT, text_corpus
 from tests.training.group_cases import ALIKE, DROPOUT, HANDED_ON, NOISY, STOP, trained
 from wane.training.config import Experiment
 from wane.training.device import choose_device
@@ -32,7 +32,7 @@ LOSS, WEIGHT = 2e-5, 2e-4
 """The tolerances of the loss and of the weights after thirty steps. They are not 0, because several processes add the
 terms of a sum in another order than one process does."""
 
-EXPERIMENT = """
+EXPERIMENT = f"""
 name = "long"
 [model]
 cell = "lstm"
@@ -40,7 +40,7 @@ hidden = 16
 contraction = 0.9
 [data]
 kind = "text"
-path = "LICENSE"
+path = "{REAL_TEXT}"
 vocabulary_size = 300
 [training]
 steps = 1_000_000

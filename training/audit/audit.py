@@ -158,7 +158,7 @@ def _export(
     console: Console,
 ) -> None:
     """Writes the bundle `target`. Its default window is the recommended k, or the largest window if no k is
-    recommended. Raises RunError."""
+    recommended. It states no quality if the measurement joined the sequences. Raises RunError."""
     recommended = report.recommended.p99
     window = min(recommended or options.max_window, options.max_window)
     with writing(target):
@@ -170,15 +170,16 @@ def _export(
             tokenizer_json=subject.corpus.tokenizer_json,
             name=target.name,
             version=options.version,
-            description=f"Imported from {report.model.file}; its perplexity was measured on the text "
-            "given to the audit.",
+            description=f"Imported from {report.model.file}"
+            + ("; its perplexity was measured on the text given to the audit." if not subject.joined else "."),
             window=window,
             max_window=options.max_window,
-            quality=quality({"audit": found.losses}, judged="audit"),
+            quality=quality({"audit": found.losses}, judged="audit") if not subject.joined else None,
             provenance=_provenance(options, report),
             sample_tokens=subject.corpus.streams["audit"][:SAMPLE_TOKENS].tolist(),
             torch_network=network,
             replace=options.replace,
+            start=subject.corpus.start,
         )
     _print_bundle(manifest, target, recommended, report, console)
 

@@ -1,4 +1,5 @@
-"""Finds the embedding and the head of a checkpoint, the matrices before and after its recurrent layers."""
+"""Finds what a checkpoint has before and after its recurrent layers: the embedding, the head, and a projection between
+the top layer and the head."""
 
 from __future__ import annotations
 
@@ -6,65 +7,105 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wane.training.audit.layers import Layers
-from wane.training.audit.tensor_map import TensorMap
-from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, kind
+import numpy as np
 
-LARGEST_ONE_HOT = 4096
-"""The largest vocabulary for which a missing embedding is replaced by the identity."""
+from wane.training.audit.layers import Layers
+from wane.training.audit.tensor_map import Array, TensorMap
+from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, OUTER, kind
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The file's names of an affine map's tensors. If `bias` is None, the bias is zero. `transposed`: the matrix is the
+    weight of a Linear over one-hot input, (features, vocabulary)."""
+
+    weight: str
+    bias: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAndHead:
-    """The file's names of the tensors. If `embedding` is None, inputs are one-hot. If `head` is None, the head is tied
-    to the embedding. If `bias` is None, the head's bias is zero."""
+    """The maps around the layers. If `embedding` is None, the bottom layer reads one-hot input. If `head` is None, the
+    head's matrix is tied to the embedding's. `bias`: the head's bias, or None for zeros. `projection`: a map between
+    the top layer and the head, or None."""
 
-    embedding: str | None
+    embedding: Linear | None
     head: str | None
     bias: str | None
+    projection: Linear | None
 
 
 def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndHead:
-    """Finds the embedding and the head by the option --map, by their usual names, or by their shapes. Raises
-    ForeignError."""
+    """Finds the maps by the option --map, by their usual names, or by their shapes. Raises ForeignError."""
     inputs, top = layers.inputs, layers.sizes[-1]
-    embedding, head, bias = (tensors.mapped(name) for name in ("embedding", "head", "head.bias"))
-    embedding = embedding or _find(tensors, "embedding", EMBEDDINGS, lambda width: width == inputs)
-    head = head or _find(tensors, "head", HEADS, lambda width: width == top)
-    either = embedding or head
-    vocabulary = tensors.matrix(either)[0] if either else 0
+    mapped = {name: tensors.mapped(name) for name in OUTER}
+    projection = _projection(tensors, mapped, top)
+    width = top if projection is None else tensors.matrix(projection.weight)[0]
+    table = mapped["embedding"] or _find(
+        tensors,
+        "embedding",
+        EMBEDDINGS,
+        lambda name: tensors.matrix(name)[1] == inputs and not _has_output_bias(tensors, name),
+    )
+    embedding = None if table is None else _embedding(tensors, table, mapped["embedding.bias"], inputs)
+    vocabulary = None if embedding is None else _vocabulary(tensors, embedding)
+    head = mapped["head"]
+    if projection is None and head is None:
+        _refuse_projection(tensors, embedding, vocabulary, top)
+    head = head or _find(
+        tensors,
+        "head",
+        HEADS,
+        lambda name: tensors.matrix(name)[1] == width and vocabulary in (None, tensors.matrix(name)[0]),
+    )
     if embedding is None:
-        embedding, head = _without_embedding(tensors, head, inputs, top)
+        embedding, head = _without_embedding(tensors, head, mapped["embedding.bias"], inputs, width)
     elif head is None:
-        if inputs != top:
+        if inputs != width:
             raise tensors.error(
-                f"no head: expected a matrix of shape [{vocabulary}, {top}] for the embedding "
-                f"{tensors.describe([embedding])}; name it with --map head=NAME"
+                f"no head: expected a matrix of shape [{vocabulary}, {width}] for the embedding "
+                f"{tensors.describe([embedding.weight])}; name it with --map head=NAME"
             )
         tensors.notes.append("there is no head: assumed to be tied to the embedding")
     if embedding is not None:
-        tensors.expect(embedding, (vocabulary, inputs))
+        vocabulary = _vocabulary(tensors, embedding)
+        tensors.expect(embedding.weight, (inputs, vocabulary) if embedding.transposed else (vocabulary, inputs))
+        if embedding.bias is not None:
+            tensors.expect(embedding.bias, (inputs,))
+    elif head is not None:
+        vocabulary = tensors.matrix(head)[0]
+    assert vocabulary is not None, "neither an embedding nor a head was found: this is a bug"
     if head is not None:
-        tensors.expect(head, (vocabulary, top))
-    bias = bias or _bias(tensors, head or embedding or "", vocabulary)
+        tensors.expect(head, (vocabulary, width))
+    bias = mapped["head.bias"] or _head_bias(tensors, head, embedding, vocabulary)
     if bias is None:
         tensors.notes.append("the head has no bias: assumed to be zeros")
     else:
         tensors.expect(bias, (vocabulary,))
-    return EmbeddingAndHead(embedding, head, bias)
+    return EmbeddingAndHead(embedding, head, bias, projection)
 
 
-def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[int], bool]) -> str | None:
+def _matrices(tensors: TensorMap) -> list[str]:
+    return [name for name in sorted(tensors.unassigned) if len(tensors.shape(name)) == 2]
+
+
+def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[str], bool]) -> str | None:
     """Returns the name of the matrix that has a usual name, preferably of one whose shape fits. If there is none,
     returns the name of the only matrix whose shape fits."""
-    matrices = [name for name in sorted(tensors.unassigned) if len(tensors.shape(name)) == 2]
-    fitting = [name for name in matrices if fits(tensors.shape(name)[1])]
+    matrices = _matrices(tensors)
+    fitting = [name for name in matrices if fits(name)]
     called = [name for name in matrices if kind(name) is usual]
     candidates = [name for name in called if name in fitting] or called
     if not candidates:
         candidates = [name for name in fitting if kind(name) is None]
         if len(candidates) == 1:
             tensors.notes.append(f"{candidates[0]} is assumed to be the {what}, by its shape")
+    return _only(tensors, what, candidates)
+
+
+def _only(tensors: TensorMap, what: str, candidates: list[str]) -> str | None:
+    """Assigns and returns the only candidate. Returns None for no candidate. Raises ForeignError for several."""
     if len(candidates) > 1:
         raise tensors.error(
             f"several matrices may be the {what}: {tensors.describe(candidates)}; choose one with --map {what}=NAME"
@@ -73,18 +114,97 @@ def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[
     return candidates[0] if candidates else None
 
 
-def _without_embedding(tensors: TensorMap, head: str | None, inputs: int, top: int) -> tuple[str | None, str | None]:
-    """Returns the embedding's and the head's names for a file without an embedding matrix. Either embedding and head
-    are tied and saved as the head, or the inputs are one-hot."""
-    if head is None:
-        raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {top}]; name them with --map")
-    vocabulary = tensors.matrix(head)[0]
-    if inputs == top:
-        tensors.notes.append(f"there is no embedding: assumed to be tied to {head}")
-        return head, None
-    if inputs == vocabulary <= LARGEST_ONE_HOT:
+def _bias_name(tensors: TensorMap, matrix: str) -> str | None:
+    """Returns the name of the vector that belongs to a matrix by its name, if there is one."""
+    name = re.sub(r"weight$", "bias", matrix)
+    return name if name != matrix and name in tensors.unassigned and len(tensors.shape(name)) == 1 else None
+
+
+def _has_output_bias(tensors: TensorMap, matrix: str) -> bool:
+    """Whether a matrix has a bias with a number for each row, as a head has. An embedding table has none."""
+    bias = _bias_name(tensors, matrix)
+    return bias is not None and tensors.shape(bias)[0] == tensors.matrix(matrix)[0]
+
+
+def _own_bias(tensors: TensorMap, matrix: str) -> str | None:
+    """Assigns and returns the bias that belongs to a matrix by its name, if there is one."""
+    name = _bias_name(tensors, matrix)
+    tensors.unassigned -= {name} if name else set()
+    return name
+
+
+def _embedding(tensors: TensorMap, weight: str, bias: str | None, inputs: int) -> Linear:
+    """Returns the embedding with the matrix `weight`. It is a Linear over one-hot input if it has a bias, or if only
+    its rows are as many as the inputs of the bottom layer."""
+    rows, columns = tensors.matrix(weight)
+    bias = bias or _own_bias(tensors, weight)
+    transposed = rows == inputs and (bias is not None or columns != inputs)
+    if transposed:
         tensors.notes.append(
-            f"there is no embedding: the {inputs} inputs are assumed to be one-hot, and the embedding the identity"
+            f"{weight} is assumed to be the weight of a Linear over one-hot input; the embedding is its transpose"
+            + ("" if bias is None else f" plus {bias}")
+        )
+    return Linear(weight, bias, transposed)
+
+
+def _vocabulary(tensors: TensorMap, embedding: Linear) -> int:
+    return tensors.matrix(embedding.weight)[1 if embedding.transposed else 0]
+
+
+def _projection(tensors: TensorMap, mapped: dict[str, str | None], top: int) -> Linear | None:
+    """Returns the projection that --map names. Raises ForeignError unless it reads the top layer's output."""
+    weight = mapped["projection"]
+    if weight is None:
+        return None
+    width = tensors.matrix(weight)[0]
+    tensors.expect(weight, (width, top))
+    bias = mapped["projection.bias"] or _own_bias(tensors, weight)
+    if bias is not None:
+        tensors.expect(bias, (width,))
+    tensors.notes.append(
+        f"{weight} is a projection without an activation, by --map: its product with the head's matrix is the head"
+    )
+    return Linear(weight, bias)
+
+
+def _refuse_projection(tensors: TensorMap, embedding: Linear | None, vocabulary: int | None, top: int) -> None:
+    """Raises ForeignError if two matrices have the shapes of a projection between the top layer and the head, and of a
+    head that reads its output: (P, top) and (V, P)."""
+    matrices = _matrices(tensors)
+    heads = [*matrices, *([] if embedding is None or embedding.transposed else [embedding.weight])]
+    for projection in matrices:
+        width, reads = tensors.matrix(projection)
+        if reads != top or width == vocabulary:
+            continue
+        for head in heads:
+            rows, columns = tensors.matrix(head)
+            if head != projection and columns == width and (rows > width if vocabulary is None else rows == vocabulary):
+                raise tensors.error(
+                    f"{tensors.describe([projection])} has the shape of a projection between the top layer, which has "
+                    f"{top} units, and the head {tensors.describe([head])}. A file does not record whether an "
+                    f"activation follows a projection. If none does, give --map projection={projection}. If one does, "
+                    "Wane cannot express this model"
+                )
+
+
+def _without_embedding(
+    tensors: TensorMap, head: str | None, bias: str | None, inputs: int, width: int
+) -> tuple[Linear | None, str | None]:
+    """Returns the embedding and the head's name for a file without an embedding matrix of a usual name or shape. Either
+    a Linear reads one-hot input, or embedding and head are tied and saved as the head, or the bottom layer reads
+    one-hot input."""
+    if head is None:
+        raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {width}]; name them with --map")
+    vocabulary = tensors.matrix(head)[0]
+    linear = [name for name in _matrices(tensors) if tensors.matrix(name) == (inputs, vocabulary)]
+    if (weight := _only(tensors, "embedding", linear)) is not None:
+        return _embedding(tensors, weight, bias, inputs), head
+    if inputs == width:
+        tensors.notes.append(f"there is no embedding: assumed to be tied to {head}")
+        return Linear(head), None
+    if inputs == vocabulary:
+        tensors.notes.append(
+            f"there is no embedding: the {inputs} inputs of the bottom layer are assumed to be one-hot"
         )
         return None, head
     raise tensors.error(
@@ -93,12 +213,81 @@ def _without_embedding(tensors: TensorMap, head: str | None, inputs: int, top: i
     )
 
 
-def _bias(tensors: TensorMap, matrix: str, vocabulary: int) -> str | None:
-    """Returns the bias that belongs to the output matrix by its name, or else the only vector with a usual name of a
-    head."""
-    name: str | None = re.sub(r"weight$", "bias", matrix)
-    if name not in tensors.unassigned:
-        vectors = [name for name in tensors.unassigned if tensors.shape(name) == (vocabulary,) and kind(name) is HEADS]
-        name = vectors[0] if len(vectors) == 1 else None
+def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, vocabulary: int) -> str | None:
+    """Assigns and returns the bias that belongs to the output matrix by its name, or else the only vector with a usual
+    name of a head."""
+    matrix = head or (embedding.weight if embedding is not None else "")
+    if (own := _own_bias(tensors, matrix)) is not None:
+        return own
+    vectors = [name for name in tensors.unassigned if tensors.shape(name) == (vocabulary,) and kind(name) is HEADS]
+    name = vectors[0] if len(vectors) == 1 else None
     tensors.unassigned -= {name} if name else set()
     return name
+
+
+def outer_weights(tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers, weights: dict[str, Array]) -> None:
+    """Adds the weights of the embedding and the head to those of the layers. A head that equals the embedding, or is
+    tied to it, has no matrix of its own."""
+    hidden = max(layers.sizes)
+    if outer.embedding is None:
+        matrix = None
+        _read_one_hot(weights)
+    else:
+        matrix = _table(tensors, "embedding.weight", outer.embedding)
+        weights["embedding.weight"] = matrix
+        if outer.embedding.bias is not None:
+            bias = tensors.take("embedding.bias", outer.embedding.bias)
+            weights["embedding.weight"] = matrix + bias
+            tensors.names["embedding.weight"] += f" + {tensors.names.pop('embedding.bias')}"
+    embedding = weights["embedding.weight"]
+    if outer.head is not None:
+        matrix = tensors.take("head.weight", outer.head)
+    else:
+        tensors.names["head.weight"] = tensors.names["embedding.weight"].partition(" + ")[0]
+    assert matrix is not None, "neither a head nor an embedding was found: this is a bug"
+    bias = np.zeros(len(embedding), np.float32) if outer.bias is None else tensors.take("head.bias", outer.bias)
+    if outer.projection is not None:
+        matrix, bias = _project(tensors, outer.projection, matrix, bias)
+    matrix = np.pad(matrix, ((0, 0), (0, hidden - layers.sizes[-1])))
+    weights["head.bias"] = bias
+    if matrix.shape == embedding.shape and np.array_equal(matrix, embedding):
+        if outer.head is not None:
+            tensors.notes.append("the head's matrix equals the embedding's: the two are tied")
+        else:
+            del tensors.names["head.weight"]
+    else:
+        weights["head.weight"] = matrix
+
+
+def _table(tensors: TensorMap, ours: str, embedding: Linear) -> Array:
+    """Returns the embedding's matrix (V, E) without its bias."""
+    matrix = tensors.take(ours, embedding.weight)
+    if not embedding.transposed:
+        return matrix
+    tensors.names[ours] += ".T"
+    return np.ascontiguousarray(matrix.T)
+
+
+def _read_one_hot(weights: dict[str, Array]) -> None:
+    """Adds the embedding of a bottom layer that reads one-hot input. The embedding is the identity (V, V), or, if this
+    is smaller, the transpose of the layer's input matrix (V, gates * H), which the identity replaces."""
+    name = "layers.0.cell.weight_ih_l0"
+    gates, vocabulary = weights[name].shape
+    if vocabulary <= gates:
+        weights["embedding.weight"] = np.eye(vocabulary, dtype=np.float32)
+    else:
+        weights["embedding.weight"] = np.ascontiguousarray(weights[name].T)
+        weights[name] = np.eye(gates, dtype=np.float32)
+
+
+def _project(tensors: TensorMap, projection: Linear, head: Array, bias: Array) -> tuple[Array, Array]:
+    """Returns the matrix and the bias of the head over the top layer's output. Products are float64."""
+    matrix = tensors.take("projection.weight", projection.weight)
+    own = tensors.names["head.weight"]
+    tensors.names["head.weight"] = f"{own} @ {tensors.names.pop('projection.weight')}"
+    if projection.bias is not None:
+        added = head.astype(np.float64) @ tensors.take("projection.bias", projection.bias)
+        bias = (bias + added).astype(np.float32)
+        terms = [tensors.names.get("head.bias"), f"{own} @ {tensors.names.pop('projection.bias')}"]
+        tensors.names["head.bias"] = " + ".join(filter(None, terms))
+    return (head.astype(np.float64) @ matrix).astype(np.float32), bias

@@ -35,7 +35,9 @@ class Layers:
 def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
     """Finds the recurrent layers, and marks their tensors as assigned. Raises ForeignError."""
     found: dict[tuple[str, int], Names] = {}
-    for name in sorted(tensors.unassigned):
+    by_hand = {theirs for ours, theirs in tensors.mapping.items() if re.fullmatch(r"layers\.\d+\.\w+", ours)}
+    # `weight_hh_l0_raw` comes before `weight_hh_l0`, which is its copy after dropout.
+    for name in sorted(tensors.unassigned - by_hand, key=lambda name: (not name.endswith("_raw"), name)):
         if (match := PART.match(name)) is None:
             continue
         if match["reverse"]:
@@ -44,8 +46,12 @@ def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
             )
         if match["part"] == "weight_hr":
             raise tensors.error(f"{name}: the LSTM projects its output (proj_size). Wane's cells have no such matrix")
-        found.setdefault((match["prefix"], int(match["layer"] or 0)), {})[match["part"]] = name
-    names = _mapped(tensors, found) or _ordered(tensors, found)
+        prefix = _module(tensors, match["prefix"]) if match["raw"] else match["prefix"]
+        layer = found.setdefault((prefix, int(match["layer"] or 0)), {})
+        if (raw := layer.setdefault(match["part"], name)) != name:
+            tensors.notes.append(f"{name} is assumed to be {raw} after dropout, and is not used")
+            tensors.unassigned.discard(name)
+    names = _arranged(tensors, found)
     if not names:
         raise tensors.error(
             "no recurrent layer: no tensor has a name like those of torch.nn.RNN, GRU or LSTM (weight_ih_l0, "
@@ -59,25 +65,36 @@ def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
     return _checked(tensors, names, nonlinearity)
 
 
-def _mapped(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
-    """Returns the layers that --map names, if any."""
-    layers: dict[int, Names] = {}
+def _module(tensors: TensorMap, prefix: str) -> str:
+    """Returns the prefix of the other tensors of a layer that has a `_raw` matrix. awd-lstm wraps the layer's module:
+    the matrix is `rnns.0.weight_hh_l0_raw`, and the others are `rnns.0.module.weight_ih_l0` and so on."""
+    wrapped = f"{prefix}module."
+    return wrapped if any(name.startswith(wrapped) for name in tensors.unassigned) else prefix
+
+
+def _arranged(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
+    """Returns the layers, bottom to top: the modules that --map names, or all modules if it names none. A tensor that
+    --map names replaces the layer's tensor of this part. All other tensors stay."""
     modules = {prefix.rstrip("._"): parts for (prefix, layer), parts in found.items() if layer == 0}
+    layers: dict[int, Names] = {}
+    replaced: dict[int, Names] = {}
     for ours, theirs in tensors.mapping.items():
         if not ours.startswith("layers."):
             continue
         index, _, part = ours.removeprefix("layers.").partition(".")
-        layer = layers.setdefault(int(index), {})
         if part:
-            layer[part] = tensors.mapped(ours) or ""
+            replaced.setdefault(int(index), {})[part] = tensors.mapped(ours) or ""
         elif theirs in modules:
-            layer |= modules[theirs]
+            layers[int(index)] = modules[theirs]
         else:
             known = ", ".join(sorted(modules)) or "none"
             raise tensors.error(f"--map {ours}={theirs}: no recurrent module has that name; known: {known}")
+    layers = layers or dict(enumerate(_ordered(tensors, found)))
+    for number, parts in replaced.items():
+        layers[number] = layers.get(number, {}) | parts
     if sorted(layers) != list(range(len(layers))):
         raise tensors.error(f"--map names the layers {sorted(layers)}; count them from 0, bottom to top")
-    return [layers[index] for index in sorted(layers)]
+    return [layers[number] for number in sorted(layers)]
 
 
 def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:

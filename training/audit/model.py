@@ -9,16 +9,19 @@ would compute a different function without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pydantic import ValidationError
 
 from wane.models.manifest import Architecture
 from wane.training.audit.checkpoint import Checkpoint
-from wane.training.audit.embedding_and_head import find_embedding_and_head
+from wane.training.audit.embedding_and_head import find_embedding_and_head, outer_weights
 from wane.training.audit.layers import find_layers, layer_weights
 from wane.training.audit.tensor_map import Array, TensorMap
+
+IMPOSSIBLE = 104.0
+"""The difference of logits, in nats, from which the less probable token has the probability 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +57,36 @@ def import_model(
             "--ignore PATTERN; if they do, Wane cannot express this model"
         )
     weights = layer_weights(tensors, layers)
-    hidden = max(layers.sizes)
-    if outer.embedding is None:
-        weights["embedding.weight"] = np.eye(layers.inputs, dtype=np.float32)
-    else:
-        weights["embedding.weight"] = tensors.take("embedding.weight", outer.embedding)
-    vocabulary = len(weights["embedding.weight"])
-    tied = outer.head is None and layers.inputs == hidden
-    if not tied:
-        name = outer.head or outer.embedding
-        assert name is not None, "neither a head nor an embedding was found: this is a bug"
-        matrix = np.pad(tensors.take("head.weight", name), ((0, 0), (0, hidden - layers.sizes[-1])))
-        if layers.inputs == hidden and np.array_equal(matrix, weights["embedding.weight"]):
-            tensors.notes.append("the head's matrix equals the embedding's: the two are tied")
-            tied = True
-        else:
-            weights["head.weight"] = matrix
-    bias = None if outer.bias is None else tensors.take("head.bias", outer.bias)
-    weights["head.bias"] = np.zeros(vocabulary, np.float32) if bias is None else bias
+    outer_weights(tensors, outer, layers, weights)
     tensors.note_conversions()
     try:
         architecture = Architecture(
             cell=layers.cell,
-            vocabulary_size=vocabulary,
-            embedding=layers.inputs,
-            hidden=hidden,
+            vocabulary_size=len(weights["embedding.weight"]),
+            embedding=weights["embedding.weight"].shape[1],
+            hidden=max(layers.sizes),
             layers=len(layers.names),
-            tied=tied,
+            tied="head.weight" not in weights,
         )
     except ValidationError as error:
         raise tensors.error(f"Wane cannot serve this model: {error.errors()[0]['msg']}") from error
     return ForeignModel(architecture, weights, tensors.names, tuple(tensors.notes))
+
+
+def add_unused_tokens(model: ForeignModel, count: int) -> ForeignModel:
+    """Adds `count` tokens after the last token. The model never reads them and predicts them with probability 0. The
+    probabilities of the other tokens do not change.
+
+    An added token has only a bias b. The logit of a token v is at least b_v - |w_v|_1, because the output of every unit
+    is in [-1, 1] (except with ReLU). b is `IMPOSSIBLE` below the largest of these lower bounds.
+    """
+    if not count:
+        return model
+    weights = dict(model.weights)
+    head = weights.get("head.weight", weights["embedding.weight"])
+    bias = (weights["head.bias"] - np.abs(head).sum(axis=1)).max() - IMPOSSIBLE
+    for name in {"embedding.weight", "head.weight"} & weights.keys():
+        weights[name] = np.pad(weights[name], ((0, count), (0, 0)))
+    weights["head.bias"] = np.append(weights["head.bias"], np.full(count, bias, np.float32))
+    size = model.architecture.vocabulary_size + count
+    return replace(model, weights=weights, architecture=model.architecture.model_copy(update={"vocabulary_size": size}))

@@ -14,7 +14,7 @@ from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Architecture, Rounding
 from wane.models.weights import Weights
 from wane.training.audit.checkpoint import read_checkpoint
-from wane.training.audit.model import import_model
+from wane.training.audit.model import add_unused_tokens, import_model
 from wane.training.audit.tensor_names import parse_mapping
 from wane.training.audit.vocabulary import read_names, read_tokenizer
 from wane.training.data import Corpus, data_kind, load_whole
@@ -68,13 +68,19 @@ class Subject:
     notes: tuple[str, ...] = ()
     rounding: Rounding | None = None
 
+    @property
+    def joined(self) -> bool:
+        """Whether the text is one sequence that joins all sequences, because the model reads no token between them."""
+        return self.corpus.start == "zero" and self.corpus.vocabulary.kind == "events"
+
 
 def find_subject(options: AuditOptions) -> Subject:
     """Reads the model and the text. Raises TrainingError."""
     if (options.file / "experiment.json").exists():
         run = open_run(options.file, options.data)
         weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
-        return Subject("run", run.network.architecture, weights, run.corpus, "valid")
+        notes = _join(run.corpus, "valid")
+        return Subject("run", run.network.architecture, weights, run.corpus, "valid", notes=notes)
     if options.data is None:
         raise RunError("no text: name a file or folder with --data")
     if options.file.is_dir():
@@ -84,9 +90,17 @@ def find_subject(options: AuditOptions) -> Subject:
         except BundleError as error:
             raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
         json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
-        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens)
-        rounding = bundle.manifest.certificate.rounding
-        return Subject("bundle", bundle.manifest.architecture, weights, corpus, "audit", rounding=rounding)
+        manifest = bundle.manifest
+        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens, manifest.start)
+        return Subject(
+            "bundle",
+            manifest.architecture,
+            weights,
+            corpus,
+            "audit",
+            notes=_join(corpus, "audit"),
+            rounding=manifest.certificate.rounding,
+        )
     return _foreign(options, options.data)
 
 
@@ -103,17 +117,38 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     else:
         assert options.vocabulary is not None, "neither a tokenizer nor a vocabulary is given: this is a bug"
         path, read = options.vocabulary, read_names(options.vocabulary, kind, options.eos)
-    if read.vocabulary.size != model.architecture.vocabulary_size:
+    size = read.vocabulary.size - read.added
+    if size != model.architecture.vocabulary_size:
         source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
         raise ForeignError(
-            f"{path} has {read.vocabulary.size} tokens, but {options.file}: {source} has "
+            f"{path} has {size} tokens, but {options.file}: {source} has "
             f"{model.architecture.vocabulary_size} rows: the model was trained with another vocabulary"
         )
-    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens)
-    notes = (*model.notes, *read.notes)
+    model = add_unused_tokens(model, read.added)
+    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens, read.start)
     return Subject(
-        "checkpoint", model.architecture, model.weights, corpus, "audit", checkpoint.sha256, model.tensors, notes
+        "checkpoint",
+        model.architecture,
+        model.weights,
+        corpus,
+        "audit",
+        checkpoint.sha256,
+        model.tensors,
+        (*model.notes, *read.notes, *_join(corpus, "audit")),
     )
+
+
+def _join(corpus: Corpus, split: str) -> tuple[str, ...]:
+    """Removes the `<eos>` around the sequences of a model that reads none, and returns a note about it. In a text only
+    the first is removed, because the others are line breaks."""
+    if corpus.start == "token":
+        return ()
+    vocabulary, stream = corpus.vocabulary, corpus.streams[split]
+    if vocabulary.kind == "events":
+        corpus.streams[split] = stream[stream != vocabulary.eos_id]
+        return ("the sequences are joined for the measurement, so its perplexity is not that of separate sequences",)
+    corpus.streams[split] = stream[1:]
+    return ()
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:

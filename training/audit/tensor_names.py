@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from wane.training.errors import ForeignError
 
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-"""Matches the tensor names of a torch.nn.RNN, GRU or LSTM layer, such as `rnn.weight_ih_l0`, and of torch's cells, such
-as `cell.weight_ih`."""
+"""The tensors of a layer."""
 
 PART = re.compile(
-    rf"^(?P<prefix>|.*[._])(?P<part>{'|'.join(PARTS)}|weight_hr)(?:_l(?P<layer>\d+))?(?P<reverse>_reverse)?$"
+    rf"^(?P<prefix>|.*[._])(?P<part>{'|'.join(PARTS)}|weight_hr)(?:_l(?P<layer>\d+))?(?P<reverse>_reverse)?(?P<raw>_raw)?$"
 )
+"""Matches the tensor names of a torch.nn.RNN, GRU or LSTM layer, such as `rnn.weight_ih_l0`, and of torch's cells, such
+as `cell.weight_ih`. `rnn.weight_hh_l0_raw` is the name that awd-lstm gives to a matrix before its dropout."""
+
+OUTER = ("embedding", "embedding.bias", "projection", "projection.bias", "head", "head.bias")
+"""The names that --map gives to the tensors before and after the layers."""
 
 EMBEDDINGS = frozenset(
     {"encoder", "lookup", "lut", "wte"}
@@ -31,9 +35,9 @@ def parse_mapping(options: Sequence[str]) -> dict[str, str]:
     mapping = {}
     for option in options:
         ours, equals, theirs = option.partition("=")
-        if not equals or not theirs or not re.fullmatch(r"embedding|head|head\.bias|layers\.\d{1,4}(\.\w+)?", ours):
+        if not equals or not theirs or not (ours in OUTER or re.fullmatch(r"layers\.\d{1,4}(\.\w+)?", ours)):
             raise ForeignError(
-                f"--map {option}: expected NAME=THEIRS, NAME one of embedding, head, head.bias, layers.N (a module) "
+                f"--map {option}: expected NAME=THEIRS, NAME one of {', '.join(OUTER)}, layers.N (a module) "
                 f"and layers.N.PART, PART one of {', '.join(PARTS)}"
             )
         if ours.count(".") == 2 and ours.split(".")[2] not in PARTS:

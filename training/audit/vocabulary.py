@@ -2,20 +2,22 @@
 
 Wane has three kinds of vocabulary (`models/vocabulary.py`). In each kind `<eos>` begins a sequence and encodes a line
 break. The foreign token that had this role in training is found by its usual names, or given with --eos. This token is
-renamed to `<eos>` and keeps its id.
+renamed to `<eos>` and keeps its id. With `--eos none` a sequence starts without a token. If no event has a usual name
+of such a token, `<eos>` is added after the last event, because every vocabulary of Wane has it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from wane.models.manifest import VocabularyKind
+from wane.models.manifest import Start, VocabularyKind
 from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.training.errors import ForeignError
 
@@ -27,23 +29,29 @@ UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
 SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
 """Usual names of special tokens, which do not occur as words in a text."""
 
+NO_START = "none"
+"""The value of --eos for a model that starts from the zero state, without a token before the first event."""
+
 DataKind = Literal["text", "events"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignVocabulary:
-    """A vocabulary that Wane serves. `notes`: the assumptions and changes."""
+    """A vocabulary that Wane serves. `notes`: the assumptions and changes. `start`: whether a sequence begins with
+    `<eos>`. `added`: the number of tokens at its end, 0 or 1, that the foreign vocabulary lacks."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
     notes: tuple[str, ...]
+    start: Start = "token"
+    added: int = 0
 
 
 def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a tokenizer.json: byte-level BPE, or one token per word or event (WordLevel).
 
-    `eos`: the token that begins a sequence, None to find the token by its usual names. Raises ForeignError if the
-    tokenizer is of another kind or lacks the token.
+    `eos`: the token that begins a sequence, "none" if no token does, None to find the token by its usual names. Raises
+    ForeignError if the tokenizer is of another kind or lacks the token.
     """
     record = _json(path, _text(path))
     model = record.get("model") if isinstance(record, dict) else None
@@ -51,12 +59,15 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
         kind = model.get("type") if isinstance(model, dict) else None
         raise ForeignError(f"{path}: " + (_not_served(kind) if kind else "not a tokenizer.json"))
     kind = model.get("type") or ("BPE" if "merges" in model else None)
+    lacks_end = False
     names = {**model["vocab"], **{token["content"]: token["id"] for token in record.get("added_tokens") or ()}}
     if kind == "BPE" and '"ByteLevel"' in json.dumps(record.get("pre_tokenizer")):
         own: VocabularyKind = "bpe"
         end, why = _end(path, names, eos, (*EOS_NAMES, LINE_BREAK))
     elif kind == "WordLevel":
         own = "events" if data == "events" else "words"
+        if lacks_end := _lacks_end(names, data, eos):
+            model["vocab"][EOS] = names[EOS] = len(names)
         end, why = _end(path, names, eos, EOS_NAMES)
     else:
         raise ForeignError(f"{path}: {_not_served(f'{kind}, not byte-level' if kind == 'BPE' else str(kind))}")
@@ -73,15 +84,18 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
             model["merges"] = [pair for pair in merges if old not in pair and "".join(pair) != old]
     record |= {"truncation": None, "padding": None, "post_processor": None}
-    return _made(path, own, json.dumps(record, ensure_ascii=False), [*why, *_notes(renamed)])
+    return _made(path, own, json.dumps(record, ensure_ascii=False), [*why, *_notes(renamed)], eos, lacks_end)
 
 
 def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a list of names in id order: JSON (a list, or an object from name to id), or one name per line.
 
-    For text, the names are words, or characters if every name is one character. Raises ForeignError.
+    For text, the names are words, or characters if every name is one character. `eos` is that of `read_tokenizer`.
+    Raises ForeignError.
     """
     names = _names(path)
+    if lacks_end := _lacks_end(names, data, eos):
+        names.append(EOS)
     ordinary = [name for name in names if name not in (*EOS_NAMES, *UNKNOWN_NAMES, *SPECIAL_NAMES, eos)]
     characters = data == "text" and all(len(name) == 1 for name in ordinary)
     table = {name: index for index, name in enumerate(names)}
@@ -90,14 +104,14 @@ def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary
     table = {renamed.get(name, name): index for name, index in table.items()}
     if characters:
         why = ["every name is one character: text is split into characters", *why]
-        return _made(path, "bpe", _characters(table), [*why, *_notes(renamed)])
+        return _made(path, "bpe", _characters(table), [*why, *_notes(renamed)], eos)
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
     if data == "text":
         if split := [name for name in names if name not in renamed and len(name.split()) != 1]:
             raise ForeignError(f"{path}: {split[0]!r} is not one word, and text is split into words at blanks")
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     kind: VocabularyKind = "words" if data == "text" else "events"
-    return _made(path, kind, tokenizer.to_str(), [*why, *_notes(renamed)])
+    return _made(path, kind, tokenizer.to_str(), [*why, *_notes(renamed)], eos, lacks_end)
 
 
 def _characters(table: dict[str, int]) -> str:
@@ -111,18 +125,27 @@ def _characters(table: dict[str, int]) -> str:
     return made
 
 
+def _lacks_end(names: Collection[str], data: DataKind, eos: str | None) -> bool:
+    """Whether `<eos>` must be added to events that never begin or end a sequence."""
+    return eos == NO_START and data == "events" and not any(name in names for name in EOS_NAMES)
+
+
 def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Returns the name of the token that begins a sequence, and a note if the token was found by its usual names."""
-    if eos is not None:
+    """Returns the name of the token that begins a sequence, and a note if the token was found by its usual names. For
+    `--eos none`, returns the name of the token that may end a sequence."""
+    if eos is not None and eos != NO_START:
         if eos not in names:
             raise ForeignError(f"{path}: --eos {eos}: there is no such token")
         return eos, []
     for name in usual:
         if name in names:
+            if eos == NO_START:
+                return name, ["a sequence starts from the zero state: no token is read before its first"]
             return name, [] if name == EOS else [f"{name!r} is assumed to begin a sequence and to encode a line break"]
     raise ForeignError(
         f"{path}: none of the {len(names)} tokens has a usual name of a token that begins a sequence "
         f"({', '.join(map(repr, usual))}); name it with --eos TOKEN"
+        + (", or use --eos none if the model starts from the zero state" if eos is None else "")
     )
 
 
@@ -150,7 +173,9 @@ def _not_served(kind: str) -> str:
     )
 
 
-def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str]) -> ForeignVocabulary:
+def _made(
+    path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str], eos: str | None, lacks_end: bool = False
+) -> ForeignVocabulary:
     try:
         vocabulary = Vocabulary(kind, tokenizer_json)
     except KeyError as error:
@@ -159,7 +184,10 @@ def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str
         raise ForeignError(f"{path}: {error}") from error
     if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
         notes.append(f"there is no token for unknown items ({UNK}): they are refused")
-    return ForeignVocabulary(vocabulary, tokenizer_json, tuple(notes))
+    if lacks_end:
+        notes.append(f"no event ends a sequence: {EOS} is added as the last event, with probability 0")
+    start: Start = "zero" if eos == NO_START else "token"
+    return ForeignVocabulary(vocabulary, tokenizer_json, tuple(notes), start, int(lacks_end))
 
 
 def _names(path: Path) -> list[str]:

@@ -38,6 +38,7 @@ from wane.service.api.schemas.completions import (
 )
 from wane.service.api.schemas.generate import bias_of
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, NotFound, SessionExists, TooLarge, UnknownSession
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
@@ -118,12 +119,14 @@ class Completion:
         prompts: Sequence[Prompt],
         generations: Sequence[Generation],
         step: Answer | None,
+        unknown: Sequence[str],
     ) -> None:
         """`generations` has one generation for each choice, or is empty if no tokens are generated. `step` is the
         answer to the step that appended the prompt to a session, or None for a request without a session."""
         self._prompts = prompts
         self._samples = body.n or 1
         self._step = step
+        self._unknown = unknown
         self._names_usage = body.stream_options is not None and body.stream_options.include_usage is True
         self.generations = generations
         self._bounds: list[float | None] = []
@@ -159,7 +162,7 @@ class Completion:
             **self._head,
             "choices": [joined(one) for one in parts],
             "usage": self._usage(),
-            **self._session(),
+            **self._extensions(),
         }
 
     async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:
@@ -190,7 +193,7 @@ class Completion:
                 if self._names_usage:
                     chunk["usage"] = None
                 if part["finish_reason"] is not None:
-                    chunk |= self._session()
+                    chunk |= self._extensions()
                 yield chunk
         self._note(request)
         if self._names_usage:
@@ -206,11 +209,12 @@ class Completion:
         made = sum(choice.tokens for choice in self._choices)
         return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
-    def _session(self) -> dict[str, object]:
+    def _extensions(self) -> dict[str, object]:
         step, finish = self._step, self._finish
+        found: dict[str, object] = {"unknown": self._unknown} if self._unknown else {}
         if step is None or finish is None:
-            return {}
-        return {
+            return found
+        return found | {
             "session": finish.session,
             "position": finish.position,
             "replayed": step.replayed,
@@ -265,12 +269,16 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
         session = session_key(request, body.session)
         engine = await engine_of(request, body, session)
     until, total = deadline(request), 0
-    tokens: list[tuple[int, ...]] = []
+    read: list[EventTokens] = []
     for one in given:
         if isinstance(one, str):
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts
-        tokens.append(await tokens_of(engine, one, until))
-        total += len(tokens[-1])
+        if isinstance(one, str) and engine.vocabulary.kind == "events":
+            engine.check_event_count(one.count("\n"))
+            read.append(engine.events.lines(one))
+        else:
+            read.append(await tokens_of(engine, one, until))
+        total += len(read[-1].tokens)
     most = settings(request).max_scored_tokens
     if total > most:
         raise TooLarge(f"the prompts have {total} tokens, but at most {most} are accepted")
@@ -279,22 +287,23 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
             f"echo lists {body.logprobs * total} most probable tokens, but at most {most} are allowed: lower "
             "logprobs, or shorten the prompts"
         )
-    wanted = [generation(body, one, sample, until) for one in tokens for sample in range(samples)]
+    wanted = [generation(body, one, sample, until) for one in read for sample in range(samples)]
     engine.check_generation(wanted[0])  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
-        step = await stepped(request, engine, body, session, tokens[0])
-        wanted = [generation(body, (), 0, until, session, step.position)]
+        step = await stepped(request, engine, body, session, read[0])
+        wanted = [generation(body, EventTokens(()), 0, until, session, step.position)]
     generations: list[Generation] = []
     if body.max_tokens != 0:
         generations = await started([partial(engine.generate, one) for one in wanted])
     try:
-        prompts = await together([partial(prompt_of, engine, body, one, until) for one in tokens])
+        prompts = await together([partial(prompt_of, engine, body, one.tokens, until) for one in read])
     except BaseException:
         for one_generation in generations:
             await one_generation.aclose()
         raise
-    return Completion(engine, fingerprint_of(request, engine), body, prompts, generations, step)
+    unknown = [name for one in read for name in one.unknown]
+    return Completion(engine, fingerprint_of(request, engine), body, prompts, generations, step, unknown)
 
 
 def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -361,20 +370,27 @@ async def engine_of(request: Request, body: CompletionBody, session: str) -> Eng
     return engine
 
 
-async def stepped(
-    request: Request, engine: Engine, body: CompletionBody, session: str, tokens: tuple[int, ...]
-) -> Answer:
+async def stepped(request: Request, engine: Engine, body: CompletionBody, session: str, given: EventTokens) -> Answer:
     """Appends the prompt to the session. If an earlier attempt of the same request has appended the prompt, returns the
     answer to that attempt."""
     key = header(request, IDEMPOTENCY_KEY)
     return await engine.submit(
-        StepRequest(session, tokens, None, body.expected_position, key, top_k=1, deadline=deadline(request))
+        StepRequest(
+            session,
+            given.tokens,
+            None,
+            body.expected_position,
+            key,
+            top_k=1,
+            deadline=deadline(request),
+            unknown=given.unknown,
+        )
     )
 
 
 def generation(
     body: CompletionBody,
-    tokens: tuple[int, ...],
+    given: EventTokens,
     sample: int,
     until: float | None,
     session: str | None = None,
@@ -384,7 +400,8 @@ def generation(
     sample. Raises InvalidRequest."""
     stop = body.stop or []
     return GenerateRequest(
-        tokens=tokens,
+        tokens=given.tokens,
+        unknown=given.unknown,
         max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p,

@@ -39,8 +39,9 @@ async def generate(request: Request) -> Response:
         session = session_key(request, body.session)
         engine = await session_engine(request, session, body.model)
     with until_hangup(request):
+        given = await tokens_of(engine, body.sequence, deadline(request))
         wanted = GenerateRequest(
-            tokens=await tokens_of(engine, body.sequence, deadline(request)),
+            tokens=given.tokens,
             max_tokens=body.max_tokens,
             temperature=body.temperature,
             top_k=body.top_k,
@@ -58,6 +59,7 @@ async def generate(request: Request) -> Response:
             frequency_penalty=body.frequency_penalty,
             logit_bias=bias_of(body.logit_bias),
             top_logprobs=body.top_logprobs,
+            unknown=given.unknown,
         )
         generated = await engine.generate(wanted)
         if not body.stream:

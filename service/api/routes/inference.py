@@ -49,8 +49,10 @@ from wane.service.api.sequences import (
 )
 from wane.service.api.signature import (
     ERROR_BOUND,
+    EVENTS,
     LOGITS,
     POSITION,
+    PREDICTED,
     TOKEN_LOGPROBS,
     TOP1_PROVED,
     TOP_IDS,
@@ -58,6 +60,7 @@ from wane.service.api.signature import (
 )
 from wane.service.api.tensors import ENCODING, HEADER_LENGTH
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
 from wane.service.types import Answer, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
 
@@ -251,12 +254,12 @@ async def _infer(request: Request, engine: Engine) -> Response:
 
 @dataclass(slots=True)
 class InferResults:
-    """The results of an inference. `engine` is the engine that computed them, and `rows` has the token ids of each row.
+    """The results of an inference. `engine` is the engine that computed them, and `rows` has the tokens of each row.
     `answers` has a prediction for each row, and `scores` a score, if the request asked for them. `ready_s` is when the
     engine's work began, by `time.perf_counter`."""
 
     engine: Engine
-    rows: Sequence[tuple[int, ...]]
+    rows: Sequence[EventTokens]
     ready_s: float
     answers: Sequence[Answer] = ()
     scores: Sequence[Score] = ()
@@ -269,8 +272,15 @@ class InferResults:
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
     def arrays(self, asked: InferCall, limits: Any) -> dict[str, NDArray[Any]]:
-        """Returns the values of the requested outputs, by name."""
+        """Returns the values of the requested outputs, by name. Raises InvalidRequest if a model with a zero start has
+        no event to predict from."""
         answers, names = self.answers, asked.names
+        if names & PREDICTED and not all(answer.predictions for answer in answers):
+            raise InvalidRequest(
+                f"model {self.engine.name} predicts nothing before the first event, and the vocabulary has none of the "
+                "given events",
+                EVENTS,
+            )
         found: dict[str, NDArray[Any]] = {}
         k = signature.listed(self.engine, limits)
         if TOP_IDS in names:
@@ -287,15 +297,20 @@ class InferResults:
             found[TOP1_PROVED] = np.array([answer.top1_proved for answer in answers], np.bool_)
         if POSITION in names:
             positions = [
-                len(row) if not answers or answers[index].position is None else answers[index].position
+                len(row.tokens) if not answers or answers[index].position is None else answers[index].position
                 for index, row in enumerate(self.rows)
             ]
             found[POSITION] = np.array(positions, np.int64)
         if TOKEN_LOGPROBS in names:
-            scored = np.full((len(self.rows), max(map(len, self.rows))), np.nan, np.float32)
-            logprobs_of_rows = [one.logprobs for one in self.scores] or [one.token_logprobs or () for one in answers]
-            for index, row_logprobs in enumerate(logprobs_of_rows):
-                scored[index, : len(row_logprobs)] = row_logprobs  # None becomes NaN
+            width = max(len(row.tokens) + len(row.skipped) for row in self.rows)
+            scored = np.full((len(self.rows), width), np.nan, np.float32)
+            for index, one in enumerate(self.scores):
+                scored[index, : len(one.logprobs)] = one.logprobs  # None is NaN
+            if not self.scores:
+                for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
+                    skipped = np.array(row.skipped, np.intp)
+                    places = np.delete(np.arange(len(row.tokens) + len(row.skipped)), skipped)
+                    scored[index, places] = answer.token_logprobs or ()
             found[TOKEN_LOGPROBS] = scored
         return found
 
@@ -318,23 +333,31 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
     charge(request, len(rows))
     results = InferResults(engine, rows, time.perf_counter())
     if asked.is_predicted:
-        wanted = [_prediction(request, engine, asked, tokens) for tokens in rows]
+        wanted = [_prediction(request, engine, asked, given) for given in rows]
         results.answers = await _predicted(engine, wanted)
         note_answer(request.scope, results.answers[0])
     if asked.is_scored:
         with until_hangup(request):
             truncated = bool(parameters.truncated)
             results.scores = [
-                await engine.score(ScoreRequest(tokens, deadline=asked.deadline, truncated=truncated))
-                for tokens in rows
+                await engine.score(
+                    ScoreRequest(
+                        given.tokens,
+                        deadline=asked.deadline,
+                        truncated=truncated,
+                        unknown=given.unknown,
+                        skipped=given.skipped,
+                    )
+                )
+                for given in rows
             ]
     return results
 
 
-def _prediction(request: Request, engine: Engine, asked: InferCall, tokens: tuple[int, ...]) -> PredictRequest:
+def _prediction(request: Request, engine: Engine, asked: InferCall, given: EventTokens) -> PredictRequest:
     parameters = asked.body.parameters
     return PredictRequest(
-        tokens=tokens,
+        tokens=given.tokens,
         mode=Mode.AUTO if parameters.mode is None else parameters.mode,
         window=parameters.window,
         tolerance=parameters.tolerance,
@@ -342,6 +365,7 @@ def _prediction(request: Request, engine: Engine, asked: InferCall, tokens: tupl
         deadline=asked.deadline,
         truncated=bool(parameters.truncated),
         logits=LOGITS in asked.names,
+        unknown=given.unknown,
     )
 
 
@@ -389,13 +413,14 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
     rows = await rows_of(engine, asked, settings(request), 1)
     wanted = StepRequest(
         key,
-        rows[0],
+        rows[0].tokens,
         parameters.mode,
         parameters.expected_position,
         top_k=_top_k(request, engine, asked),
         deadline=asked.deadline,
         logits=LOGITS in asked.names,
         token_logprobs=asked.is_scored,
+        unknown=rows[0].unknown,
     )
     if start:
         with until_hangup(request):

@@ -75,6 +75,8 @@ def _facts(engine: Engine) -> ModelFactsDocument:
         "max_window": manifest.max_window,
         "k_epsilon": {epsilon: smallest(float(epsilon)) for epsilon in EPSILONS},
         "vocabulary": manifest.vocabulary,
+        "unknown": manifest.unknown,
+        "start": manifest.start,
         "quality": manifest.quality,
         "attribution": manifest.provenance.attribution,
     }

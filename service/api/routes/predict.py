@@ -10,14 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, json_body, tokens_of
+from wane.service.api.body import decode, filter_of, json_body, tokens_of
 from wane.service.api.deps import charge, deadline, model_engine, note_model, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.problem import failure_document
+from wane.service.api.schemas.common import EventInput
 from wane.service.api.schemas.compare import CompareBody, ComparisonDocument
-from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, FailureDocument, PredictBody
+from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, EventsBody, FailureDocument, PredictBody
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.types import CompareRequest, Comparison, PredictRequest
 
 router = APIRouter(tags=["predict"])
@@ -37,15 +39,17 @@ async def predict(request: Request) -> Response:
     if body.inputs is not None:
         return encode.reply(await _predict_many(request, engine, body, body.inputs))
     tokens = await tokens_of(engine, body.sequence, deadline(request))
-    given = await engine.submit(asked(request, body, tokens, session))
+    given = await engine.submit(asked(request, engine, body, tokens, session))
     note_answer(request.scope, given)
     return encode.reply(encode.answer(engine, given))
 
 
-def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session: str | None = None) -> PredictRequest:
+def asked(
+    request: Request, engine: Engine, body: PredictBody, given: EventTokens, session: str | None = None
+) -> PredictRequest:
     """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
     return PredictRequest(
-        tokens=tokens,
+        tokens=given.tokens,
         mode=body.mode,
         window=body.window,
         tolerance=body.tolerance,
@@ -55,21 +59,24 @@ def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session:
         truncated=body.truncated,
         prove=body.prove,
         cache=body.cache,
+        filter=filter_of(engine, body),
+        unknown=given.unknown,
     )
 
 
 async def _predict_many(
-    request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int]]
+    request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int] | EventsBody]
 ) -> BatchDocument:
     """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
     charge(request, len(inputs))
     wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
-        if isinstance(given, str):
-            await asyncio.sleep(0)  # lets the event loop run other work between many short texts
+        if not isinstance(given, list):
+            await asyncio.sleep(0)  # lets the event loop run other work between many short texts or lists of events
         try:
-            wanted.append(asked(request, body, await tokens_of(engine, given, deadline(request))))
+            sequence = EventInput(given.events, body.unknown) if isinstance(given, EventsBody) else given
+            wanted.append(asked(request, engine, body, await tokens_of(engine, sequence, deadline(request))))
         except Exception as error:
             refused[index] = error
     answered = iter(await engine.predict_many(wanted))
@@ -95,7 +102,9 @@ async def compare(request: Request) -> Response:
     with until_hangup(request):
         for engine in engines:
             note_model(request, engine)
-            tokens = await tokens_of(engine, body.sequence, deadline(request))
-            wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request), body.cache)
+            given = await tokens_of(engine, body.sequence, deadline(request))
+            wanted = CompareRequest(
+                given.tokens, tuple(body.windows), body.repeat, deadline(request), body.cache, given.unknown
+            )
             compared.append(await engine.compare(wanted))
     return encode.reply({"device": registry(request).device, "models": compared})

@@ -35,9 +35,17 @@ async def score(request: Request) -> Response:
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)
     with until_hangup(request):
-        tokens = await tokens_of(engine, body.sequence, deadline(request), document=True)
+        given = await tokens_of(engine, body.sequence, deadline(request), document=True)
         wanted = ScoreRequest(
-            tokens, body.method, body.tolerance, deadline(request), body.truncated, body.cache, body.top_k
+            given.tokens,
+            body.method,
+            body.tolerance,
+            deadline(request),
+            body.truncated,
+            body.cache,
+            body.top_k,
+            given.unknown,
+            given.skipped,
         )
         if not body.stream:
             return await encode.long_reply(await engine.score(wanted))

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from wane.service.api import encode
@@ -19,6 +20,7 @@ from wane.service.api.body import (
     ONE_TOKEN,
     PlainStep,
     decode,
+    filter_of,
     headers,
     json_body,
     only_token,
@@ -29,7 +31,7 @@ from wane.service.api.deps import charge, deadline, header, model_engine, owner,
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import WHOLE_BODY, context, note_answer, registry
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import IDEMPOTENCY, anchored
+from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, anchored
 from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepColumnsDocument, StepsDocument
 from wane.service.api.schemas.sessions import (
     RewindBody,
@@ -40,14 +42,17 @@ from wane.service.api.schemas.sessions import (
     StepsFormat,
 )
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.engine.step_many import StepCall, step_many
-from wane.service.errors import EarlierStepFailed, InvalidRequest, truncate_repr
+from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
+from wane.service.registry.registry import other_model
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
     SESSION_ID,
     SLASH,
     History,
     NewSession,
+    Owner,
     SessionView,
     StepRequest,
     name_within,
@@ -113,21 +118,26 @@ async def create(request: Request) -> Response:
     body = await decode(request, SessionBody)
     engine = await model_engine(request, body.model)
     with until_hangup(request):
-        history = await _history(engine, body, deadline(request))
+        history, unknown = await _history(engine, body, deadline(request))
     view = await engine.create_session(body.session, body.mode, owner(request), history)
+    if unknown:
+        view = replace(view, unknown=unknown)
     return encode.reply(
         view, 201 if isinstance(view, NewSession) else 200, {"location": f"/v1/sessions/{view.session}"}
     )
 
 
-async def _history(engine: Engine, body: SessionBody, until: float | None) -> History | None:
-    """Returns the history that the new session continues, or None if the body has no history. Raises InvalidRequest,
-    TooLarge."""
+async def _history(engine: Engine, body: SessionBody, until: float | None) -> tuple[History | None, tuple[str, ...]]:
+    """Returns the history that the new session continues, or None if the body has no history, and the names of its
+    events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
     if body.position is None:
-        return None
+        return None, ()
+    given = EventTokens(tuple(body.history or ()))
     if body.input is not None:
-        return History(await tokens_of(engine, body.input, until), body.position)
-    return History(tuple(body.history or ()), body.position)
+        given = await tokens_of(engine, body.input, until)
+    elif body.events is not None:
+        given = await tokens_of(engine, EventInput(body.events, body.unknown), until)
+    return History(given.tokens, body.position), given.unknown
 
 
 @router.head("/{session}", include_in_schema=False)
@@ -162,28 +172,69 @@ async def append(request: Request, session: SessionId) -> Response:
         expected_position = position(here.header(POSITION), body.expected_position)
         idempotency_key = here.header(IDEMPOTENCY_KEY)
     key = name_within(here.owner.name, session)
-    engine = registry(request).resident_engine(key)
-    if engine is None:
+    engine, creator = registry(request).resident_engine(key), None
+    if body.create or body.model is not None:
+        engine, creator = await engine_to_step(request, key, body, expected_position, here.deadline)
+    elif engine is None:
         engine = await session_engine(request, key)
     here.fields["model"] = engine.name
-    tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, here.deadline)
-    answer = await engine.submit(step_request(key, tokens, body, here.deadline, expected_position, idempotency_key))
+    given = await tokens_of(engine, body.sequence, here.deadline) if token is None else EventTokens((token,))
+    wanted = step_request(engine, key, given, body, here.deadline, expected_position, idempotency_key, creator)
+    answer = await engine.submit(wanted)
     note_answer(scope, answer)
     return encode.reply(encode.answer(engine, answer))
 
 
 def step_request(
+    engine: Engine,
     session: str,
-    tokens: tuple[int, ...],
+    given: EventTokens,
     body: StepBody,
     deadline: float | None,
     expected_position: int | None,
     idempotency_key: str | None,
+    creator: Owner | None = None,
 ) -> StepRequest:
     """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
     return StepRequest(
-        session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline, body.prove, body.cache
+        session,
+        given.tokens,
+        body.mode,
+        expected_position,
+        idempotency_key,
+        body.top_k,
+        deadline,
+        body.prove,
+        body.cache,
+        filter=filter_of(engine, body),
+        unknown=given.unknown,
+        creator=creator,
     )
+
+
+async def engine_to_step(
+    connection: HTTPConnection, session: str, body: StepBody, expected_position: int | None, deadline: float | None
+) -> tuple[Engine, Owner | None]:
+    """Returns the engine for a step of a session, and the `creator` of the step's request. If the session does not
+    exist and the step may create it, returns the engine of the body's model. `session` is the session's key.
+
+    Raises the errors of `ModelRegistry.engine_for`, and UnknownModel.
+    """
+    models, creator = registry(connection), owner(connection) if body.create else None
+    try:
+        engine = await models.engine_for(session, body.model, deadline)
+        if creator is None or engine.name == (body.model or models.default):
+            return engine, creator
+        # If this session has expired, the step creates a session of another model.
+        await engine.get_session(session)
+    except UnknownSession:
+        if creator is None or expected_position:
+            raise
+    else:
+        return engine, None
+    if models.is_coming(body.model):
+        await models.wait_for(body.model, deadline)
+    return models.get(body.model), creator
 
 
 def position(given: str | None, in_body: int | None) -> int | None:
@@ -289,6 +340,7 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
     models, until = registry(request), deadline(request)
     results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
+    creators: dict[str, Owner | None] = {}
     steps: dict[int, StepRequest] = {}
     failed: set[str] = set()
     owner_name = owner(request).name
@@ -297,10 +349,21 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
             if body.session in failed:
                 raise EarlierStepFailed(body.session)
             session = name_within(owner_name, body.session)
-            engine = engines.get(session) or await models.engine_for(session, None, until)
-            engines[session] = engine
-            tokens = await _tokens(engine, body, until)
-            steps[index] = step_request(session, tokens, body, until, body.expected_position, body.idempotency_key)
+            if session in engines:
+                engine, creator = engines[session], creators[session]
+                if body.model not in (None, engine.name):
+                    raise other_model(session, engine.name, body.model)
+            elif body.create or body.model is not None:
+                engine, creator = await engine_to_step(request, session, body, body.expected_position, until)
+            else:
+                engine, creator = await models.engine_for(session, None, until), None
+            engines[session], creators[session] = engine, creator
+            if body.tokens is None:
+                await asyncio.sleep(0)  # lets the event loop run other work between many short texts
+            given = await tokens_of(engine, body.sequence, until)
+            steps[index] = step_request(
+                engine, session, given, body, until, body.expected_position, body.idempotency_key, creator
+            )
         except Exception as error:
             failed.add(body.session)
             results[index] = error
@@ -308,10 +371,3 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
     for (index, step), answer in zip(steps.items(), answers, strict=True):
         results[index] = answer if isinstance(answer, Exception) else (engines[step.session], answer)
     return [result for result in results if result is not None]
-
-
-async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) -> tuple[int, ...]:
-    if body.input is None:
-        return tuple(body.tokens or ())
-    await asyncio.sleep(0)  # lets the event loop run other work between many short texts
-    return await tokens_of(engine, body.input, until)

@@ -2,6 +2,7 @@
 prediction, in the order of the messages.
 
     -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
+    -> {"tokens": [5], "create": true}                                               creates the session if necessary
     -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
     -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
 
@@ -17,7 +18,8 @@ document:
     1011   an unexpected error
     1012   the server is loading or stopping: try again
     1013   the key exceeded its rate limit when the socket was opened; * the server receives too many bytes: try again
-    4404   an unknown or deleted session
+    4404   an unknown or deleted session. The server sends this code after the socket's first message, because that
+           message may create the session
     4409   the session is not at the expected position, or the idempotency key of the last step was sent with another
            step; in both cases the steps that the client sends next would be wrong, too
 """
@@ -42,10 +44,11 @@ from wane.service.api.deps import session_key, settings
 from wane.service.api.encode import json_bytes
 from wane.service.api.exchange import MessageExchange, RequestPolicy, context, registry
 from wane.service.api.problem import described
-from wane.service.api.routes.sessions import step_request
+from wane.service.api.routes.sessions import engine_to_step, step_request
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.guard import chosen
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import (
     Abandoned,
     Conflict,
@@ -87,6 +90,8 @@ async def stream(socket: WebSocket, session: str) -> None:
             name = session_key(socket, session)
             deadline = asyncio.get_running_loop().time() + context(socket.scope).timeout_s
             engine = await registry(socket).engine_for(name, deadline=deadline)
+        except UnknownSession:
+            engine = None
         except DeadlineExceeded as error:
             await _refuse(socket, error, RESTART)
             return
@@ -101,8 +106,9 @@ async def stream(socket: WebSocket, session: str) -> None:
 class Stream:
     """An open WebSocket of a session."""
 
-    def __init__(self, socket: WebSocket, engine: Engine, session: str) -> None:
-        """`session` is the session's key."""
+    def __init__(self, socket: WebSocket, engine: Engine | None, session: str) -> None:
+        """`session` is the session's key. `engine` is None if the session does not exist."""
+        self.socket = socket
         self.scope = socket.scope
         self.registry = registry(socket)
         self.engine = engine
@@ -113,7 +119,8 @@ class Stream:
         self.loop = asyncio.get_running_loop()
         self.here = context(socket.scope)
         self.log = self.here.fields
-        self.log["model"] = engine.name
+        if engine is not None:
+            self.log["model"] = engine.name
         self.answered = 0
         self.channel = channel_of(socket)
         # when the wait for a message began, on the event loop's clock; infinite while a message is being answered
@@ -171,8 +178,8 @@ class Stream:
         try:
             exchange.admit()
             with self.channel.until_hangup():
-                answer = await self.answer(message, exchange.deadline)
-            await self.channel.send_text(json_bytes(encode.answer(self.engine, answer)))
+                engine, answer = await self.answer(message, exchange.deadline)
+            await self.channel.send_text(json_bytes(encode.answer(engine, answer)))
             status = HTTPStatus.OK
         except Abandoned:
             self.log["error"] = Abandoned.code
@@ -193,22 +200,27 @@ class Stream:
             self.answered += status is not None
             exchange.finish(status, failed)
 
-    async def answer(self, message: str | bytes, deadline: float) -> Answer:
-        """Runs the step or the rewind of one message, and returns the prediction."""
+    async def answer(self, message: str | bytes, deadline: float) -> tuple[Engine, Answer]:
+        """Runs the step or the rewind of one message. Returns the session's engine and the prediction."""
         token = only_token(message)
         body = ONE_TOKEN
         if token is None:
             body = await self.decoder.decode(message, StreamBody, deadline)
-        if self.engine.retired:
-            self.engine = await self.registry.engine_for(self.session, deadline=deadline)
-        engine = self.engine
+        engine, creator = self.engine, None
+        if body.create or body.model is not None:
+            engine, creator = await engine_to_step(self.socket, self.session, body, body.expected_position, deadline)
+        elif engine is None or engine.retired:
+            engine = await self.registry.engine_for(self.session, deadline=deadline)
+        if engine is not self.engine:
+            self.engine, self.log["model"] = engine, engine.name
         if body.rewind is not None:
             await engine.rewind(self.session, body.rewind, deadline)
-            return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
-        tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, deadline)
-        return await engine.submit(
-            step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key)
+            return engine, await engine.submit(PredictRequest(session=self.session, deadline=deadline))
+        given = await tokens_of(engine, body.sequence, deadline) if token is None else EventTokens((token,))
+        step = step_request(
+            engine, self.session, given, body, deadline, body.expected_position, body.idempotency_key, creator
         )
+        return engine, await engine.submit(step)
 
     async def close(self, code: int, reason: str) -> None:
         self.log["code"] = code

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from wane.models.manifest import Unknown
 from wane.models.vocabulary import EOS, UNK
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body
@@ -31,15 +32,20 @@ CLASS = "PreTrainedTokenizerFast"
 
 @router.post("/tokenize", response_model=TokenizeDocument, openapi_extra=json_body(TokenizeBody))
 async def tokenize(request: Request) -> Response:
-    """Returns the token ids of a text. Each `<eos>` in the text becomes the id of the token `<eos>`."""
+    """Returns the token ids of a text, or of events, one in each line. Each `<eos>` in the text becomes the id of the
+    token `<eos>`."""
     body = await decode(request, TokenizeBody)
     engine = await model_engine(request, body.model)
     tokens: list[int] = []
+    is_events = engine.vocabulary.kind == "events"
+    unknown: Unknown = "refuse" if engine.vocabulary.unk_id is None else "token"
     with until_hangup(request):
         for number, part in enumerate(body.prompt.split(EOS)):
             if number:
                 tokens.append(engine.vocabulary.eos_id)
-            if part:
+            if is_events and part.strip():
+                tokens += engine.events.lines(part, unknown).tokens
+            elif part and not is_events:
                 try:
                     tokens += await engine.encode(part, deadline(request), document=True)
                 except InvalidRequest as error:

@@ -9,13 +9,15 @@ Validation of a list stops at its first invalid item, because a list may have a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from itertools import combinations
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic_core import CoreSchema
 
+from wane.models.manifest import Unknown
 from wane.service.settings import Settings
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
@@ -84,6 +86,25 @@ Tokens = Annotated[
     Field(fail_fast=True, description="token ids"),
     says(minItems=1, items={"type": "integer", "minimum": 0}),
 ]
+Event = Annotated[str | Integer, Field(union_mode="left_to_right")]
+EventList = Annotated[list[Event], Field(fail_fast=True, description="names of events")]
+Events = Annotated[
+    list[Event],
+    Field(
+        fail_fast=True,
+        description='names of events, for a model of events, such as ["coats/08", "coats/09"]; an integer is the name '
+        "with its decimal digits",
+    ),
+    says(minItems=1),
+]
+UnknownEvents = Annotated[
+    Unknown,
+    Field(
+        description="what becomes of an event that the vocabulary lacks. refuse: the answer is 422. skip: it is left "
+        "out, and the answer lists it in `unknown`. token: it is read as the token <unk>, and the answer lists it in "
+        "`unknown`. default: the model's own"
+    ),
+]
 TopK = Annotated[
     Positive,
     AtMost("top_k_limit"),
@@ -146,12 +167,16 @@ def absent(name: str) -> dict[str, Any]:
     return {"properties": {name: {"type": "null"}}}
 
 
+def present(name: str) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
 class Body(BaseModel):
     """A request body. The OpenAPI page shows the `examples`. A test posts each example.
 
     A body must have exactly one of the fields in `one_of`. A null field counts as absent. A body may have at most one
-    of the two fields in `not_both`. The fields in `only_with` are allowed only in some modes. `rules` are further
-    rules, as JSON schemas.
+    of the fields in `not_both`. The fields in `only_with` are allowed only in some modes. A body may have a field in
+    `needs` only with one of the fields that it names. `rules` are further rules, as JSON schemas.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -159,6 +184,7 @@ class Body(BaseModel):
     one_of: ClassVar[tuple[str, ...]] = ()
     not_both: ClassVar[tuple[str, ...]] = ()
     only_with: ClassVar[Mapping[str, tuple[Mode, ...]]] = {}
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     rules: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     @model_validator(mode="after")
@@ -168,8 +194,12 @@ class Body(BaseModel):
             names = ", ".join(f"`{name}`" for name in self.one_of)
             found = " and ".join(f"`{name}`" for name in given) or "none of them"
             raise ValueError(f"give exactly one of {names}; found {found}")
-        if self.not_both and all(getattr(self, name) is not None for name in self.not_both):
-            raise ValueError(f"give {' or '.join(f'`{name}`' for name in self.not_both)}, not both")
+        both = [f"`{name}`" for name in self.not_both if getattr(self, name) is not None]
+        if len(both) > 1:
+            raise ValueError(f"give {' or '.join(both)}, not both")
+        for name, others in self.needs.items():
+            if getattr(self, name) is not None and all(getattr(self, other) is None for other in others):
+                raise ValueError(f"`{name}` is given without {' or '.join(f'`{other}`' for other in others)}")
         return self
 
     @classmethod
@@ -177,12 +207,11 @@ class Body(BaseModel):
         """Adds the rules about several fields to the schema."""
         found: dict[str, Any] = handler.resolve_ref_schema(handler(schema))
         if cls.one_of:
-            found["oneOf"] = [
-                {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in cls.one_of
-            ]
+            found["oneOf"] = [present(name) for name in cls.one_of]
         rules: list[dict[str, Any]] = list(cls.rules)
-        if cls.not_both:
-            rules.append({"anyOf": [absent(name) for name in cls.not_both]})
+        rules += [{"anyOf": [absent(one), absent(other)]} for one, other in combinations(cls.not_both, 2)]
+        for name, others in cls.needs.items():
+            rules.append({"anyOf": [absent(name), *(present(other) for other in others)]})
         for name, of in cls.only_with.items():
             asked: dict[str, Any] = {"properties": {"mode": {"enum": [mode.value for mode in of]}}}
             if cls.model_fields["mode"].default not in of:
@@ -193,15 +222,51 @@ class Body(BaseModel):
         return found
 
 
-class SequenceBody(Body):
-    """A body with one sequence, as a text or as token ids."""
+class EventInput(NamedTuple):
+    """Events as a client gave them, and the request's `unknown`."""
 
-    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens")
+    events: Sequence[str | int]
+    unknown: Unknown | None
+
+
+GivenSequence = str | list[int] | EventInput
+
+
+class SequenceBody(Body):
+    """A body with one sequence, as a text, as token ids or as events."""
+
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "events")
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events",)}
 
     input: Text | None = None
     tokens: Annotated[Tokens | None, AtMost("max_input_tokens", of_tokens=True)] = None
+    events: Annotated[Events | None, AtMost("max_input_tokens", of_tokens=True)] = None
+    unknown: UnknownEvents | None = None
 
     @property
-    def sequence(self) -> str | list[int]:
-        """Returns the field that was given, or an empty list if neither field was given."""
+    def sequence(self) -> GivenSequence:
+        """Returns the field that was given, or an empty list if no field was given."""
+        if self.events is not None:
+            return EventInput(self.events, self.unknown)
         return self.input if self.input is not None else self.tokens or []
+
+
+class RankedBody(SequenceBody):
+    """A body whose answer lists tokens. The filters are for models of events."""
+
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates")}
+
+    exclude: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
+        default=None, description="events that the answer does not list. Probabilities do not change"
+    )
+    exclude_seen: bool = Field(
+        default=False,
+        description="true: the answer does not list the events of the sequence that the server knows. `seen_tokens` is "
+        "their number",
+    )
+    candidates: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
+        default=None, description="the only events that the answer may list. Probabilities do not change"
+    )
+    include_end: bool = Field(
+        default=False, description="true: the answer of a model of events may list <eos>, the end of the session"
+    )

@@ -125,12 +125,12 @@ class LogprobsDocument(TypedDict):
     """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties.
 
     A token that alone is not valid UTF-8 is written as its bytes: `bytes:\\xe2\\x80`. `text_offset` is the position of
-    each token in the text, in characters.
+    each token in the text, in characters. The first token of a prompt has null if the model starts from the zero state.
     """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -153,7 +153,8 @@ class UsageDocument(TypedDict):
 
 class CompletionDocument(TypedDict):
     """The answer to a completion request. The choices are ordered by prompt, then by sample. `session`, `position`,
-    `replayed` and `error_bound` are present only if the request has a session."""
+    `replayed` and `error_bound` are present only if the request has a session. `unknown` has the names of events in the
+    prompts that the vocabulary lacks, and is present only if there are any."""
 
     id: str
     object: Literal["text_completion"]
@@ -166,6 +167,7 @@ class CompletionDocument(TypedDict):
     position: NotRequired[int]
     replayed: NotRequired[bool]
     error_bound: NotRequired[float | None]
+    unknown: NotRequired[list[str]]
 
 
 class ErrorFacts(TypedDict):

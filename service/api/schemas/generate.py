@@ -78,7 +78,7 @@ class GenerateBody(SequenceBody):
         {"input": HISTORY, "max_tokens": 4, "mode": "window", "stream": True},
     )
 
-    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "session")
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "events", "session")
     only_with: ClassVar = {"window": GENERATED_WINDOW_MODES}
     rules: ClassVar = (
         {"anyOf": [absent("session"), {"properties": {"truncated": {"const": False}}}]},

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.models.manifest import Certificate, Contraction, Quality, Rounding, VocabularyInfo
+from wane.models.manifest import Certificate, Contraction, Quality, Rounding, Start, Unknown, VocabularyInfo
 from wane.service.api.schemas.common import Body
 from wane.service.batching.cost_model import Costs
 from wane.service.types import Condition
@@ -70,6 +70,8 @@ class ModelFactsDocument(TypedDict):
     max_window: int
     k_epsilon: dict[str, int | None]
     vocabulary: VocabularyInfo
+    unknown: Unknown
+    start: Start
     quality: Quality | None
     attribution: str | None
 
@@ -103,6 +105,20 @@ class ModelListDocument(TypedDict):
 
     object: Literal["list"]
     data: list[ModelSummaryDocument]
+
+
+class VocabularyEntry(TypedDict):
+    """The name of an event, or the text of a token, and its id."""
+
+    id: int
+    name: str
+
+
+class VocabularyDocument(TypedDict):
+    """A page of a vocabulary. `next` is the parameter `after` of the next page, or null on the last page."""
+
+    events: list[VocabularyEntry]
+    next: int | None
 
 
 class LoadedDocument(TypedDict):

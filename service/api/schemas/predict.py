@@ -11,10 +11,12 @@ from wane.service.api.schemas.common import (
     AUTO,
     HISTORY,
     AtMost,
+    Body,
     Cache,
+    Events,
     Model,
     Prove,
-    SequenceBody,
+    RankedBody,
     SessionId,
     Text,
     Tokens,
@@ -27,8 +29,11 @@ from wane.service.api.schemas.common import (
 )
 from wane.service.types import (
     CACHE_TOKENS,
+    CREATED,
     DURABLE,
+    SEEN_TOKENS,
     TOLERANCE_MODES,
+    UNKNOWN,
     WINDOW_MODES,
     Agreement,
     ErrorBound,
@@ -42,7 +47,13 @@ from wane.service.types import (
 )
 
 
-class PredictBody(SequenceBody):
+class EventsBody(Body):
+    """A sequence of events in a batch."""
+
+    events: Events
+
+
+class PredictBody(RankedBody):
     """Predict the next token after one sequence, after each sequence of a batch, or after a session's tokens."""
 
     examples = (
@@ -54,16 +65,18 @@ class PredictBody(SequenceBody):
         {"tokens": [5, 6, 7], "truncated": True},
         {"input": HISTORY, "mode": "window", "window": 2, "prove": True},
     )
-    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "inputs", "session")
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "events", "inputs", "session")
     only_with: ClassVar = {"window": WINDOW_MODES, "tolerance": TOLERANCE_MODES}
+    needs: ClassVar = {"unknown": ("events", "inputs", "candidates")}
     rules: ClassVar = ({"anyOf": [absent("session"), {"properties": {"truncated": {"const": False}}}]},)
 
     model: Model = None
-    inputs: Annotated[list[Text | Tokens] | None, AtMost("max_batch_inputs")] = Field(
+    inputs: Annotated[list[Text | Tokens | EventsBody] | None, AtMost("max_batch_inputs")] = Field(
         default=None,
         min_length=1,
         fail_fast=True,
-        description="a batch of inputs; each is a text or a list of token ids, and gets its own answer",
+        description='a batch of inputs; each is a text, a list of token ids, or `{"events": [...]}`, and gets its own '
+        "answer",
     )
     session: SessionId | None = Field(
         default=None, description="the id of a session; predict its next token without appending to it"
@@ -95,8 +108,11 @@ class AnswerDocument(ModelDocument):
     session: NotRequired[str]
     position: NotRequired[int]
     replayed: NotRequired[bool]
+    created: NotRequired[Annotated[bool, Field(description=CREATED)]]
     durable: NotRequired[Annotated[bool, Field(description=DURABLE)]]
     cache_tokens: NotRequired[Annotated[int, Field(description=CACHE_TOKENS)]]
+    unknown: NotRequired[Annotated[list[str], Field(description=UNKNOWN)]]
+    seen_tokens: NotRequired[Annotated[int, Field(description=SEEN_TOKENS)]]
 
 
 class FailureDocument(TypedDict):
@@ -123,7 +139,7 @@ class StepColumnsDocument(TypedDict):
     step.
 
     `token_id` and `logprob` list each step's predictions, most probable first. For each phase, `latency` has the
-    largest latency of all steps.
+    largest latency of all steps. `unknown` and `seen_tokens` are present only if a step has them.
     """
 
     session: list[str]
@@ -133,6 +149,7 @@ class StepColumnsDocument(TypedDict):
     state: list[StateSource | None]
     position: list[int | None]
     replayed: list[bool | None]
+    created: list[bool | None]
     durable: list[bool | None]
     token_id: list[list[int] | None]
     logprob: list[list[float] | None]
@@ -140,5 +157,7 @@ class StepColumnsDocument(TypedDict):
     state_error_bound: list[float | None]
     top1_proved: list[bool | None]
     cache_tokens: list[int | None]
+    unknown: NotRequired[list[list[str] | None]]
+    seen_tokens: NotRequired[list[int | None]]
     error: list[dict[str, object] | None]
     latency: LatencyDocument

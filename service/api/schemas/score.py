@@ -10,6 +10,7 @@ from wane.service.api.schemas.common import (
     HISTORY,
     AtMost,
     Cache,
+    Events,
     Model,
     Natural,
     SequenceBody,
@@ -32,6 +33,7 @@ class ScoreBody(SequenceBody):
     )
 
     tokens: Annotated[Tokens | None, AtMost("max_scored_tokens", of_tokens=True)] = None
+    events: Annotated[Events | None, AtMost("max_scored_tokens", of_tokens=True)] = None
     model: Model = None
     method: WireScoreMethod = ScoreMethod.SEQUENTIAL
     tolerance: Tolerance | None = Field(

@@ -13,17 +13,21 @@ from wane.service.api.schemas.common import (
     AtMost,
     Body,
     Cache,
+    Events,
     IdempotencyKey,
     Model,
+    Name,
     Natural,
     Prove,
-    SequenceBody,
+    RankedBody,
     SessionId,
     Text,
     Tokens,
     TopK,
+    UnknownEvents,
     WireMode,
     absent,
+    present,
 )
 from wane.service.types import MAX_POSITION
 
@@ -36,13 +40,14 @@ class SessionBody(Body):
     before that position."""
 
     examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
-    not_both: ClassVar[tuple[str, ...]] = ("history", "input")
+    not_both: ClassVar[tuple[str, ...]] = ("history", "input", "events")
+    needs: ClassVar = {"unknown": ("events",)}
     rules: ClassVar = (
         *({"anyOf": [absent(name), BEHIND_A_TOKEN]} for name in not_both),
         {
             "anyOf": [
                 {"properties": {"position": {"enum": [None, 0]}}},
-                *({"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in not_both),
+                *(present(name) for name in not_both),
             ]
         },
     )
@@ -57,24 +62,33 @@ class SessionBody(Body):
         "(see `truncated`)",
     )
     input: Text | None = Field(default=None, description="the history as a text")
+    events: Annotated[Events | None, AtMost("max_input_tokens", of_tokens=True)] = Field(
+        default=None,
+        description="the history as events, for a model of events; a skipped event does not count in `position`",
+    )
+    unknown: UnknownEvents | None = None
     position: Annotated[Natural, AtMost(MAX_POSITION)] | None = Field(
         default=None,
-        description="the session's number of tokens so far, without the start token <eos>; required with `history` "
-        "or `input`",
+        description="the session's number of tokens so far, without the start token <eos>; required with `history`, "
+        "`input` or `events`",
     )
 
     @model_validator(mode="after")
     def _history_and_position(self) -> Self:
-        if self.position is None and (self.history is not None or self.input is not None):
-            name = "input" if self.history is None else "history"
+        name = next((name for name in self.not_both if getattr(self, name) is not None), None)
+        if self.position is None and name is not None:
             raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
         return self
 
 
-class StepBody(SequenceBody):
+class StepBody(RankedBody):
     """Append tokens to a session, and predict the next token."""
 
-    examples: ClassVar[tuple[dict[str, object], ...]] = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
+    examples: ClassVar[tuple[dict[str, object], ...]] = (
+        {"input": HISTORY},
+        {"tokens": [5, 6, 7], "top_k": 3},
+        {"tokens": [5], "create": True},
+    )
 
     expected_position: Natural | None = Field(
         default=None,
@@ -86,6 +100,16 @@ class StepBody(SequenceBody):
     mode: WireMode | None = Field(default=None, description="default: the session's mode")
     prove: Prove = False
     cache: Cache = True
+    create: bool = Field(
+        default=False,
+        description="create the session if it does not exist and `expected_position` is 0 or absent; the answer then "
+        "has `created`",
+    )
+    model: Name | None = Field(
+        default=None,
+        description="the model of a session that the step creates; default: the first model in /v1/models. An existing "
+        "session must have this model",
+    )
 
 
 class SessionStepBody(StepBody):
@@ -140,7 +164,7 @@ class StreamBody(StepBody):
         {"tokens": [5], "expected_position": 3},
         {"rewind": 1},
     )
-    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "rewind")
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "events", "rewind")
 
     rewind: Natural | None = Field(default=None, description="drop the tokens after this position")
     idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)

@@ -86,8 +86,8 @@ def head(record: SessionRecord) -> bytes:
 
 def mark(revision: int, about: bytes = b"") -> bytes:
     """Returns the mark of a session at `revision`. Equal marks mean that the stored session has not changed. `about` is
-    the session's `head`. If it is given, the mark also differs from the mark of a session that another writer stored at
-    the same revision."""
+    the session as `head` encodes it. If `about` is given, the mark also differs from the mark of a session that another
+    writer stored at the same revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 
@@ -116,7 +116,9 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
         raise Unreadable(f"the stored bytes of session {id_of(session)!r} cannot be read") from error
     ids = data[_FRONT.size + length :]
     if not ids or len(ids) % width:
-        raise Unreadable(f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, but each takes {width}")
+        raise Unreadable(
+            f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, which is no positive multiple of {width}"
+        )
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
     tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
     return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)

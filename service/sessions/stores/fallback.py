@@ -74,13 +74,13 @@ class FallbackStore:
         trips = self._shared.trips
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._unsynced))
 
-    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
+    async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         """See `Store`. While the store is unreachable, only sessions that are not durable count against an owner's
         quota. When the store is reachable again, the sessions created in the meantime count against the quota in the
         store, even if they exceed it."""
         session = record.session
         if session in self._unsynced:
-            return False
+            return None
         if most is not None:
             try:
                 await self._shared.claim(session, most)
@@ -95,13 +95,13 @@ class FallbackStore:
             if not self._shared.trips.was_reached or self._shared.get_cached(session) is not None:
                 raise
             if session in self._unsynced:
-                return False
+                return None
             # The store may have created the session although no answer was received.
             unsynced = self._mark_unsynced(fresh, [NOBODY, codec.mark(fresh.revision)])
             unsynced.counts = most is not None
             unsynced.since = 0  # the store may hold a state of an earlier session with this id
-            created = True
-        if created:
+            created = unsynced.record
+        if created is not None:
             self._discarded_unsynced.pop(session, None)
         return created
 
@@ -147,7 +147,7 @@ class FallbackStore:
             try:
                 return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
-                if session in self._unsynced:  # another request marked the session first
+                if session in self._unsynced:  # another request has marked the session as not durable
                     return None
                 marks, before = lost.marks, lost.before
             after = extended(before, branch(), tokens, step, self.session_history_tokens)
@@ -175,7 +175,7 @@ class FallbackStore:
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
-            if session in self._unsynced:  # another request marked the session first
+            if session in self._unsynced:  # another request has marked the session as not durable
                 return None
             unsynced = self._mark_unsynced(before, marks)
         async with unsynced.lock:
@@ -212,7 +212,7 @@ class FallbackStore:
         await self._shared.open()
 
     async def close(self) -> None:
-        """See `Store`. Writes the sessions that are not durable to the store, if it is reachable."""
+        """See `Store`. Writes the sessions that are not durable to the store, if the store is reachable."""
         if self._settling is not None:
             await self._settling
         if self._shared.trips.reachable:

@@ -226,11 +226,11 @@ class MemoryStore:
         self._owned: Counter[str] = Counter()  # number of sessions of each owner
         self._buffered: dict[str, WriteBuffer] = {}  # sessions whose latest tokens are in a write buffer
 
-    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
+    async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         """See `Store`."""
         session = record.session
         if self._find(session) is not None:
-            return False
+            return None
         self._forget(session)  # an expired session with this id may still be stored
         self._expire([self._shard(session)])
         owner = owner_of(session)
@@ -246,8 +246,9 @@ class MemoryStore:
                 f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and a new session uses up to "
                 f"{whole}: more than session_budget_bytes, which is {self.budget_bytes}"
             )
-        self._add(record._replace(revision=branch()))
-        return True
+        fresh = record._replace(revision=branch())
+        self._add(fresh)
+        return fresh
 
     async def get(self, session: str) -> SessionRecord | None:
         """See `Store`."""

@@ -99,22 +99,22 @@ class RedisStore:
         self._ttl_ms = max(1, round(1000 * ttl_s))
         self._remembered = RecordCache(budget_bytes, ttl_s, clock)
 
-    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
+    async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         if most is not None:
             await self.claim(record.session, most)
         return await self.make(record._replace(revision=branch()), counts=most is not None)
 
-    async def make(self, fresh: SessionRecord, *, counts: bool) -> bool:
-        """Adds a new session. Returns False if a session with this id exists. `fresh` must have a new revision.
-        `counts` says whether `claim` has counted the session against its owner's quota."""
-        made = False
+    async def make(self, fresh: SessionRecord, *, counts: bool) -> SessionRecord | None:
+        """Adds a new session, and returns it. Returns None if a session with this id exists. `fresh` must have a new
+        revision. `counts` says whether `claim` has counted the session against its owner's quota."""
+        made: SessionRecord | None = None
         try:
-            made = await self.replace(fresh, [NOBODY], since=0) is not None  # deletes an earlier session's state
+            made = await self.replace(fresh, [NOBODY], since=0)  # deletes an earlier session's state
         finally:
             # If no session was created, its time in the set becomes uncertain. A later `claim` then removes the entry
             # unless the session exists.
             if counts:
-                self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
+                self.trips.tell(*(self.counting(fresh.session) if made is not None else self._doubting(fresh.session)))
         return made
 
     async def claim(self, session: str, most: int) -> None:

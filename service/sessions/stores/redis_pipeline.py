@@ -47,7 +47,7 @@ Argument = bytes | str | int
 Tells = Callable[[Any], bool]
 """Returns whether the reply of a script that was sent twice shows the result of its first run."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
-"""Errors of an unavailable Redis, or of an unavailable node that holds the key."""
+"""Errors that show that Redis, or the node of a command's key, is unavailable."""
 
 
 class Script:

@@ -150,9 +150,10 @@ class Store(Protocol):
 
     session_history_tokens: int
 
-    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """Adds a new session. Returns False if a session with this id exists. Raises Overloaded if there are too many
-        sessions, and QuotaExceeded if the session's owner already has `most` sessions."""
+    async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
+        """Adds a new session, and returns it with its revision. Returns None if a session with this id exists. Raises
+        Overloaded if there are too many sessions, and QuotaExceeded if the session's owner already has `most`
+        sessions."""
         ...
 
     async def get(self, session: str) -> SessionRecord | None:

@@ -46,3 +46,8 @@ async def test_the_page_shows_the_members_of_answers_and_examples_as_commands(pa
 async def test_the_page_loads_nothing(page: str) -> None:
     assert "<script" not in page and "<link" not in page and "<img" not in page
     assert set(re.findall(r'(?:href|src)="([^"]*)"', page)) == {"openapi.json"}
+
+
+async def test_the_page_says_what_a_field_means_that_may_be_null(page: str) -> None:
+    assert "<td>names of events, for a model of events, such as" in page
+    assert "<td>a text; the model&#x27;s vocabulary tokenises it" in page

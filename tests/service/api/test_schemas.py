@@ -28,12 +28,14 @@ Schema = dict[str, Any]
 SOON = {"x-request-timeout-ms": "40"}  # a request that exceeds this timeout has passed the check of its form
 MODEL = [
     r"but the vocabulary has \d+ tokens",
+    r"belongs to model .*, not to",
     r"a session needs expected_position or the header",
     r"the session is at position \d+, but",
     r"takes windows of 1 to \d+ tokens",
     r"window is given, but the session answers in mode",
     r"the session can be rewound to positions?",
     r"there is no token in the text",
+    r"is only for models whose vocabulary has events",
     r"the history has \d+ tokens, but must have at most \d+, because position is \d+",
 ]
 """Patterns of the messages for a request of valid form that its model or its session cannot answer."""
@@ -116,14 +118,16 @@ def objects(schema: Schema, examples: list[Any] | None = None) -> st.SearchStrat
         for name in schema.get("required", ()):
             found.setdefault(name, draw(fields[name]))
         for rule in (
-            schema.get("oneOf", ()) if not found.keys() & {"input", "tokens", "inputs", "rewind", "session"} else ()
+            schema.get("oneOf", ())
+            if not found.keys() & {"input", "tokens", "events", "inputs", "rewind", "session"}
+            else ()
         ):
             name = rule["required"][0]
             if draw(st.booleans()):
                 found[name] = draw(fields[name])
                 break
         for _ in range(draw(st.integers(0, 2))):
-            name = draw(st.sampled_from([*fields, "unknown"] if fields else ["unknown"]))
+            name = draw(st.sampled_from([*fields, "nonsense"] if fields else ["nonsense"]))
             if draw(st.booleans()) and name in found:
                 del found[name]
             elif name in fields and draw(st.integers(0, 5)):

@@ -20,8 +20,8 @@ SAID: list[tuple[str, Any, str]] = [
     (PREDICT, {" ": 1}, "' ': there is no such field"),
     (PREDICT, {"a\nb": 1}, "'a\\nb': there is no such field"),
     (PREDICT, {LONG: 1}, f"'{LONG[:63]}...: there is no such field"),
-    (PREDICT, {"inputs": [None]}, "inputs[0] must be a string or a list"),
-    (PREDICT, {"inputs": ["a", {"str": "b"}]}, "inputs[1] must be a string or a list"),
+    (PREDICT, {"inputs": [None]}, "inputs[0] must be a string or a list or an object"),
+    (PREDICT, {"inputs": ["a", {"str": "b"}]}, "inputs[1].str: there is no such field"),
     (PREDICT, {"inputs": ["a", [1, "x"]]}, "inputs[1][1] must be an integer"),
     (PREDICT, {"inputs": [[[1]]]}, "inputs[0][0] must be an integer"),
     (PREDICT, {"inputs": "abc"}, "inputs must be a list"),
@@ -29,6 +29,13 @@ SAID: list[tuple[str, Any, str]] = [
     (PREDICT, {"tokens": [1, 2.0]}, "tokens[1] must be an integer"),
     (PREDICT, {"tokens": "1"}, "tokens must be a list"),
     (PREDICT, {"input": 1}, "input must be a string"),
+    (PREDICT, {"events": "a"}, "events must be a list"),
+    (PREDICT, {"events": ["a", 5, None]}, "events[2] must be a string or an integer"),
+    (PREDICT, {"events": [True]}, "events[0] must be a string or an integer"),
+    (PREDICT, {"inputs": [{"events": ["a", 1.5]}]}, "inputs[0].events[1] must be a string or an integer"),
+    (PREDICT, {"events": ["a"], "unknown": "no"}, "unknown must be 'refuse', 'skip' or 'token'"),
+    (PREDICT, {"tokens": [1], "exclude": "a"}, "exclude must be a list"),
+    (PREDICT, {"tokens": [1], "candidates": [["a"]]}, "candidates[0] must be a string or an integer"),
     (PREDICT, {"input": "a", "top_k": None}, "top_k must be an integer"),
     (PREDICT, {"input": "a", "top_k": 2**63}, f"top_k must be less than {2**63}"),
     (PREDICT, {"input": "a", "top_k": -(2**64)}, f"top_k must be at least {-(2**63)}"),
@@ -56,7 +63,11 @@ SAID: list[tuple[str, Any, str]] = [
     (STEPS, {"steps": [{**STEP, "top_k": "x"}]}, "steps[0].top_k must be an integer"),
     (STEPS, {"steps": [{**STEP, "mode": "x"}]}, f"steps[0].mode must be {MODES}"),
     (STEPS, {"steps": [{**STEP, "tokens": [1, "x"]}]}, "steps[0].tokens[1] must be an integer"),
-    (STEPS, {"steps": [{"session": "a"}]}, "steps[0]: give exactly one of `input`, `tokens`; found none of them"),
+    (
+        STEPS,
+        {"steps": [{"session": "a"}]},
+        "steps[0]: give exactly one of `input`, `tokens`, `events`; found none of them",
+    ),
     (LOAD, {"parameters": {"force": True}}, "parameters.force: there is no such field"),
     (LOAD, {"parameters": 5}, "parameters must be an object"),
     (UNLOAD, {"parameters": {"unload_dependents": 1}}, "parameters.unload_dependents must be true or false"),
@@ -77,5 +88,5 @@ async def test_an_invalid_body_is_refused_with_the_place_and_the_expected_value(
 @pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}], ids=str)
 async def test_an_error_of_the_whole_body_names_no_field(client: httpx.AsyncClient, body: object) -> None:
     document = (await client.post(SCORE, json=body)).json()
-    assert document["detail"].startswith("give exactly one of `input`, `tokens`; found ")
+    assert document["detail"].startswith("give exactly one of `input`, `tokens`, `events`; found ")
     assert "field" not in document

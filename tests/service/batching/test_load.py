@@ -67,7 +67,7 @@ class Load:
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
         # Replaces the engine's own warm-up, which would also measure the costs of runs. These recurrent sessions do not
         # need the costs.
-        warm_up(self.runner, self.engine.state_cache, bundle.vocabulary.eos_id, window=1, max_batch_size=1)
+        warm_up(self.runner, self.engine.state_cache, bundle.manifest, max_batch_size=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
 

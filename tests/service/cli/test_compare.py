@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,8 +17,8 @@ import pytest
 from tests.service.live_server import LiveServer, live_server
 from tests.service.versions import make_eventful, put
 from wane.cli import main
-from wane.service.cli.client import Client, ClientError
-from wane.service.cli.compare import SAMPLE
+from wane.service.cli.client import Client, ClientError, CommandError
+from wane.service.cli.compared_input import SAMPLE, ComparedInput, read_sessions
 from wane.service.cli.measure import (
     COMPARED_POSITIONS,
     PHASES,
@@ -121,20 +122,103 @@ def test_the_error_of_an_impossible_comparison_has_the_reason(
     assert message.startswith("error: ") and named in message
 
 
-def test_a_model_of_events_is_rejected_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / "bundles"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server of a model of events."""
+    folder = tmp_path_factory.mktemp("bundles")
     make_eventful(put(folder, "1", name="clicks"))
-    sessions = tmp_path / "sessions.jsonl"
-    sessions.write_text('["event 5", "event 6"]\n["event 7"]\n', encoding="utf-8")
-    figures = tmp_path / "compared.json"
     with live_server("--bundles", str(folder)) as server:
-        assert main(["compare", server.url, "--file", str(sessions), "--json", str(figures)]) == 2
-        assert main(["compare", server.url, "--model", "clicks"]) == 2
-    message = "error: compare needs a model of text, but the vocabulary of model clicks has events"
+        yield server
+
+
+def compare_sessions(server: LiveServer, folder: Path, lines: Sequence[object], *options: str) -> dict[str, Any]:
+    """Runs `wane compare` over sessions, and returns its JSON document."""
+    sessions, figures = folder / "sessions.jsonl", folder / "compared.json"
+    sessions.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    assert main(["compare", server.url, "--file", str(sessions), "--json", str(figures), *options]) == 0
+    document: dict[str, Any] = json.loads(figures.read_text())
+    return document
+
+
+def test_a_model_of_events_is_compared_over_the_sessions_of_a_file(
+    shop: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sessions = [["event 5", "event 6", "event 7"], ["event 9", "event 5"]]
+    lines = [sessions[0], {"session": "b", "events": sessions[1]}]
+    figures = compare_sessions(shop, tmp_path, lines, "--window", "2")
+    assert (figures["sequences"], figures["steps"], figures["unknown"]) == (2, 5, {})
+    assert figures["agreement"]["compared"] == 5
+    printed = capsys.readouterr().out
+    assert "Compared 5 events of 2 sessions." in printed and "Left out" not in printed
+    with Client(shop.url) as client:  # every window has events of one session only
+        tokens = [client.post("/v1/score", {"events": events})["tokens"] for events in sessions]
+        agreements = [
+            client.post("/v1/predict", {"tokens": sequence[:end], "mode": "both", "window": 2})["agreement"]
+            for sequence in tokens
+            for end in range(1, len(sequence) + 1)
+        ]
+    expected = max(one["total_variation"] for one in agreements)
+    (found,) = [line["agreement"] for line in figures["windows"] if line["window"] == 2]
+    assert found["compared"] == 5
+    assert expected > 0.01 and found["total_variation_max"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_unknown_events_are_left_out_counted_and_named(
+    shop: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    known = [["event 5", "event 6"], ["event 9"]]
+    mixed = [["socks", "event 5", "event 6", "socks"], ["hats"], {"events": ["event 9", 17, "<unk>"]}]
+    plain = compare_sessions(shop, tmp_path, known)
+    capsys.readouterr()
+    figures = compare_sessions(shop, tmp_path, mixed)
+    printed = capsys.readouterr().out
+    assert "Left out 5 events (62.5%) that the vocabulary lacks" in printed
+    assert all(name in printed for name in ('"socks"', '"hats"', '"17"', '"<unk>"'))
+    assert figures["unknown"] == {"socks": 2, "hats": 1, "17": 1, "<unk>": 1}
+    assert (figures["sequences"], figures["steps"]) == (plain["sequences"], plain["steps"]) == (2, 3)
+    assert figures["agreement"] == plain["agreement"]
+
+
+def test_only_the_first_events_are_compared(shop: LiveServer, tmp_path: Path) -> None:
+    lines = [["event 5", "event 6"], ["event 7", "event 9", "event 5"], ["event 6"]]
+    figures = compare_sessions(shop, tmp_path, lines, "--tokens", "3")
+    assert (figures["sequences"], figures["steps"]) == (2, 3)
+
+
+def test_a_model_of_events_asks_for_a_file(shop: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", shop.url]) == 2
     printed = capsys.readouterr()
-    assert printed.err.strip().splitlines() == [message, message]
-    assert not printed.out and not figures.exists()
+    assert "model clicks reads events: name a file of sessions with --file sessions.jsonl" in printed.err
+    assert not printed.out
+
+
+def test_a_file_without_a_known_event_is_refused(
+    shop: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sessions = tmp_path / "sessions.jsonl"
+    sessions.write_text('["socks"]\n["hats", "socks"]\n', encoding="utf-8")
+    assert main(["compare", shop.url, "--file", str(sessions)]) == 2
+    printed = capsys.readouterr()
+    assert 'the vocabulary of model clicks has none of the 3 events: "socks", "hats"' in printed.err
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('["a"]\n["b"\n', "line 2: not JSON"),
+        ('"a"\n', "line 1: expected a list of events"),
+        ('{"session": "a"}\n', "line 1: expected a list of events"),
+        ('\n["a", 1.5]\n', "line 2: event 1 is 1.5, expected a name or an integer"),
+        ('["a", true]\n', "line 1: event 1 is true"),
+        ("\n[]\n", "holds no events"),
+    ],
+)
+def test_a_wrong_line_of_a_file_of_sessions_is_named_by_its_number(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "sessions.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(CommandError, match=re.escape(message)):
+        read_sessions(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe"], ids=["empty", "not UTF-8"])
@@ -197,10 +281,11 @@ def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
             sent.append(json.loads(request.content)["tokens"])
         return httpx.Response(200, json=answer)
 
-    card = {"id": "m", "model_version": "1", "device": "cpu", "max_window": 1}
+    card = {"id": "m", "model_version": "1", "device": "cpu", "max_window": 1, "k": 4}
     with Client("http://wane", httpx.MockTransport(respond)) as client:
-        measure(client, "http://wane", card, 2, [5, 6, 7, 8], advance=lambda: None)
-    assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8]]
+        found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
+    assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
+    assert (found.k, found.model_k) == (2, 4)  # sessions answer in mode both with windows of the model's own k
 
 
 def test_a_server_without_models_is_reported() -> None:

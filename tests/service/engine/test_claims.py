@@ -16,7 +16,7 @@ from tests.models.random_models import BLOCKS
 from tests.service.oracle import Small
 from wane.models.cell_registry import CELLS, Cell
 from wane.service.engine.agreement import FLOAT32_ROUNDING
-from wane.service.types import Answer, Mode, PredictRequest, StepRequest
+from wane.service.types import Answer, Filter, Mode, PredictRequest, StepRequest
 
 EVERYTHING = 11
 ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind", "prompt")
@@ -138,3 +138,59 @@ def test_the_bounds_and_proofs_of_fast_forgetting_models_hold(beside: bool) -> N
     assert tally.answers > 200
     assert tally.bounded > tally.answers / 4
     assert tally.proved > tally.answers / 8
+
+
+LISTS = (
+    Filter(),
+    Filter(include_end=True),
+    Filter(exclude=(2, 5, 7)),
+    Filter(exclude_seen=True),
+    Filter(candidates=(3, 8)),
+    Filter(candidates=(0, 4, 9), include_end=True),
+    Filter(candidates=(6,)),
+)
+
+
+def allowed_by(wanted: Filter, known: list[int]) -> list[int]:
+    """Returns the tokens that an answer with this filter may list."""
+    excluded = {1, *wanted.exclude, *(known if wanted.exclude_seen else ())} - {0}
+    candidates = range(EVERYTHING) if wanted.candidates is None else wanted.candidates
+    return [one for one in candidates if one not in excluded and (one or wanted.include_end)]
+
+
+async def check_lists(small: Small, past: list[int], known: list[int]) -> int:
+    """Predicts from the last tokens of a sequence with each filter. Checks each proof against the full-history model,
+    which has also read `past`. Returns the number of proofs that need one."""
+    truth, _ = small.uninterrupted([*past, *known])
+    proved = 0
+    for wanted in LISTS:
+        allowed = allowed_by(wanted, known)
+        for prove in (False, True):
+            request = PredictRequest(
+                tuple(known), Mode.WINDOW, window=16, truncated=True, filter=wanted, prove=prove, top_k=EVERYTHING
+            )
+            answer = await small.engine.submit(request)
+            assert {one.token_id for one in answer.predictions} == set(allowed)
+            if answer.top1_proved:
+                assert answer.predictions[0].token_id == max(allowed, key=lambda one: truth[one])
+                proved += len(allowed) > 1
+    return proved
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["curve", "beside the run"])
+def test_the_proofs_of_filtered_lists_hold(beside: bool) -> None:
+    async def check(small: Small, random: np.random.Generator) -> int:
+        found = 0
+        for _ in range(4):
+            past, known = (random.integers(EVERYTHING, size=size).tolist() for size in (20, random.integers(2, 12)))
+            found += await check_lists(small, past, known)
+        await small.engine.close()
+        return found
+
+    proved = 0
+    cells: tuple[Cell, ...] = ("gated", "lstm")
+    for cell in cells:
+        for seed in range(3):
+            small = Small(cell, "plain", 1, seed, 0.05, beside=beside, kind="events")
+            proved += asyncio.run(check(small, np.random.default_rng(seed)))
+    assert proved > 20

@@ -22,7 +22,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.types import Answer, Mode, StepRequest
+from wane.service.types import ANYBODY, Answer, Mode, Owner, StepRequest
 
 HOUR_S = 3600.0
 TRAVELS_S = 1.1 * HOUR_S  # a coarse timer may fire late by a 64th of its duration
@@ -227,6 +227,15 @@ async def test_an_expired_session_is_unknown(started: EngineHarness) -> None:
         await step(started, "a")
 
 
+async def test_a_step_with_a_creator_starts_an_expired_session_again(started: EngineHarness) -> None:
+    first = await started.engine.submit(StepRequest("a", (6,), creator=ANYBODY))
+    assert (first.created, first.position, started.runner.calls) == (None, 2, [("step", [[6]])])
+    started.clock.now_s += started.settings.session_ttl_s + 1
+    again = await started.engine.submit(StepRequest("a", (6,), creator=ANYBODY))
+    assert (again.created, again.position) == (True, 1)
+    assert await position(started, "a") == 1
+
+
 async def test_a_running_step_applies_to_its_recreated_session(started: EngineHarness) -> None:
     started.runner.gate.clear()
     pending = step(started, "a")
@@ -323,6 +332,7 @@ class Receiver:
 
     def __init__(self, on_run: Callable[[], object]) -> None:
         self.done = False
+        self.creator: Owner | None = None
         self.ran: list[int] = []
         self._on_run = on_run
 

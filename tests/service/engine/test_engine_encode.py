@@ -80,14 +80,17 @@ async def test_a_text_over_the_limit_is_refused_before_its_ids_are_listed(
     assert taken == [4]
 
 
-async def test_words_and_events_of_any_length_are_one_token_each(make_harness: MakeHarness) -> None:
-    for kind in ("words", "events"):
-        harness = make_harness(vocabulary=name_vocabulary(kind), max_input_tokens=2)
-        assert await harness.engine.encode("x" * 100_000) == (1,)
-        with pytest.raises(TooLarge):
-            await harness.engine.encode("x\nx\nx\n")
-    # The empty lines between the line breaks contain no events.
-    assert await harness.engine.encode("\n" * 100_000) == ()
+async def test_a_word_of_any_length_is_one_token(make_harness: MakeHarness) -> None:
+    harness = make_harness(vocabulary=name_vocabulary("words"), max_input_tokens=2)
+    assert await harness.engine.encode("x" * 100_000) == (1,)
+    with pytest.raises(TooLarge):
+        await harness.engine.encode("x\nx\nx\n")
+
+
+async def test_a_model_of_events_refuses_text_and_shows_how_to_write_events(make_harness: MakeHarness) -> None:
+    harness = make_harness(vocabulary=name_vocabulary("events"))
+    with pytest.raises(InvalidRequest, match=r'reads events: write "events": \["open", "read"\] instead'):
+        await harness.engine.encode("open read")
 
 
 async def test_a_deadline_applies_while_a_text_is_encoded(

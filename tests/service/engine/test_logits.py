@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from tests.service.engine_harness import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
 from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
-from wane.service.batching.batch import Top, Work
-from wane.service.engine.logits import log_softmax, predictions
+from wane.service.batching.batch import Row, Work
+from wane.service.engine.forward import RunResult
+from wane.service.engine.logits import Ranking, listed, log_softmax
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
+from wane.service.types import Prediction
 
 VOCABULARY = byte_vocabulary()
 K = 16
@@ -34,16 +36,18 @@ def graph_outputs(logits: NDArray[np.float32]) -> dict[str, Array]:
     return {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, axis=1), LOG_SUM_EXP: total}
 
 
-def top_of(logits: NDArray[np.float32]) -> Top:
-    return Top(Outputs(graph_outputs(logits[None])), 0)
+def predictions(logits: NDArray[np.float32], count: int, top: dict[str, Array] | None = None) -> tuple[Prediction, ...]:
+    """Returns the predictions of a run that output these logits and the arrays `top`."""
+    row = Row(Outputs({"logits": logits[None], **(top or {})}), 0)
+    return listed(Ranking(len(logits)).largest(RunResult(row), count), count, VOCABULARY)
 
 
 @pytest.mark.parametrize("count", [1, 5, K])
 def test_the_graphs_top_logits_give_the_same_predictions(count: int) -> None:
     for seed in range(20):
         logits = random_logits(seed)
-        whole = predictions(logits, count, VOCABULARY)
-        from_top = predictions(logits, count, VOCABULARY, top_of(logits))
+        whole = predictions(logits, count)
+        from_top = predictions(logits, count, graph_outputs(logits[None]))
         for one, other in zip(whole, from_top, strict=True):
             assert (one.token_id, one.token, one.token_bytes) == (other.token_id, other.token, other.token_bytes)
             assert other.logprob == pytest.approx(one.logprob, abs=1e-6)
@@ -52,15 +56,16 @@ def test_the_graphs_top_logits_give_the_same_predictions(count: int) -> None:
 
 def test_more_predictions_than_the_graph_outputs_come_from_all_logits() -> None:
     logits = random_logits(0)
-    wrong = top_of(random_logits(1))
-    assert predictions(logits, K + 1, VOCABULARY, wrong) == predictions(logits, K + 1, VOCABULARY)
-    assert len(predictions(logits, VOCABULARY.size + 5, VOCABULARY, wrong)) == VOCABULARY.size
+    wrong = graph_outputs(random_logits(1)[None])
+    del wrong[LOG_SUM_EXP]
+    assert predictions(logits, K + 1, wrong) == predictions(logits, K + 1)
+    assert len(predictions(logits, VOCABULARY.size + 5, wrong)) == VOCABULARY.size
 
 
 def test_equal_logits_are_ordered_by_id() -> None:
     logits = np.zeros(VOCABULARY.size, np.float32)
     logits[[9, 3]] = 1
-    assert [one.token_id for one in predictions(logits, 4, VOCABULARY)] == [3, 9, 0, 1]
+    assert [one.token_id for one in predictions(logits, 4)] == [3, 9, 0, 1]
 
 
 def test_the_probability_of_an_almost_certain_token_is_at_most_one() -> None:
@@ -69,7 +74,7 @@ def test_the_probability_of_an_almost_certain_token_is_at_most_one() -> None:
     outputs = graph_outputs(logits[None])
     # In float32, rounding may make the log-sum-exp smaller than the largest logit, 40.
     outputs[LOG_SUM_EXP] = np.nextafter(np.array([40], np.float32), np.float32(0))
-    (found,) = predictions(logits, 1, VOCABULARY, Top(Outputs(outputs), 0))
+    (found,) = predictions(logits, 1, outputs)
     assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)
 
 

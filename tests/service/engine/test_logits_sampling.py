@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.service.engine_harness import name_vocabulary
-from wane.service.engine.logits import Sampler, log_softmax, predictions
+from wane.service.engine.logits import Sampler, largest, listed, log_softmax
 
 LOGITS = np.log(np.array([0.1, 0.5, 0.25, 0.15], np.float32))
 DRAWS = 4000
@@ -80,5 +80,5 @@ def test_log_probabilities_do_not_overflow() -> None:
 def test_equal_logits_are_ordered_by_id_up_to_the_vocabulary() -> None:
     vocabulary = name_vocabulary()
     logits = np.array([0, 1, 0, 1, 0], np.float32)
-    assert [one.token_id for one in predictions(logits, 100, vocabulary)] == [1, 3, 0, 2, 4]
-    assert [one.token for one in predictions(logits, 2, vocabulary)] == ["<unk>", "read"]
+    assert largest(logits, 100).ids == [1, 3, 0, 2, 4]
+    assert [one.token for one in listed(largest(logits, 2), 2, vocabulary)] == ["<unk>", "read"]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness, name_vocabulary
+from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness
 from wane.models.manifest import Certificate
-from wane.service.engine.logits import predictions
+from wane.service.engine.logits import largest
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
 from wane.service.types import Answer, Mode, PredictRequest, StateSource
 
@@ -334,8 +334,7 @@ async def test_more_predictions_than_the_server_lists_are_refused(harness: Engin
 @pytest.mark.parametrize("count", [1, 3, 5, 8])
 def test_equally_probable_tokens_are_listed_by_id(count: int) -> None:
     logits = np.array([0, 1, 2, 1, 2, 1, 1, 0], np.float32)
-    found = predictions(logits, count, name_vocabulary(names=tuple("abcdef")))
-    assert [one.token_id for one in found] == [2, 4, 1, 3, 5, 6, 0, 7][:count]
+    assert largest(logits, count).ids == [2, 4, 1, 3, 5, 6, 0, 7][:count]
 
 
 async def test_predictions_are_sorted_and_their_probabilities_are_the_models(harness: EngineHarness) -> None:

@@ -358,7 +358,7 @@ async def test_a_failed_shadow_is_counted_and_the_next_one_runs(
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
     assert (shadows["compared"], shadows["failed"]) == (1, 1)
-    assert "a shadow failed" in caplog.text
+    assert "the repetition of a sampled answer in the other mode failed" in caplog.text
 
 
 async def test_a_shadows_first_token_is_proved_by_its_margin(make_harness: MakeHarness) -> None:
@@ -424,7 +424,9 @@ async def test_a_lost_runner_stops_only_the_shadows(
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
     assert (shadows["compared"], shadows["failed"], shadows["dropped"]) == (0, 1, 0)
-    assert [record.message for record in caplog.records] == ["a shadow failed"]
+    assert [record.message for record in caplog.records] == [
+        "the repetition of a sampled answer in the other mode failed"
+    ]
 
 
 async def test_processor_time_of_the_other_process_counts(

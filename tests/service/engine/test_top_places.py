@@ -32,6 +32,7 @@ def check(harness: EngineHarness, score: Score, top_k: int, *, truncated: bool =
             assert token in ids and len(ids) <= top_k + 1
             assert [one.logprob for one in places if one.token_id == token] == [logprob]
             assert [one.logprob for one in places] == pytest.approx(wanted[ids], abs=1e-4)
+        assert token is not None
         context.append(token)
 
 

@@ -52,7 +52,7 @@ def client(untested: LiveServer) -> Iterator[httpx.Client]:
 def test_one_warning_names_the_release_and_the_limits_that_it_does_not_enforce(untested: LiveServer) -> None:
     lines = [json.loads(line) for line in untested.said]
     (warning,) = [line["message"] for line in lines if line["level"] == "warning"]
-    assert "not tested with uvicorn 0.0.1: " in warning
+    assert "not tested with uvicorn 0.0.1, " in warning
     assert all(name in warning for name in (*NOT_IN_FORCE, "body_timeout_s"))
 
 

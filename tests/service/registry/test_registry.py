@@ -16,6 +16,7 @@ from tests.models.rounding import rounding
 from tests.service.engine_harness import TIMEOUT_S
 from tests.service.sessions.stores.redis_server import redis_server
 from tests.service.shipped import FOLDER, PATHS, each_bundle
+from tests.service.versions import put
 from wane.models.bundle import Bundle, BundleError, CertificateError
 from wane.models.certificate import certify
 from wane.models.manifest import Role
@@ -338,6 +339,35 @@ async def test_sessions_are_saved_before_close_waits_for_an_unfinished_load(
 async def test_a_default_model_that_is_set_must_exist() -> None:
     with pytest.raises(RegistryError, match="default_model is 'nobody', but there are only bundles of"):
         await make(PATHS[0], default_model="nobody").load()
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "chosen"),
+    [
+        (["shop"], {}, "shop: the only model"),
+        (["shop"], {"default_model": "shop"}, "shop: set by default_model"),
+        (["shop", "log"], {}, "log: the first by name; set default_model to choose another"),
+        (["shop", "log"], {"default_model": "shop"}, "shop: set by default_model"),
+        (["shop", "gated-stable", "a"], {}, "gated-stable: set default_model to choose another"),
+    ],
+)
+async def test_the_server_logs_the_default_model_and_lists_it_first(
+    tmp_path: Path,
+    without_verification: None,
+    caplog: pytest.LogCaptureFixture,
+    names: list[str],
+    settings: dict[str, str],
+    chosen: str,
+) -> None:
+    caplog.set_level("INFO")
+    for name in names:
+        put(tmp_path, "1", name=name)
+    registry = make(tmp_path, **settings)
+    await registry.load()
+    name = chosen.partition(":")[0]
+    assert f"the default model is {chosen}" in [record.message for record in caplog.records]
+    assert registry.get().name == registry.list()[0].name == name
+    await registry.close()
 
 
 async def test_two_different_bundles_of_one_version_are_rejected(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ async def test_metrics_have_the_version_that_is_served(
     assert 'wane_model_loads_total{outcome="loaded"} 2.0' in text, (
         "one load at the start and one later load must be counted"
     )
-    assert "loaded small version 2 on cpu" in caplog.text
+    assert "model small version 2 was loaded on cpu" in caplog.text
 
 
 async def test_a_model_that_is_unloaded_is_not_listed_as_failed(registry: ModelRegistry, folder: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.service.engine.test_claims import EVERYTHING, Tally
 from tests.service.engine.test_step import expected, ranked
 from tests.service.engine_harness import EngineHarness, MakeHarness
-from tests.service.oracle import Small
+from tests.service.oracle import ROUNDING, Small
 from wane.models.cell_registry import CELLS, Cell
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
 from wane.service.types import History, Mode, NewSession, Owner, PredictRequest, SessionView, StateSource, StepRequest
@@ -215,4 +215,47 @@ async def test_the_bounds_of_a_restored_session_hold(cell: Cell, seed: int, lost
     await small.engine.rewind("s", len(tokens) - 3)
     del tokens[-3:]
     tally.check(small, tokens, await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING)))
+    await small.engine.close()
+
+
+@pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.WINDOW, Mode.BOTH])
+async def test_the_state_is_within_its_bound_of_the_never_interrupted_state(mode: Mode | None) -> None:
+    small = Small("gated", "residual", 2, 3, 0.6, beside=False)
+    engine = small.engine
+    tokens = np.random.default_rng(0).integers(EVERYTHING, size=40).tolist()
+    await engine.create_session("s", mode)
+    bounds: list[float] = []
+    sources: set[StateSource] = set()
+    for position in range(1, len(tokens) + 1):
+        await engine.submit(StepRequest("s", (tokens[position - 1],)))
+        if position % 7 == 0:
+            engine.state_cache.drop("s")
+        if position % 3 == 0:
+            continue
+        before = await engine.sessions.read("s")
+        found = await engine.session_state("s")
+        assert (await engine.sessions.read("s"))[:8] == before[:8]
+        _, truth = small.uninterrupted(tokens[:position])
+        assert found.position == position and found.state_error_bound is not None
+        distance = float(np.linalg.norm(np.array(found.hidden) - truth))
+        assert distance <= found.state_error_bound + ROUNDING
+        bounds.append(found.state_error_bound)
+        sources.add(found.state)
+    if mode is Mode.WINDOW:
+        assert sources == {StateSource.WINDOW}
+    else:
+        assert sources == {StateSource.RESIDENT, StateSource.REBUILT}
+    assert min(bounds) == 0.0 and max(bounds) > 0.0
+    await engine.drain()
+    await engine.close()
+
+
+async def test_the_state_of_a_session_without_tokens_is_that_of_the_start_token() -> None:
+    small = Small("gru", "plain", 1, 5, 0.6, beside=False)
+    await small.engine.create_session("s")
+    found = await small.engine.session_state("s")
+    _, truth = small.uninterrupted([])
+    assert (found.position, found.state) == (0, StateSource.RESIDENT)
+    assert np.linalg.norm(np.array(found.hidden) - truth) <= ROUNDING
+    await small.engine.drain()
     await small.engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,84 @@ class OfCells(nn.Module):
                 x = state[index][0]
             outputs.append(self.out(x))
         return torch.stack(outputs)
+
+
+class Gru4Rec(nn.Module):
+    """A GRU over one-hot events, as in GRU4Rec. If `width` is not None, a Linear reads the one-hot events. If
+    `projected` is not None, a Linear of this width is between the GRU and the head, with `activation` after it."""
+
+    def __init__(
+        self,
+        width: int | None = None,
+        hidden: int = 5,
+        *,
+        names: tuple[str, str] = ("fc1", "fc2"),
+        bias: bool = True,
+        projected: int | None = None,
+        activation: bool = False,
+        events: int = VOCABULARY,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.events, self.names = events, names
+        if width is not None:
+            self.add_module(names[0], nn.Linear(events, width, bias=bias))
+        self.gru = nn.GRU(width or events, hidden)
+        self.between = None if projected is None else nn.Linear(hidden, projected)
+        self.activation = activation
+        self.add_module(names[1], nn.Linear(projected or hidden, events))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (T, B) -> logits (T, B, V)."""
+        x = nn.functional.one_hot(tokens, self.events).float()
+        if hasattr(self, self.names[0]):
+            x = self.get_submodule(self.names[0])(x)
+        x = self.gru(x)[0]
+        if self.between is not None:
+            x = torch.relu(self.between(x)) if self.activation else self.between(x)
+        logits: Tensor = self.get_submodule(self.names[1])(x)
+        return logits
+
+
+class WeightDrop(nn.Module):
+    """The wrapper of awd-lstm: it keeps the recurrent matrix under the name `weight_hh_l0_raw`, and copies it into the
+    wrapped module before each run, in training after dropout."""
+
+    def __init__(self, module: nn.LSTM) -> None:
+        super().__init__()
+        self.module = module
+        matrix = module.get_parameter("weight_hh_l0")
+        del module._parameters["weight_hh_l0"]
+        self.weight_hh_l0_raw = nn.Parameter(matrix.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(self.weight_hh_l0_raw, 0.5, self.training)
+        parts = [getattr(self.module, f"{part}_l0") for part in ("weight_ih", "bias_ih", "bias_hh")]
+        zeros = torch.zeros(1, x.shape[1], self.module.hidden_size)
+        weights = [parts[0], dropped, *parts[1:]]
+        y: Tensor = torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, False, False, False)[0]
+        return y
+
+
+class AwdLstm(nn.Module):
+    """Three LSTMs in WeightDrop, the last as narrow as the embedding, which is tied to the decoder, as in awd-lstm."""
+
+    def __init__(self, width: int = 6, hidden: int = 9) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        sizes = (width, hidden, hidden, width)
+        self.encoder = nn.Embedding(VOCABULARY, width)
+        self.rnns = nn.ModuleList(WeightDrop(nn.LSTM(below, units)) for below, units in pairwise(sizes))
+        self.decoder = nn.Linear(width, VOCABULARY)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (T, B) -> logits (T, B, V)."""
+        x = self.encoder(tokens)
+        for rnn in self.rnns:
+            x = rnn(x)
+        logits: Tensor = self.decoder(x)
+        return logits
 
 
 def saved(path: Path, tensors: object) -> Path:

@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from tokenizers import Tokenizer
+from torch import nn
 
-from tests.training.audit.foreign_models import VOCABULARY, Plain, saved
+from tests.service.live_server import live_server
+from tests.training.audit.foreign_models import VOCABULARY, AwdLstm, Gru4Rec, Plain, saved
 from tests.training.audit.test_vocabulary import byte_level
 from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
 from wane.cli import main
@@ -91,6 +96,92 @@ def test_an_exported_bundle_predicts_like_the_torch_model(folder: Path, cell: Ce
     assert "--data events.jsonl" in manifest.provenance.command
     assert str(folder) not in manifest.model_dump_json()
     assert str(folder) not in report.model_dump_json()
+
+
+EVENTS = tuple(f"item/{index}" for index in range(VOCABULARY))
+
+
+def audited_events(folder: Path, module: nn.Module, *options: str) -> Bundle:
+    """Audits and exports a model of EVENTS, and returns its bundle."""
+    torch.save(module.state_dict(), folder / "model.pt")
+    (folder / "names.txt").write_text("\n".join(EVENTS), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    sessions = [[EVENTS[index] for index in generator.integers(VOCABULARY, size=12)] for _ in range(30)]
+    write_events(folder / "sessions.jsonl", sessions)
+    command = ["audit", str(folder / "model.pt"), "--data", str(folder / "sessions.jsonl"), "--name", "shop"]
+    command += ["--vocabulary", str(folder / "names.txt"), "--positions", "20", "--threads", "1", "--max-window", "16"]
+    assert main([*command, "--export", str(folder / "bundles"), *options]) == 0
+    return Bundle.read(folder / "bundles" / "shop")
+
+
+def probabilities_of(module: nn.Module, tokens: Sequence[int]) -> NDArray[np.float64]:
+    """Returns the module's probabilities (V) after the tokens, from its zero state."""
+    with torch.no_grad():
+        found: NDArray[np.float64] = torch.softmax(module(torch.tensor(tokens)[:, None])[-1, 0].double(), -1).numpy()
+    return found
+
+
+@pytest.mark.parametrize("width", [None, 6], ids=["one-hot into the GRU", "one-hot into a Linear"])
+def test_gru4rec_is_exported_with_a_zero_start_and_answers_as_published(folder: Path, width: int | None) -> None:
+    module = Gru4Rec(width).eval()
+    bundle = audited_events(folder, module, "--eos", "none")
+    manifest = bundle.manifest
+    assert manifest.start == "zero"
+    assert (manifest.vocabulary.size, manifest.vocabulary.eos_id) == (VOCABULARY + 1, VOCABULARY)
+    assert manifest.quality is None
+    notes = manifest.provenance.config["imported"]["notes"]  # type: ignore[index]
+    assert "no event ends a sequence: <eos> is added as the last event, with probability 0" in notes
+    assert any("the sequences are joined for the measurement" in note for note in notes)
+    tokens = np.array([[3, 1, 4, 1, 5]])
+    outputs = OnnxRunner(bundle, "cpu", threads=1).run("window", {"tokens": tokens, "lengths": np.array([5])})
+    found = torch.softmax(torch.from_numpy(outputs["logits"][0]), -1).numpy()
+    assert found[VOCABULARY] == 0
+    assert np.allclose(found[:VOCABULARY], probabilities_of(module, tokens[0].tolist()), atol=1e-6)
+
+
+def test_gru4rec_is_served_as_published(folder: Path) -> None:
+    module = Gru4Rec(6).eval()
+    audited_events(folder, module, "--eos", "none")
+    with (
+        live_server("--bundles", str(folder / "bundles")) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        sent = [3, 1, 4]
+        events = [EVENTS[token] for token in sent]
+        body = {"events": events, "top_k": VOCABULARY}
+        answers = [client.post("/v1/predict", json=body | {"mode": "recurrent"}).json()]
+        steps = client.post("/v1/sessions", json={}).json()["session"]
+        for event in events:
+            step = client.post(f"/v1/sessions/{steps}/tokens", json={"events": [event], "top_k": VOCABULARY}).json()
+        answers.append(step)
+    expected = probabilities_of(module, sent)
+    ranking = [EVENTS[token] for token in np.argsort(-expected)]
+    for answer in answers:
+        assert [one["token"] for one in answer["predictions"]] == ranking
+        served = [one["probability"] for one in answer["predictions"]]
+        assert served == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-6)
+
+
+def test_a_model_with_an_end_of_sequence_may_have_a_zero_start(folder: Path) -> None:
+    saved(folder / "model.pt", Plain("gru").state_dict())
+    report = audited(folder, "--eos", "none", "--export", str(folder / "bundles"))
+    manifest = Bundle.read(folder / "bundles" / "model").manifest
+    assert (manifest.start, manifest.vocabulary.size, manifest.vocabulary.eos_id) == ("zero", VOCABULARY, 0)
+    assert "a sequence starts from the zero state: no token is read before its first" in report.model.notes
+    assert report.text.tokens == 30 * 12 - 1
+
+
+def test_the_bundle_of_awd_lstm_predicts_like_the_torch_model(folder: Path) -> None:
+    module = AwdLstm().eval()
+    torch.save(module.state_dict(), folder / "model.pt")
+    audited(folder, "--export", str(folder / "bundles"))
+    bundle = Bundle.read(folder / "bundles" / "model")
+    assert bundle.manifest.start == "token"
+    tokens = np.array([[0, 3, 4, 1]])
+    outputs = OnnxRunner(bundle, "cpu", threads=1).run("window", {"tokens": tokens, "lengths": np.array([4])})
+    with torch.no_grad():
+        expected = module(torch.from_numpy(tokens[0])[:, None])[-1]
+    assert np.allclose(outputs["logits"], expected.numpy(), atol=1e-5)
 
 
 def test_the_report_has_the_certificate_with_its_margins(folder: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from tests.training.audit.foreign_models import (
     TORCH_CELLS,
     VOCABULARY,
+    AwdLstm,
+    Gru4Rec,
     OfCells,
     Plain,
     imported,
@@ -80,12 +83,18 @@ def test_other_names_are_recognised_by_shape_or_mapped(tmp_path: Path) -> None:
     assert "first.weight is assumed to be the embedding, by its shape" in notes
     assert "last.weight is assumed to be the head, by its shape" in notes
 
-    alike = Plain(names=("first", "middle", "last"))
+    alike = Plain(names=("first", "middle", "last"))  # only a head has a bias
     path = saved(tmp_path / "alike.pt", alike.state_dict())
-    with pytest.raises(ForeignError, match=r"several matrices may be the embedding: first.weight \[13, 6\]; last"):
-        imported(path)
+    assert assert_same(path, alike) == notes
     mapping = parse_mapping(["embedding=first.weight", "head=last.weight", "head.bias=last.bias"])
     assert assert_same(path, alike, mapping=mapping) == ()
+
+    unclear = Plain(names=("first", "middle", "last"), head_bias=False)
+    path = saved(tmp_path / "unclear.pt", unclear.state_dict())
+    with pytest.raises(ForeignError, match=r"several matrices may be the embedding: first.weight \[13, 6\]; last"):
+        imported(path)
+    mapping = parse_mapping(["embedding=first.weight"])
+    assert_same(path, unclear, mapping=mapping)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +164,123 @@ def test_inputs_without_an_embedding_are_one_hot(tmp_path: Path) -> None:
         expected = head(rnn(nn.functional.one_hot(tokens, VOCABULARY).float())[0])
         assert torch.allclose(logits_of(model, tokens), expected, atol=1e-6)
     assert any("one-hot" in note for note in model.notes)
+
+
+@pytest.mark.parametrize("events", [13, 40])
+def test_a_layer_over_one_hot_input_is_read_by_its_rows(tmp_path: Path, events: int) -> None:
+    module = Gru4Rec(events=events).eval()
+    model = imported(saved(tmp_path / "model.pt", module.state_dict()))
+    assert model.architecture.vocabulary_size == events
+    assert model.architecture.embedding == min(events, 3 * 5)
+    tokens = torch.randint(events, (9, 4), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.allclose(logits_of(model, tokens), module(tokens), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "bias", "width"),
+    [
+        *itertools.product((("encoder", "decoder"), ("fc1", "fc2"), ("first", "last")), (True, False), (5, 6)),
+        (("encoder", "decoder"), True, VOCABULARY),  # the bias tells a square matrix from an embedding table
+    ],
+)
+def test_a_linear_over_one_hot_input_becomes_an_embedding(
+    tmp_path: Path, names: tuple[str, str], bias: bool, width: int
+) -> None:
+    module = Gru4Rec(width, names=names, bias=bias)
+    notes = assert_same(saved(tmp_path / "model.pt", module.state_dict()), module)
+    assert any(
+        f"{names[0]}.weight is assumed to be the weight of a Linear over one-hot input" in note for note in notes
+    )
+    assert any(f"plus {names[0]}.bias" in note for note in notes) is bias
+
+
+def test_the_tensors_of_a_linear_over_one_hot_input_are_named_in_the_report(tmp_path: Path) -> None:
+    model = imported(saved(tmp_path / "model.pt", Gru4Rec(6).state_dict()))
+    assert model.tensors["embedding.weight"] == "fc1.weight.T + fc1.bias"
+
+
+def test_a_projection_before_the_head_is_refused_by_name_or_taken_on_request(tmp_path: Path) -> None:
+    module = Gru4Rec(6, projected=4, names=("encoder", "decoder"))
+    path = saved(tmp_path / "model.pt", module.state_dict())
+    with pytest.raises(
+        ForeignError, match=r"between.weight \[4, 5\] has the shape of a projection .* activation"
+    ) as why:
+        imported(path)
+    assert "decoder.weight [13, 4]" in str(why.value) and "--map projection=between.weight" in str(why.value)
+    notes = assert_same(path, module, mapping=parse_mapping(["projection=between.weight"]))
+    assert any("between.weight is a projection without an activation" in note for note in notes)
+    model = imported(path, mapping=parse_mapping(["projection=between.weight"]))
+    assert model.tensors["head.weight"] == "decoder.weight @ between.weight"
+    assert model.tensors["head.bias"] == "decoder.bias + decoder.weight @ between.bias"
+
+
+@pytest.mark.parametrize(
+    ("names", "width"),
+    [(("encoder", "decoder"), 5), (("embed", "proj"), 5), (("fc1", "fc2"), 4), (("encoder", "proj"), 6)],
+    ids=repr,
+)
+def test_a_projection_of_any_width_and_name_is_refused_as_one(
+    tmp_path: Path, names: tuple[str, str], width: int
+) -> None:
+    module = Gru4Rec(6, projected=width, names=names)
+    with pytest.raises(ForeignError, match=rf"between.weight \[{width}, 5\] has the shape of a projection"):
+        imported(saved(tmp_path / "model.pt", module.state_dict()))
+
+
+def test_a_projection_to_a_tied_head_is_taken_on_request(tmp_path: Path) -> None:
+    module = Plain("gru", width=4, hidden=6)
+    tensors = {name: tensor for name, tensor in module.state_dict().items() if not name.startswith("fc")}
+    projection = nn.Linear(6, 4)
+    tensors |= {f"proj.{name}": tensor for name, tensor in projection.state_dict().items()}
+    path = saved(tmp_path / "model.pt", tensors)
+    with pytest.raises(ForeignError, match=r"proj.weight \[4, 6\] .* the head embedding.weight \[13, 4\]"):
+        imported(path)
+    tokens = some_tokens()
+    with torch.no_grad():
+        hidden = module.rnn(module.embedding(tokens))[0]  # type: ignore[operator]
+        expected = projection(hidden) @ module.embedding.weight.T  # type: ignore[union-attr]
+    model = imported(path, mapping=parse_mapping(["projection=proj.weight"]))
+    assert torch.allclose(logits_of(model, tokens), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("after_training", [False, True])
+def test_the_raw_matrices_of_awd_lstm_are_read(tmp_path: Path, after_training: bool) -> None:
+    module = AwdLstm().eval()
+    tensors = dict(module.state_dict())
+    assert "rnns.0.weight_hh_l0_raw" in tensors and "rnns.0.module.weight_ih_l0" in tensors
+    if after_training:  # some versions also save the copy that is left after dropout
+        for layer in range(3):
+            raw = tensors[f"rnns.{layer}.weight_hh_l0_raw"]
+            tensors[f"rnns.{layer}.module.weight_hh_l0"] = nn.functional.dropout(raw, 0.5)
+    notes = assert_same(saved(tmp_path / "model.pt", tensors), module)
+    copies = [note for note in notes if "is assumed to be rnns" in note and "after dropout" in note]
+    assert len(copies) == (3 if after_training else 0)
+
+
+def test_a_map_of_one_tensor_keeps_the_others(tmp_path: Path) -> None:
+    module = Plain(num_layers=2)
+    tensors = dict(module.state_dict())
+    tensors["strange"] = tensors.pop("rnn.weight_hh_l1")
+    path = saved(tmp_path / "model.pt", tensors)
+    with pytest.raises(ForeignError, match="has no weight_hh"):
+        imported(path)
+    assert assert_same(path, module, mapping=parse_mapping(["layers.1.weight_hh=strange"])) == ()
+    tensors["odd.weight_ih"] = tensors.pop("rnn.weight_ih_l0")
+    saved(path, tensors)
+    mapping = parse_mapping(["layers.1.weight_hh=strange", "layers.0.weight_ih=odd.weight_ih"])
+    assert assert_same(path, module, mapping=mapping) == ()
+
+
+def test_a_mapped_tensor_replaces_another_which_must_be_ignored(tmp_path: Path) -> None:
+    module = Plain()
+    tensors = dict(module.state_dict()) | {"old": torch.zeros(24, 6)}
+    tensors["old"], tensors["rnn.weight_hh_l0"] = tensors["rnn.weight_hh_l0"], tensors["old"]
+    path = saved(tmp_path / "model.pt", tensors)
+    mapping = parse_mapping(["layers.0.weight_hh=old"])
+    with pytest.raises(ForeignError, match=r"not part of .*: rnn.weight_hh_l0 \[24, 6\]"):
+        imported(path, mapping=mapping)
+    assert_same(path, module, mapping=mapping, ignore=["rnn.weight_hh_l0"])
 
 
 @pytest.mark.parametrize(

@@ -218,3 +218,38 @@ def test_a_normalizer_is_kept(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     vocabulary = read_tokenizer(tmp_path / "tokenizer.json", "text", None).vocabulary
     assert vocabulary.encode("The CAT") == vocabulary.encode("the cat")
+
+
+@pytest.mark.parametrize("form", ["names", "tokenizer"])
+def test_eos_none_adds_an_end_to_events_that_have_none(tmp_path: Path, form: str) -> None:
+    if form == "names":
+        path = tmp_path / "names.txt"
+        path.write_text("view\ncart\nbuy", encoding="utf-8")
+        read = read_names(path, "events", "none")
+    else:
+        path = tmp_path / "tokenizer.json"
+        Tokenizer(models.WordLevel({"view": 0, "cart": 1, "buy": 2}, unk_token="<unk>")).save(str(path))
+        read = read_tokenizer(path, "events", "none")
+    assert (read.start, read.added, read.vocabulary.eos_id) == ("zero", 1, 3)
+    assert [read.vocabulary.token(index) for index in range(4)] == ["view", "cart", "buy", "<eos>"]
+
+
+def test_eos_none_keeps_an_end_that_has_a_usual_name(tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    path.write_text("view\n</s>\nbuy", encoding="utf-8")
+    read = read_names(path, "events", "none")
+    assert (read.start, read.added, read.vocabulary.size, read.vocabulary.eos_id) == ("zero", 0, 3, 1)
+
+
+def test_eos_none_adds_no_line_break_to_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    path.write_text("to\nbe\nnot", encoding="utf-8")
+    with pytest.raises(ForeignError, match="none of the 3 tokens has a usual name of a token that begins a sequence"):
+        read_names(path, "text", "none")
+
+
+def test_the_error_for_a_missing_start_token_mentions_the_zero_start(tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    path.write_text("view\nbuy", encoding="utf-8")
+    with pytest.raises(ForeignError, match="use --eos none if the model starts from the zero state"):
+        read_names(path, "events", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from secrets import token_hex
 from typing import Any
 
 import httpx
@@ -105,6 +106,45 @@ async def test_steps_with_options_are_answered_in_columns(server: ServerHarness)
     assert (status, columns["position"], columns["error"]) == (200, [3, 3, 4], [None] * 3)
     assert [len(ids) for ids in columns["token_id"]] == [2, 5, 5]
     assert columns["mode"] == ["recurrent", "recurrent", "window"]
+
+
+async def test_steps_that_create_sessions_are_answered_in_columns(server: ServerHarness) -> None:
+    steps = [
+        {"session": "new", "tokens": [6], "create": True},
+        {"session": "a", "tokens": [6], "create": True},
+        {"session": "new", "tokens": [7]},
+        {"session": "other", "tokens": [6], "create": True, "expected_position": 3},
+        {"session": "last", "tokens": [6], "create": True, "expected_position": 0},
+    ]
+    status, columns = await (await Client.of(server)).ask(post({"steps": steps, "format": "columns"}, path=PATH))
+    assert (status, columns["created"]) == (200, [True, None, None, None, True])
+    assert columns["position"] == [1, 2, 2, None, 1]
+    assert [error and error["code"] for error in columns["error"]] == [None, None, None, "unknown_session", None]
+
+
+def test_a_step_creates_a_session_of_the_given_model(http: httpx.Client) -> None:
+    names = [f"{token_hex(4)}-{index}" for index in range(3)]
+    step = {"tokens": [5], "create": True}
+    results = http.post(
+        PATH, json={"steps": [step | {"session": names[0]}, step | {"session": names[1], "model": "lstm"}]}
+    ).json()["results"]
+    assert [(one["model"], one["created"]) for one in results] == [("gated-stable", True), ("lstm", True)]
+    single = http.post(f"/v1/sessions/{names[2]}/tokens", json=step | {"model": "rnn-stable"}).json()
+    assert (single["model"], single["created"]) == ("rnn-stable", True)
+    # An existing session keeps its model. A step that names another model is refused.
+    again = http.post(f"/v1/sessions/{names[1]}/tokens", json=step).json()
+    assert (again["model"], again["position"], "created" in again) == ("lstm", 2, False)
+    for refused in (
+        http.post(f"/v1/sessions/{names[1]}/tokens", json=step | {"model": "gated-stable"}).json(),
+        http.post(PATH, json={"steps": [step | {"session": names[1], "model": "gated-stable"}]}).json()["results"][0][
+            "error"
+        ],
+    ):
+        assert (refused["status"], refused["field"]) == (422, "model")
+    # A session that was deleted starts again with the default model.
+    http.delete(f"/v1/sessions/{names[1]}").raise_for_status()
+    restarted = http.post(f"/v1/sessions/{names[1]}/tokens", json=step).json()
+    assert (restarted["model"], restarted["created"]) == ("gated-stable", True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,214 @@
+"""Measures the latency of a session's steps with a model of 50,000 items, over one connection.
+
+    python -m benchmarks.events [--items N] [--hidden N] [--rounds N] [--steps N] [--json FILE]
+
+The model is a GRU with random weights, like GRU4Rec: its predictions are noise, and its steps cost the same as a
+trained model's. A step appends one event to a session, and its answer lists events. Each request is sent after the
+answer to the last one. The baseline is one run of the same graph by ONNX Runtime in this process, with the largest
+logits by numpy: no session, no HTTP. Each round measures all of them one after another. Needs the extra train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models
+
+from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, connect, http_request
+from benchmarks.summary import Spread, provenance, write_json
+from tests.service.live_server import live_server
+from wane.models.bundle import Bundle
+from wane.models.export.export import export_bundle
+from wane.models.manifest import Architecture, Provenance
+from wane.models.networks import Network
+from wane.models.vocabulary import EOS, UNK
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.runner import NEXT
+
+NAME = "shop"
+SEED = 0
+WINDOW, MAX_WINDOW = 32, 128
+SAMPLE_TOKENS = 1024
+TARGET_MS = 2.0
+"""The largest accepted p50 of a step with 20 listed events, on two quiet cores."""
+
+WARM_UP = 50  # steps that are not measured, at the beginning of every round
+BASELINE = "ONNX Runtime and numpy, top 20"
+STEPS: Mapping[str, Mapping[str, Any]] = {
+    "top 5": {},
+    "top 20": {"top_k": 20},
+    "top 20, exclude_seen": {"top_k": 20, "exclude_seen": True},
+    "top 20 of 1,000 candidates": {"top_k": 20, "candidates": range(1000)},
+}
+"""The measured steps, by name, with the fields of their bodies besides `events`."""
+
+
+def export(folder: Path, items: int, hidden: int) -> Path:
+    """Writes the bundle `folder`/shop. Returns its path. Raises ExportError."""
+    architecture = Architecture(
+        cell="gru", vocabulary_size=items + 2, embedding=hidden, hidden=hidden, layers=1, tied=False
+    )
+    torch.manual_seed(SEED)
+    network = Network(architecture).eval().requires_grad_(False)
+    names = [EOS, UNK, *map(item, range(items))]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=UNK))
+    export_bundle(
+        folder / NAME,
+        architecture=architecture,
+        weights={name: tensor.numpy() for name, tensor in network.weights().items()},
+        vocabulary_kind="events",
+        tokenizer_json=str(tokenizer.to_str()),
+        name=NAME,
+        version="1",
+        description="A GRU with random weights, for benchmarks",
+        window=WINDOW,
+        max_window=MAX_WINDOW,
+        quality=None,
+        provenance=Provenance(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command="python -m benchmarks.events",
+            config={"items": items, "hidden": hidden},
+            seed=SEED,
+            steps=0,
+            best_step=0,
+            git_commit=None,
+            data={},
+            versions={"torch": torch.__version__, "numpy": np.__version__},
+            hardware="none",
+            train_wall_s=0.0,
+        ),
+        sample_tokens=np.random.default_rng(SEED).integers(items, size=SAMPLE_TOKENS).tolist(),
+        torch_network=network,
+        unknown="skip",
+    )
+    return folder / NAME
+
+
+def item(index: int) -> str:
+    """Returns the name of an item."""
+    return f"item/{index:05}"
+
+
+def clicked(items: int, count: int, seed: int) -> list[int]:
+    """Returns random indexes of items. A few items are clicked often."""
+    found: list[int] = (np.random.default_rng(seed).zipf(1.3, count) % items).tolist()
+    return found
+
+
+def bodies(name: str, items: int, count: int, seed: int) -> Iterator[str]:
+    """Yields the bodies of the steps `name`."""
+    fields = dict(STEPS[name])
+    if "candidates" in fields:
+        fields["candidates"] = [item(index) for index in fields["candidates"]]
+    for index in clicked(items, count, seed):
+        yield json.dumps({"events": [item(index)], **fields}, separators=(",", ":"))
+
+
+def measured_steps(port: int, session: str, requests: Sequence[bytes]) -> list[float]:
+    """Sends the requests of one session over one connection. Returns the seconds of each after the warm-up. Raises
+    BadAnswer."""
+    taken: list[float] = []
+    with connect(port) as connection:
+        answers = HttpAnswers()
+        for number, request in enumerate(requests):
+            begun = time.perf_counter()
+            connection.sendall(request)
+            body: bytes | None = None
+            while body is None:
+                body = answers.receive(connection.recv(READ_AT_ONCE))
+            taken.append(time.perf_counter() - begun)
+            if f'"position":{number + 1},'.encode() not in body:
+                raise BadAnswer(f"step {number} of session {session} answered {body[:300]!r}")
+    return taken[WARM_UP:]
+
+
+def measured_runs(runner: OnnxRunner, hidden: int, tokens: Sequence[int], listed: int) -> list[float]:
+    """Runs one step for each token in this process. Returns the seconds of each after the warm-up."""
+    taken: list[float] = []
+    state = {"layers.0.h": np.zeros((1, hidden), np.float32)}
+    for token in tokens:
+        begun = time.perf_counter()
+        outputs = runner.run("step", {"tokens": np.array([token]), **state})
+        logits = outputs["logits"][0]
+        near = np.argpartition(logits, -listed)[-listed:]
+        near[np.argsort(-logits[near])]
+        taken.append(time.perf_counter() - begun)
+        state = {name: outputs[NEXT + name] for name in state}
+    return taken[WARM_UP:]
+
+
+def measure(items: int, hidden: int, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Returns the p50 and the p99, in milliseconds, of each kind of step and of the baseline."""
+    found: dict[str, list[list[float]]] = {name: [] for name in (BASELINE, *STEPS)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = export(Path(folder), items, hidden)
+        runner = OnnxRunner(Bundle.read(path), "cpu", 1)
+        with live_server(WANE_BUNDLES=str(path)) as server:
+            port = int(server.url.rpartition(":")[2])
+            for turn in range(rounds):
+                tokens = [2 + index for index in clicked(items, steps + WARM_UP, turn)]
+                found[BASELINE].append(measured_runs(runner, hidden, tokens, 20))
+                for number, name in enumerate(STEPS):
+                    session = f"{turn}-{number}"
+                    with connect(port) as connection:
+                        connection.sendall(http_request("/v1/sessions", json.dumps({"session": session})))
+                        connection.recv(READ_AT_ONCE)
+                    path_of_steps = f"/v1/sessions/{session}/tokens"
+                    requests = [
+                        http_request(path_of_steps, body) for body in bodies(name, items, steps + WARM_UP, turn)
+                    ]
+                    found[name].append(measured_steps(port, session, requests))
+    return [
+        {
+            "what": name,
+            "p50_ms": Spread.of(1e3 * float(np.percentile(taken, 50)) for taken in of_rounds),
+            "p99_ms": Spread.of(1e3 * float(np.percentile(taken, 99)) for taken in of_rounds),
+        }
+        for name, of_rounds in found.items()
+    ]
+
+
+def table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Returns the figures as a table. Median (least to most) of the rounds."""
+    shown = Table(title=title)
+    for column in ("", "p50 ms", "p99 ms"):
+        shown.add_column(column, justify="left" if not column else "right")
+    for one in results:
+        shown.add_row(one["what"], f"{one['p50_ms']:.2f}", f"{one['p99_ms']:.2f}")
+    return shown
+
+
+def main() -> None:
+    """Measures, prints the table, and writes the figures to a file if one is named."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.events", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--items", type=int, default=50_000)
+    parser.add_argument("--hidden", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=500, help="measured steps of each kind in each round")
+    parser.add_argument("--json", type=Path, help="output file for the figures")
+    options = parser.parse_args()
+    results = measure(options.items, options.hidden, options.rounds, options.steps)
+    p50_ms = next(one["p50_ms"] for one in results if one["what"] == "top 20").median
+    title = f"{options.items:,} items, {options.hidden} units; the target is a p50 of {TARGET_MS:g} ms with top 20"
+    Console(width=120).print(table(results, title), f"top 20: {'met' if p50_ms <= TARGET_MS else 'missed'}")
+    if options.json is not None:
+        sizes = {name: getattr(options, name) for name in ("items", "hidden", "rounds", "steps")}
+        origin = provenance("benchmarks.events", "onnxruntime", "numpy", bundles=[])
+        write_json(options.json, {**origin, **sizes, "target_ms": TARGET_MS, "results": results})
+
+
+if __name__ == "__main__":
+    main()

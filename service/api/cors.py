@@ -1,0 +1,68 @@
+"""Allows pages of other origins to call the server from a browser (CORS, https://fetch.spec.whatwg.org).
+
+Starlette's middleware decides. It cannot wrap the application, because most requests are dispatched without ASGI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from wane.service.errors import Forbidden, truncate_repr
+
+METHODS = ("DELETE", "GET", "HEAD", "POST")
+EXPOSED = ("x-request-id", "retry-after", "location")
+"""The response headers that a page may read, in addition to those that every page may read."""
+
+
+class CrossOrigin:
+    """The origins whose pages may call the server. The server accepts no cookies, so a page has to send an API key."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        """`origins` are like `https://shop.example`. The origin `*` allows every origin."""
+        self._rules = CORSMiddleware(
+            _nothing, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED
+        )
+        self.headers = lru_cache(64)(self._headers)
+        """Returns the response headers for a request with this header `origin`."""
+
+    def preflight(self, scope: Scope) -> Response | None:
+        """Returns the response to a browser's question whether it may send a request. Returns None for any other
+        request. The browser asks without the page's API key."""
+        headers = Headers(scope=scope)
+        if scope["method"] != "OPTIONS" or "origin" not in headers or "access-control-request-method" not in headers:
+            return None
+        return self._rules.preflight_response(headers)
+
+    def check_socket(self, headers: dict[bytes, bytes]) -> None:
+        """Checks the origin of the page that opens a WebSocket. A client without the header `origin` is not a browser.
+        Raises Forbidden."""
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if not origin or self._rules.is_allowed_origin(origin):
+            return
+        if urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):  # not the server's own page
+            raise Forbidden(f"pages of origin {truncate_repr(origin)} may not open a WebSocket of this server")
+
+    def _headers(self, origin: bytes | None) -> Sequence[tuple[bytes, bytes]]:
+        rules = self._rules
+        if rules.allow_all_origins:
+            allowed = b"*"
+        elif origin is not None and rules.is_allowed_origin(origin.decode("latin-1")):
+            allowed = origin
+        else:
+            return ((b"vary", b"origin"),)
+        found = (
+            (b"access-control-allow-origin", allowed),
+            (b"access-control-expose-headers", ", ".join(EXPOSED).encode()),
+        )
+        return found if rules.allow_all_origins else (*found, (b"vary", b"origin"))
+
+
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
+    raise AssertionError("the middleware is called as an application: this is a bug")

@@ -1,0 +1,78 @@
+"""Serves the event names, or the tokens, of a model's vocabulary in pages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from wane.models.vocabulary import EOS, UNK, Vocabulary
+from wane.service.api import encode
+from wane.service.api.deps import model_engine
+from wane.service.api.schemas.models import VocabularyDocument, VocabularyEntry
+from wane.service.errors import InvalidRequest, truncate_repr
+
+DEFAULT_LIMIT = 1000
+LARGEST_LIMIT = 10_000
+DIGITS = "[0-9]{1,15}"
+
+PARAMETERS: dict[str, Any] = {
+    "prefix": ("only the names that begin with this text", {"type": "string"}),
+    "after": ("only the ids after this one; give `next` of the page before", {"type": "integer", "minimum": 0}),
+    "limit": (
+        "the largest number of names in the answer",
+        {"type": "integer", "minimum": 1, "maximum": LARGEST_LIMIT, "default": DEFAULT_LIMIT},
+    ),
+}
+"""The query parameters, each with its description and its JSON schema."""
+
+DESCRIBED = {
+    "parameters": [
+        {"name": name, "in": "query", "required": False, "description": text, "schema": schema}
+        for name, (text, schema) in PARAMETERS.items()
+    ]
+}
+
+router = APIRouter(tags=["models"])
+
+
+@router.head("/v1/models/{name}/vocabulary", include_in_schema=False)
+@router.get("/v1/models/{name}/vocabulary", response_model=VocabularyDocument, openapi_extra=DESCRIBED)
+async def vocabulary(request: Request, name: str) -> Response:
+    """Lists the names of a model's events by ascending id, without `<eos>` and `<unk>`. For a model of text, lists the
+    tokens."""
+    given = request.query_params
+    if unknown := given.keys() - PARAMETERS:
+        field = min(unknown)
+        raise InvalidRequest(f"{field}: there is no such parameter; there are {', '.join(PARAMETERS)}", field)
+    after = _whole(request, "after", -1, 0)
+    limit = _whole(request, "limit", DEFAULT_LIMIT, 1, LARGEST_LIMIT)
+    engine = await model_engine(request, name)
+    return encode.reply(page(engine.vocabulary, given.get("prefix", ""), after, limit))
+
+
+def page(vocabulary: Vocabulary, prefix: str, after: int, limit: int) -> VocabularyDocument:
+    """Returns the first `limit` names that begin with `prefix` and whose id is more than `after`."""
+    events: list[VocabularyEntry] = []
+    for index in range(after + 1, vocabulary.size):
+        name = vocabulary.token(index)
+        if not name.startswith(prefix) or name in (EOS, UNK):
+            continue
+        if len(events) == limit:
+            return {"events": events, "next": events[-1]["id"]}
+        events.append({"id": index, "name": name})
+    return {"events": events, "next": None}
+
+
+def _whole(request: Request, name: str, default: int, least: int, most: int | None = None) -> int:
+    """Returns the value of a query parameter. Raises InvalidRequest unless it is a whole number in the range."""
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if not re.fullmatch(DIGITS, given) or int(given) < least or (most is not None and int(given) > most):
+        within = f"{least} or more" if most is None else f"from {least} to {most}"
+        raise InvalidRequest(f"{name} is {truncate_repr(given)}, but must be a whole number, {within}", name)
+    return int(given)

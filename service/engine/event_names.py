@@ -1,0 +1,160 @@
+"""Converts the names of events in a request to tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from wane.models.manifest import Manifest, Unknown
+from wane.models.vocabulary import UNK, Vocabulary
+from wane.service.errors import InvalidRequest, truncate_repr
+from wane.service.settings import Settings
+from wane.service.types import NO_FILTER, Filter
+
+EXAMPLES = 2
+"""Number of events of the vocabulary that a message shows."""
+
+READ_AT_ONCE = 8192
+"""The number of events that `read` converts in one iteration of the event loop."""
+
+Event = str | int
+"""The name of an event. An integer is the name with its decimal digits."""
+
+
+class EventTokens(NamedTuple):
+    """The tokens of the events of a request.
+
+    `unknown` are the names that the vocabulary lacks, in the request's order. `skipped` are the places of skipped
+    events among the request's events, ascending. They have no token.
+    """
+
+    tokens: tuple[int, ...]
+    unknown: tuple[str, ...] = ()
+    skipped: tuple[int, ...] = ()
+
+
+class EventNames:
+    """The events of one model."""
+
+    def __init__(self, manifest: Manifest, vocabulary: Vocabulary, settings: Settings) -> None:
+        self._model = manifest.name
+        self._unknown = manifest.unknown
+        self._vocabulary = vocabulary
+        self._most = settings.max_filter_events
+
+    def check_text(self, field: str = "input") -> None:
+        """Raises InvalidRequest, whose message shows how to write events, if the model reads events and not text."""
+        vocabulary = self._vocabulary
+        if vocabulary.kind != "events":
+            return
+        unlisted = vocabulary.unlisted
+        names = [
+            name for index, name in enumerate(vocabulary.texts[: EXAMPLES + len(unlisted)]) if index not in unlisted
+        ]
+        example = json.dumps(names[:EXAMPLES], ensure_ascii=False)
+        raise InvalidRequest(
+            f'{field} is text, but model {self._model} reads events: write "events": {example} instead', field
+        )
+
+    def check_events(self, field: str) -> None:
+        """Raises InvalidRequest if `field`, which is only for models of events, is given for a model that reads
+        text."""
+        if self._vocabulary.kind != "events":
+            raise InvalidRequest(
+                f"{field} is only for models whose vocabulary has events; {self._model} has a text vocabulary", field
+            )
+
+    def tokens(self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events") -> EventTokens:
+        """Returns the tokens of events. `unknown` says what becomes of a name that the vocabulary lacks. None: the
+        manifest decides.
+
+        Raises InvalidRequest, whose message names `field`, for an empty list, for a name that is refused, and if the
+        model reads text.
+        """
+        self.check_events(field)
+        if not events:
+            raise InvalidRequest("the input is empty: give at least one event", field)
+        return self._find(events, unknown or self._unknown, field)
+
+    async def read(self, events: Sequence[Event], unknown: Unknown | None = None) -> EventTokens:
+        """Like `tokens`, but lets the event loop run other work between two pieces of a long list."""
+        if len(events) <= READ_AT_ONCE:
+            return self.tokens(events, unknown)
+        self.check_events("events")
+        parts: list[EventTokens] = []
+        for start in range(0, len(events), READ_AT_ONCE):
+            parts.append(self._find(events[start : start + READ_AT_ONCE], unknown or self._unknown, "events", start))
+            await asyncio.sleep(0)
+        return EventTokens(
+            tuple(chain.from_iterable(part.tokens for part in parts)),
+            tuple(chain.from_iterable(part.unknown for part in parts)),
+            tuple(chain.from_iterable(part.skipped for part in parts)),
+        )
+
+    def lines(self, text: str, unknown: Unknown | None = None, field: str = "prompt") -> EventTokens:
+        """Like `tokens`, for a text with one event in each line. Empty lines, and space around a name, are ignored."""
+        return self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, field)
+
+    def filter(
+        self,
+        exclude: Sequence[Event] | None,
+        candidates: Sequence[Event] | None,
+        unknown: Unknown | None,
+        *,
+        exclude_seen: bool,
+        include_end: bool,
+    ) -> Filter:
+        """Returns the filter with these events. A name in `exclude` that the vocabulary lacks has no effect. For such a
+        name in `candidates`, `unknown` decides as in `tokens`, but none is read as `<unk>`.
+
+        Raises InvalidRequest like `tokens`, and if a list is too long.
+        """
+        given = {
+            "exclude": exclude is not None,
+            "candidates": candidates is not None,
+            "exclude_seen": exclude_seen,
+            "include_end": include_end,
+        }
+        first = next((name for name, is_given in given.items() if is_given), None)
+        if first is None:
+            return NO_FILTER
+        self.check_events(first)
+        for name, events in (("exclude", exclude), ("candidates", candidates)):
+            if events is not None and len(events) > self._most:
+                raise InvalidRequest(f"{name} holds {len(events)} values, but must hold at most {self._most}", name)
+        excluded = self._find(exclude or (), "skip", "exclude")
+        if candidates is None:
+            return Filter(excluded.tokens, exclude_seen, None, include_end)
+        policy = unknown or self._unknown
+        allowed = self._find(candidates, "refuse" if policy == "refuse" else "skip", "candidates")
+        return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, allowed.unknown)
+
+    def _find(self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0) -> EventTokens:
+        """Returns the tokens of events, of which the first is at place `first` of the list `field`."""
+        find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
+        if unknown == "token" and unk_id is None:
+            raise InvalidRequest(f"unknown is token, but the vocabulary of {self._model} has no {UNK}", "unknown")
+        tokens: list[int] = []
+        names: list[str] = []
+        skipped: list[int] = []
+        for place, event in enumerate(events, first):
+            name = event if isinstance(event, str) else str(event)
+            token = find(name)
+            if token is not None:
+                tokens.append(token)
+                continue
+            if unknown == "refuse":
+                raise InvalidRequest(
+                    f"{field}[{place}] is {truncate_repr(name)}, which the vocabulary of {self._model} lacks; with "
+                    f'"unknown": "skip" such events are skipped',
+                    f"{field}[{place}]",
+                )
+            names.append(name)
+            if unknown == "token" and unk_id is not None:
+                tokens.append(unk_id)
+            else:
+                skipped.append(place)
+        return EventTokens(tuple(tokens), tuple(names), tuple(skipped))

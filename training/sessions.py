@@ -1,0 +1,37 @@
+"""The sessions in a stream of events."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import Start
+
+
+class Sessions:
+    """The sessions of a stream of events in which `<eos>` stands before each session and after the last.
+
+    begins: int64 (sessions,), the index of the first input of each session: its `<eos>`, or its first event if the
+    start is "zero". lengths: int64 (sessions,), the number of inputs of each session. The target of its last input is
+    the next `<eos>`.
+    """
+
+    def __init__(self, stream: NDArray[np.int64], eos_id: int, start: Start) -> None:
+        self.stream, self.eos_id, self.start = stream, eos_id, start
+        edges = np.flatnonzero(stream == eos_id)
+        self.begins = edges[:-1] + (start == "zero")
+        self.lengths = edges[1:] - self.begins
+
+    def begin_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the index of the first input of the session of each position, int64 of the same shape."""
+        return self.begins[np.searchsorted(self.begins, positions, side="right") - 1]
+
+    def end_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the index of the `<eos>` that ends the session of each position, int64 of the same shape."""
+        index = np.searchsorted(self.begins, positions, side="right") - 1
+        return self.begins[index] + self.lengths[index]
+
+    def inputs(self) -> NDArray[np.int64]:
+        """Returns the positions of all inputs, ascending: those after which a token is predicted."""
+        positions = np.arange(len(self.stream) - 1)
+        return positions if self.start == "token" else positions[self.stream[:-1] != self.eos_id]
