@@ -245,7 +245,7 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
         engine = Engine(
             bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics(), throughput=profile
         )
-        warm_up(runner, engine.state_cache, bundle.vocabulary.eos_id, window=4, max_batch_size=8)
+        warm_up(runner, engine.state_cache, bundle.manifest, max_batch_size=8)
         engines.append(engine)
         return engine
 
