@@ -513,7 +513,7 @@ class StepColumns:
             ]
         else:
             results.bounds = [self._bound_of_all] * len(batch)
-        width = min(max(FEW, *batch.top_k) + len(self._unlisted), outputs[TOP_IDS].shape[1])
+        width = min(max(FEW, *batch.top_k) + len(self._unlisted), outputs.most)
         if self._cache is None:
             self._largest(results, outputs, width)
         else:
