@@ -111,7 +111,7 @@ class Distributions:
         """Returns the distribution (V) after a token. hidden: (H), the output layer's input after this token. before:
         the stream's tokens up to and with this token, without the start token."""
         logits = self._reference.logits(hidden[None])[0]
-        shares = np.exp(logits - logits.max())
+        shares: Values = np.exp(logits - logits.max())
         shares /= shares.sum()
         if self._mixture is None:
             return shares
@@ -251,9 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[name for name, _ in SERVED])
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--positions", type=int, default=5000)
-    parser.add_argument(
-        "--timed", type=int, default=300, help="number of positions with timed requests; 0: none"
-    )
+    parser.add_argument("--timed", type=int, default=300, help="number of positions with timed requests; 0: none")
     parser.add_argument("--json", type=Path, default=FIGURES)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--render", action="store_true", help="only make the table from the JSON")
