@@ -33,8 +33,8 @@ class CrossOrigin:
         """Returns the response headers for a request with this header `origin`."""
 
     def preflight(self, scope: Scope) -> Response | None:
-        """Returns the response to a browser's question whether it may send a request. Returns None for any other
-        request. The browser asks without the page's API key."""
+        """Returns the response to a preflight request, with which a browser asks whether a page may send a request.
+        Returns None for any other request. A preflight request has no API key."""
         headers = Headers(scope=scope)
         if scope["method"] != "OPTIONS" or "origin" not in headers or "access-control-request-method" not in headers:
             return None
@@ -46,7 +46,8 @@ class CrossOrigin:
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or self._rules.is_allowed_origin(origin):
             return
-        if urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):  # not the server's own page
+        if urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):  # a page of the server itself has
+            # the server's host in its origin
             raise Forbidden(f"pages of origin {truncate_repr(origin)} may not open a WebSocket of this server")
 
     def _headers(self, origin: bytes | None) -> Sequence[tuple[bytes, bytes]]:
