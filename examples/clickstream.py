@@ -9,14 +9,14 @@ The shop has aisles, whose items have a fixed order, and popular items. The prob
 proportional to 1 / rank (Zipf). A session begins with an item of a random aisle. Each later click is a step along the
 aisle or a detour:
 
-- A step goes to the item after the session's last aisle item with the probability `follow`, otherwise to a random item
-  of the aisle.
+- A step goes to an item of the session's aisle. With the probability `follow`, this is the item after the session's last
+  aisle item. Otherwise it is a random item of the aisle.
 - A detour goes to a random popular item. The click after a step is a detour with the probability `leave`. The click
-after a detour is another detour with the probability `stay`.
+  after a detour is another detour with the probability `stay`.
 
 After its second click, a session ends after each click with the probability `stop`. With `--memory long`, detours last
 5 clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are no
-detours, so the next click depends on the last one alone: a table of counts of pairs is then the best model.
+detours, so the next click depends on the last click alone. A table of counts of pairs of clicks is then the best model.
 
 The earlier clicks of a session determine the true probabilities of its next click exactly. A ranking by these
 probabilities has the largest possible recall. The perplexity of these probabilities is the smallest possible
@@ -41,8 +41,7 @@ DAYS = 30
 MEAN_GAP_S = 40.0
 """The mean time between two successive clicks of a session, in seconds."""
 TEST_SHARE = 0.05
-"""The optimum is computed for this share of the sessions: those that end last. They are the test split of `wane train`.
-"""
+"""The optimum is computed for this share of the sessions: those that end last. `wane train` uses them as test split."""
 ROWS_AT_ONCE = 100_000
 
 

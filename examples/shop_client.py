@@ -34,8 +34,8 @@ class Session:
         """Appends an event. Returns the answer, which lists the `recommended` most probable next events that are not in
         the session."""
         body = {"events": [event], "exclude_seen": True, "top_k": recommended}
-        position = {"expected_position": len(self.events)}  # the server does not append the event twice if the step is
-        # retried
+        # With `expected_position`, the server does not append the event twice if the step is retried.
+        position = {"expected_position": len(self.events)}
         answer = self.post(f"/v1/sessions/{self.name}/tokens", body | position)
         if "unknown" not in answer:  # the vocabulary has the event
             self.events.append(event)

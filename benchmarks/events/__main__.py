@@ -183,7 +183,7 @@ def measure(items: int, hidden: int, rounds: int, steps: int) -> list[dict[str, 
 
 
 def table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Returns the table of the results. Each cell has the median of the rounds, and the smallest and the largest value."""
+    """Returns the table of the results. Each cell has the median, the least and the largest value of the rounds."""
     shown = Table(title=title)
     for column in ("", "p50 ms", "p99 ms"):
         shown.add_column(column, justify="left" if not column else "right")

@@ -46,8 +46,8 @@ class CrossOrigin:
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or self._rules.is_allowed_origin(origin):
             return
-        if urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):  # a page of the server itself has
-            # the server's host in its origin
+        # The origin of the server's own pages has the host of the request.
+        if urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):
             raise Forbidden(f"pages of origin {truncate_repr(origin)} may not open a WebSocket of this server")
 
     def _headers(self, origin: bytes | None) -> Sequence[tuple[bytes, bytes]]:

@@ -50,7 +50,7 @@ from wane.service.types import MAX_POSITION, Answer, Latency, Mode, Owner, State
 
 Float = TypeVar("Float", np.float32, np.float64)
 
-NO_POSITION = -1  # stands for a missing expected position of a step
+NO_POSITION = -1  # the expected position of a step whose request has none
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
 KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
 
@@ -65,7 +65,7 @@ class StepReceiver(Protocol):
     """Whether the receiver has stopped waiting."""
 
     creator: Owner | None
-    """The `creator` of the receiver's steps."""
+    """The `creator` of the steps whose results this receiver gets: see `StepRequest`."""
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """Receives the answer of a committed step, which is row `row` of `results`."""
@@ -573,8 +573,8 @@ class StepColumns:
     def _without_unlisted(
         self, ids: NDArray[np.int64], values: NDArray[Float]
     ) -> tuple[NDArray[np.int64], NDArray[Float]]:
-        """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U). U is the
-        number of unlisted tokens."""
+        """Removes the U tokens that are never listed. `ids` and `values` have the K most probable tokens of each of B
+        rows: (B, K). Returns the first K - U remaining tokens of each row, in the same order: (B, K - U)."""
         is_unlisted = np.isin(ids, self._unlisted)
         order = np.argsort(is_unlisted, axis=1, kind="stable")[:, : ids.shape[1] - len(self._unlisted)]
         return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

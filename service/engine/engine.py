@@ -340,8 +340,8 @@ class Engine:
         return tuple(tokens)
 
     def check_event_count(self, count: int, *, document: bool = False) -> None:
-        """Checks the number of an input's events before they are converted to tokens. `document`: see `encode`. Raises
-        TooLarge."""
+        """Raises TooLarge if an input has too many events. Called before the events are converted to tokens.
+        `document`: see `encode`."""
         self._limits.length(count, document=document)
 
     def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
@@ -684,7 +684,8 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._resident.close()  # this is last, because closing the batcher may commit the steps of a batch
+        # The resident sessions are closed last, because closing the batcher may commit the steps of a batch.
+        await self._resident.close()
 
     def discard(self) -> None:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after

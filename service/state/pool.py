@@ -23,7 +23,8 @@ from wane.service.errors import Overloaded
 from wane.service.runners.runner import NEXT, Array
 
 ZERO: Final = 0  # the slot that holds the zero state
-START: Final = 1  # the slot that holds the state at the start of every sequence: after <eos>, or the zero state
+# The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
+START: Final = 1
 RESERVED: Final = 2
 HIDDEN: Final = "hidden"
 FLOAT32_BYTES: Final = 4
