@@ -9,8 +9,8 @@ The shop has aisles, whose items have a fixed order, and popular items. The prob
 proportional to 1 / rank (Zipf). A session begins with an item of a random aisle. Each later click is a step along the
 aisle or a detour:
 
-- A step goes to an item of the session's aisle. With the probability `follow`, this is the item after the session's last
-  aisle item. Otherwise it is a random item of the aisle.
+- A step goes to an item of the session's aisle. With the probability `follow`, this is the item after the session's
+  last aisle item. Otherwise it is a random item of the aisle.
 - A detour goes to a random popular item. The click after a step is a detour with the probability `leave`. The click
   after a detour is another detour with the probability `stay`.
 

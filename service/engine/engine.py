@@ -684,7 +684,7 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        # The resident sessions are closed last, because closing the batcher may commit the steps of a batch.
+        # Buffered tokens are written last, because closing the batcher may commit the steps of a batch.
         await self._resident.close()
 
     def discard(self) -> None:

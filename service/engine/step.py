@@ -345,7 +345,7 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        # The search for a proof runs after the commit, because it may be long, and the client may cancel during the search.
+        # The proof is searched after the commit, because the client may cancel during a long search.
         if request.prove:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
