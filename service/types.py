@@ -452,7 +452,8 @@ UNKNOWN = (
 UnknownNames = Annotated[tuple[str, ...] | None, Field(description=UNKNOWN), LEFT_OUT]
 
 SEEN_TOKENS = (
-    "the number of the sequence's last tokens that the server knew and did not list; present only with `exclude_seen`"
+    "the number of the sequence's last tokens that the server knows, and that are therefore not listed; present only "
+    "with `exclude_seen`"
 )
 
 PLACES = (
@@ -462,8 +463,8 @@ PLACES = (
 )
 
 CREATED = (
-    "true if the step created the session, or is a retry of the step that did; otherwise absent. If a client expected "
-    "the session to exist, its earlier tokens have expired"
+    "true if the step created the session, or is a retry of the step that created it; otherwise absent. If it is true, "
+    "but the client expected the session to exist, the session's earlier tokens have expired"
 )
 
 DURABLE = (

@@ -34,8 +34,8 @@ class AnswerPlan(NamedTuple):
 
     `mode` is recurrent, window or both. `window` is k, the window's number of tokens; None in mode recurrent. `origin`
     is the source of the recurrent part's state. `context_length` is the number of latest tokens that this state has
-    read. `ranking` has the tokens that the answer lists. `cache` says whether the answer is mixed with the model's
-    cache, if the model has one.
+    read. `ranking` selects the tokens that the answer may list. `cache` says whether the answer is mixed with the
+    model's cache, if the model has one.
     """
 
     mode: Mode

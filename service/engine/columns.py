@@ -1,12 +1,12 @@
 """Runs steps of one token in columns. The data of a batch of steps, from the states to the answers, is in arrays with
 one row for each step.
 
-A step is taken in columns under three conditions: the session's state is resident, no other request holds the session's
-lock, and live answers are not sampled for shadows. The step itself must have no idempotency key, must not be traced,
-must not set a mode other than auto, and must not ask for a proof, for logits, for the tokens' log-probabilities or for
-an answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict,
-if its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
-those of the general procedure.
+A step is taken in columns only if the session's state is resident, no other request holds the session's lock, and live
+answers are not sampled for shadows. The step must have no idempotency key, must not be traced, must not set a mode
+other than auto, and must not have a filter or unknown events. It must not ask for a proof, for logits, for the tokens'
+log-probabilities or for an answer without the cache. A step in columns is passed to the general procedure (`step.py`)
+if it is a replay or a conflict, if its state has been evicted, or if the run of its batch fails. The tests compare the
+answers of steps in columns with those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
 """
@@ -274,9 +274,8 @@ class StepColumns:
     ) -> None:
         """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
         `most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no step is taken
-        in columns.
-        `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued.
-        `ranking` has the tokens that answers list. `cache` is the model's cache, if it has one.
+        in columns. `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are
+        queued. `ranking` selects the tokens that answers may list. `cache` is the model's cache, if it has one.
         """
         self._vocabulary = vocabulary
         self._ranking = ranking

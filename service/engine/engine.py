@@ -489,8 +489,8 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Returns one log-probability for each token of the request; None for a token that has no prediction, and for a
-        skipped event. Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each token or skipped event of the request. It is None for a token that has
+        no prediction, and for a skipped event. Raises InvalidRequest, TooLarge."""
         tokens: list[int | None] = []
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []

@@ -43,8 +43,8 @@ def largest(
     """Returns the `count` most probable tokens in descending order. Among equal probabilities, the smaller id comes
     first.
 
-    logits: float32 (V). If `ids`, int64 in ascending order, is given, only these tokens are listed. `log_sum_exp` is
-    that of all logits; it is computed if it is None.
+    logits: float32 (V). ids: the ids of the tokens to list, int64, ascending; None lists all tokens. log_sum_exp: the
+    log-sum-exp of all logits; if it is None, this function computes it.
     """
     listed_logits = logits if ids is None else logits[ids]
     count = min(count, len(listed_logits))
@@ -134,7 +134,7 @@ class Rankings:
         self._unlisted = unlisted
         self.of_all = Ranking(size)
         self.default = Ranking(size, unlisted) if unlisted else self.of_all
-        """The ranking without a filter. In a model of events it lists neither `<unk>` nor `<eos>`."""
+        """The ranking for a request without a filter. For a model of events, it lists neither `<unk>` nor `<eos>`."""
 
     def of(self, wanted: Filter, known: Sequence[int]) -> Ranking:
         """Returns the ranking for the filter `wanted`. `known` are the tokens of the sequence that the server knows,

@@ -173,8 +173,8 @@ class Scorer:
     async def score(
         self, request: ScoreRequest, identity: Identity, ticket: Ticket, share: Share
     ) -> AsyncGenerator[Item, None]:
-        """Yields log-probabilities, in order, and progress; the last item is the summary. The caller must close the
-        generator. Reports progress to `share`."""
+        """Yields the log-probabilities in the order of the tokens, and the progress. The last item is the summary. The
+        caller must close the generator. Reports progress to `share`."""
         await asyncio.sleep(0)  # lets other tasks run, because checking a long text takes long
         input_ids = await self._input_ids(request)
         with until(request.deadline):
@@ -230,7 +230,7 @@ class Scorer:
             finally:
                 await pieces.aclose()
         share.progress(1)
-        if not settled:  # there is no token, or the only token has no prediction, so nothing was run
+        if not settled:  # The request has no token, or its only token has no prediction. No graph was run.
             count = len(request.tokens)
             tokens, nulls = places.spread(0, count, request.tokens), places.spread(0, count, unpredicted)
             yield ScoredTokens(

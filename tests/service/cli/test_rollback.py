@@ -49,8 +49,8 @@ def test_versions_stand_side_by_side_and_a_folder_with_a_manifest_is_a_bundle(fo
     versions = [(f"{MODEL}/{version}", version) for version in ("2", "9", "10")]
     assert folders(folder) == [("other", "1"), *versions]
     assert Repository(folder).find(MODEL).version == "10"
-    shutil.copytree(folder / MODEL / "2", folder / "other" / "nested")  # a bundle inside the folder of another bundle
-    # is ignored
+    # A bundle inside the folder of another bundle is ignored.
+    shutil.copytree(folder / MODEL / "2", folder / "other" / "nested")
     assert folders(folder) == [("other", "1"), *versions]
     assert [one.version for one in Repository(folder / MODEL).list()] == ["2", "9", "10"]
 
