@@ -1,4 +1,5 @@
-"""Runs the commands of the page about event models, with fewer sessions and a shorter training."""
+"""Runs the commands of the documentation page about event models, with fewer sessions and fewer training steps than the
+page has."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ STEP = re.compile(r"(\d+): (\S+), version (\d+) recommends (.+)\n")
 
 
 class Page:
-    """The commands of the page, with the folders of a test."""
+    """The shell commands of the page. Each command can be taken once. The paths and the port of the page are replaced
+    by those of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
@@ -46,8 +48,8 @@ class Page:
         return len(self._commands)
 
     def command(self, start: str, more: str = "") -> list[str]:
-        """Returns the page's only unread command that contains `start`, with the options `more`, as a shell's
-        arguments."""
+        """Takes the first remaining command that contains `start`. Returns the arguments of a shell that runs it with
+        the additional options `more`."""
         index = next(index for index, command in enumerate(self._commands) if start in command)
         command = self._commands.pop(index)
         for old, new in (
@@ -63,7 +65,7 @@ class Page:
         return ["bash", "-c", f"{'' if '=' in command.split()[0] else 'exec '}{command} {more}"]
 
     def run(self, start: str, more: str = "") -> str:
-        """Runs a command and returns its output. Asserts that it succeeds."""
+        """Takes a command (see `command`), runs it, and returns its output. Asserts that the command succeeds."""
         ended = subprocess.run(
             self.command(start, more),
             cwd=ROOT,
@@ -79,7 +81,7 @@ class Page:
 
     @contextmanager
     def running(self, start: str, more: str = "") -> Iterator[Running]:
-        """Runs a command until the end of the block."""
+        """Takes a command (see `command`), and runs it in the background until the end of the `with` block."""
         running = Running(*self.command(start, more), environment=self.environment)
         try:
             yield running
@@ -135,11 +137,11 @@ def test_a_model_of_clicks_is_trained_served_replaced_and_survives_a_killed_repl
             assert client.process.wait(WAIT_S) == 0
         finally:
             client.end()
-    assert not len(page), "every command of the page is run"
+    assert not len(page), "the test did not run every command of the page"
 
 
 def options(page: Page) -> str:
-    """Returns the ports and the folder of the stack."""
+    """Returns the command-line options that set the ports and the folder of the stack."""
     return (
         f"--port {page.port} --operations-port {free_port()} --prometheus-port {free_port()} "
         f"--folder {page.folder}/stack"
