@@ -317,7 +317,10 @@ class Experiment(Frozen):
             raise ValueError("training.negatives needs a model without a cache: fit the cache with `wane cache`")
         if self.training.proof is not None:
             if self.data.kind == "events":
-                raise ValueError("training.proof is for text: its chunks end inside a sequence")
+                raise ValueError(
+                    "training.proof needs text: its loss is computed at the end of each chunk, where a batch of events "
+                    "may have padding"
+                )
             if (architecture.cell, architecture.block, architecture.layers) != ("gated", "residual", 1):
                 raise ValueError("training.proof needs cell = 'gated', block = 'residual' and one layer")
             reach = 0 if architecture.front is None else architecture.front.reach

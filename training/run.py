@@ -46,7 +46,7 @@ from wane.training.run_folder import RunFolder
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
 RANKINGS_WIDTH = 150
-"""The number of columns of the table of rankings, also where the terminal is narrower."""
+"""The width of the table of rankings in characters, even if the terminal is narrower."""
 LONGEST_WINDOW = 128
 """Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
@@ -219,7 +219,7 @@ def losses_of_split(
 
 
 def rankings_table(name: str, split: str, found: Rankings) -> Table:
-    """Returns a table of recall, MRR, NDCG and hit rate by method, each at all cutoffs."""
+    """Returns a table of recall, MRR, NDCG and hit rate by method, each for every k in CUTOFFS."""
     table = Table(
         title=f"{name}: {split}, {found.positions:,} next events, of which {found.missed_share:.2%} are unknown",
         caption=f"each at k = {', '.join(map(str, CUTOFFS))}; hit rate: any of the session's remaining events",

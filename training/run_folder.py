@@ -8,7 +8,7 @@
     best.pt           the weights with the lowest validation loss
     weights-N.pt      the weights after step N, if training.keep_every is set
     quality.json      the last evaluation, with its step and number of positions
-    rankings.json     the rankings of the last evaluation, beside the baselines' (events only)
+    rankings.json     the ranking metrics of the model and the baselines in the last evaluation (events only)
 
 Checkpoints and weights are written atomically and loaded with weights_only.
 """

@@ -73,8 +73,8 @@ def _module(tensors: TensorMap, prefix: str) -> str:
 
 
 def _arranged(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
-    """Returns the layers, bottom to top: the modules that --map names, or all modules if it names none. A tensor that
-    --map names replaces the layer's tensor of this part. All other tensors stay."""
+    """Returns the layers, bottom to top: the modules that --map names as `layers.N`, or all modules if it names none. A
+    tensor that --map names as `layers.N.PART` replaces this part of layer N. The layer's other tensors stay."""
     modules = {prefix.rstrip("._"): parts for (prefix, layer), parts in found.items() if layer == 0}
     layers: dict[int, Names] = {}
     replaced: dict[int, Names] = {}
