@@ -215,8 +215,8 @@ class TrainingConfig(Frozen):
     """The keys of the table `[training]`: how the network is trained.
 
     The regime `recurrent` is truncated back-propagation: each chunk of `chunk` tokens starts from the last state of the
-    chunk before. In the regime `truncated` each chunk of `chunk` = k tokens starts from the zero state, as a window
-    does in serving.
+    chunk before. In the regime `truncated` each chunk of `chunk` tokens starts from the zero state, as a window of this
+    length does in serving.
 
     The schedule sets the learning rate after `warmup` steps. `constant`: the rate does not change. `cosine`: the rate
     falls to zero. `inverse_time`: the rate is learning_rate / t in step t after the warm-up. `plateau`: the rate does

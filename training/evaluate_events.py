@@ -1,10 +1,10 @@
 """Evaluates a model of events: perplexity and rankings, in the recurrent mode and with a window of a session's last k
 tokens.
 
-As in serving, every session starts from the zero state, and a window never extends beyond the start of its session. At
-a position that is preceded by fewer than k of the session's tokens, the prediction is the same in both modes.
-Perplexity is over all predicted tokens: the events, the end of each session (`<eos>`), and, unless the start is "zero",
-the first event. Rankings and window perplexities are computed at positions spread evenly through the split.
+As in serving, every session starts from the zero state, and a window never extends beyond the start of its session.
+While a session has at most k tokens, its predictions are the same in both modes. Perplexity is over all predicted
+tokens: the events, the end of each session (`<eos>`), and, unless the start is "zero", the first event. Rankings and
+window perplexities are computed at positions spread evenly through the split.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def plot_log(name: str, log: Path, path: Path) -> None:
 
 
 def plot_audit(report: AuditReport, path: Path) -> None:
-    """Plots forgetting in four panels: distance, total variation and perplexity as functions of k, and the gradient as
-    a function of i."""
+    """Plots forgetting in four panels: distance, total variation and perplexity as functions of k, and the gradient's
+    norm as a function of i, the number of tokens between an input and the prediction."""
     figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
     windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
     certificate = report.certificate

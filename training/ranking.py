@@ -14,8 +14,8 @@ Each metric is the mean over positions. Recall and MRR of the next event are tho
 event alone, hit rate and recall would be the same number. Hit rate is therefore computed for all of the session's
 remaining events, as in the second protocol of Ludewig and Jannach (2018, arXiv 1803.09587).
 
-The first known event of a session is only an input: its own rank counts in no metric. A position whose
-next event the vocabulary lacks counts 0 in every metric.
+The first known event of a session is only an input: its own rank counts in no metric. A position whose next event the
+vocabulary lacks counts 0 in every metric.
 """
 
 from __future__ import annotations

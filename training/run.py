@@ -125,7 +125,7 @@ def train(
 
 def peak_memory_gib() -> float:
     """Returns the largest resident memory of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux reports `ru_maxrss` in KiB
 
 
 def _read_tokenizer(path: Path | None) -> str | None:
@@ -196,7 +196,8 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
             for split in EVALUATED_SPLITS:
                 losses[split] = evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
         found = quality(losses)
-        bar.update(task, completed=total)  # a short split has fewer positions than were requested
+        bar.update(task, completed=total)  # the steps of a split with fewer positions than requested are fewer than
+        # `total`
     name, plot = run.experiment.name, run.folder.path / "evaluation.png"
     run.folder.write_quality(found, run.best_step, positions)
     console.print(quality_table(name, found))

@@ -28,8 +28,7 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""The audited text must be long enough for windows of this many tokens, or of `max_window` tokens if this is smaller.
-"""
+"""The audited text must be long enough for windows of this many tokens, or of `max_window` if this is smaller."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:

@@ -70,7 +70,8 @@ class AtLag(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """The measurements of one stream. `losses` contains the same figures as the evaluation of a split in training."""
+    """The measurements of one stream. `losses`: the mean losses, with the same fields as in an evaluation of a split
+    (`training/evaluate.py`)."""
 
     windows: tuple[AtWindow, ...]
     lags: tuple[AtLag, ...]

@@ -17,7 +17,8 @@ Array = NDArray[np.float32]
 
 class TensorMap:
     """Records which of the file's tensors is which of Wane's tensors. `unassigned`: the names of the file's tensors
-    that have no place in the imported model yet. `names`: the name in the file, by Wane's name of the tensor."""
+    that are not assigned yet, so have no place in the imported model. `names`: for each of Wane's tensors, its name in
+    the file."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path

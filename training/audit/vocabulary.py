@@ -134,8 +134,9 @@ def _lacks_end(names: Collection[str], data: DataKind, eos: str | None) -> bool:
 
 
 def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Returns the name of the token that becomes `<eos>`, and notes for the report. This is the token that --eos names,
-    or else the first of the usual names that the vocabulary contains. Raises ForeignError if there is no such token."""
+    """Returns the name of the token that becomes `<eos>`, and notes for the report. The token is the one that --eos
+    names, or else the one with the first of the names `usual` that the vocabulary contains. Raises ForeignError if
+    there is no such token."""
     if eos is not None and eos != NO_START:
         if eos not in names:
             raise ForeignError(f"{path}: --eos {eos}: there is no such token")
