@@ -169,12 +169,13 @@ def open_run(path: Path, data: Path | None) -> Trained:
 
 
 def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
-    """Evaluates a run's best weights. Writes `quality.json` and `evaluation.png` into the run folder."""
+    """Evaluates a run's best weights. Writes `quality.json`, `evaluation.png` and, for events, `rankings.json` into the
+    run folder."""
     return evaluate_opened(open_run(path, data), positions, console)
 
 
 def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
-    """Evaluates an opened run, like `evaluate_run`."""
+    """Evaluates a run that was read by `open_run`, and writes the same files as `evaluate_run`."""
     windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:

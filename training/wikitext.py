@@ -1,6 +1,7 @@
-"""WikiText-2, the word-level files. The files are downloaded if no copy is on the machine, and checked by SHA-256.
+"""Reads WikiText-2 in its word-level version. The files are downloaded if no copy is on the machine. Their SHA-256 is
+checked.
 
-Merity et al. 2016, arXiv 1609.07843. Wikipedia text, CC BY-SA.
+Source: Merity et al. 2016, arXiv 1609.07843. Licence: the text is from Wikipedia, CC BY-SA.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ def _print_bundle(
     console.print(f"{target}: {size:,} bytes, k = {manifest.window}, {certified}", highlight=False, soft_wrap=True)
     if recommended is None:
         console.print(
-            f"no evaluated window is within {report.recommended.tolerance:g}: the bundle's default k is its largest",
+            f"no evaluated window has a total variation of at most {report.recommended.tolerance:g} at 99 % of the "
+            "positions: the bundle's default k is its largest k",
             highlight=False,
         )
 
