@@ -165,7 +165,7 @@ def _projection(tensors: TensorMap, mapped: dict[str, str | None], top: int) -> 
     if bias is not None:
         tensors.expect(bias, (width,))
     tensors.notes.append(
-        f"{weight} is a projection without an activation, by --map: its product with the head's matrix is the head"
+        f"{weight} is a projection without an activation, as --map says: the head's matrix is multiplied by it"
     )
     return Linear(weight, bias)
 
