@@ -1,5 +1,4 @@
-"""Runs the commands of the documentation page about event models, with fewer sessions and fewer training steps than the
-page has."""
+"""Runs the commands of `docs/events.md`, with fewer sessions and a shorter training than on the page."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ STEP = re.compile(r"(\d+): (\S+), version (\d+) recommends (.+)\n")
 
 
 class Page:
-    """The shell commands of the page. Each command can be taken once. The paths and the port of the page are replaced
-    by those of the test."""
+    """The commands of the page, with the page's folders replaced by folders of a test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
@@ -48,8 +46,8 @@ class Page:
         return len(self._commands)
 
     def command(self, start: str, more: str = "") -> list[str]:
-        """Takes the first remaining command that contains `start`. Returns the arguments of a shell that runs it with
-        the additional options `more`."""
+        """Removes the page's first remaining command that contains `start`. Returns this command with the options
+        `more`, as the argument list of a process."""
         index = next(index for index, command in enumerate(self._commands) if start in command)
         command = self._commands.pop(index)
         for old, new in (
@@ -65,7 +63,7 @@ class Page:
         return ["bash", "-c", f"{'' if '=' in command.split()[0] else 'exec '}{command} {more}"]
 
     def run(self, start: str, more: str = "") -> str:
-        """Takes a command (see `command`), runs it, and returns its output. Asserts that the command succeeds."""
+        """Runs a command (see `command`) to its end. Asserts that the command succeeds, and returns its output."""
         ended = subprocess.run(
             self.command(start, more),
             cwd=ROOT,
@@ -81,7 +79,7 @@ class Page:
 
     @contextmanager
     def running(self, start: str, more: str = "") -> Iterator[Running]:
-        """Takes a command (see `command`), and runs it in the background until the end of the `with` block."""
+        """Runs a command (see `command`) while the `with` block runs, then interrupts the command."""
         running = Running(*self.command(start, more), environment=self.environment)
         try:
             yield running
@@ -141,7 +139,7 @@ def test_a_model_of_clicks_is_trained_served_replaced_and_survives_a_killed_repl
 
 
 def options(page: Page) -> str:
-    """Returns the command-line options that set the ports and the folder of the stack."""
+    """Returns the options for the ports and the folder of the stack."""
     return (
         f"--port {page.port} --operations-port {free_port()} --prometheus-port {free_port()} "
         f"--folder {page.folder}/stack"
