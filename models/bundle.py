@@ -215,10 +215,12 @@ def write_bundle(
 ) -> Manifest:
     """Writes and checks a bundle atomically. Returns the manifest as written.
 
-    `check_place` raises BundleExistsError if the bundle at `path` may not be replaced. If writing fails, the bundle at
-    `path` stays unchanged. If `path` is a symbolic link, the bundle that it points to is replaced. `files` maps the
-    names of the manifest's files to their contents. The files' hashes are added to the manifest. The new bundle is read
-    back and passed to `check` before it is moved to `path`. `write_bundle` does not catch exceptions of `check`.
+    `files` maps the names of the manifest's files to their contents. The files' hashes are added to the manifest. The
+    new bundle is read back and passed to `check`, whose exceptions are not caught. It is then moved to `path`. If
+    `path` is a symbolic link, the bundle that it points to is replaced.
+
+    Raises BundleExistsError if the bundle at `path` may not be replaced (`replace`: see `check_place`). If writing
+    fails, the bundle at `path` stays unchanged.
     """
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
     manifest = manifest.model_copy(update={"files": hashes})

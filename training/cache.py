@@ -66,8 +66,9 @@ def unfitted_cache(length: int) -> CacheModel:
 
 
 def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns `weights` for a row of the table: a component that has no occurrence at the row's positions gets the
-    weight 0, and the other weights are scaled to the sum 1."""
+    """Returns `weights` for a row of the table. A component gets the weight 0 if, at the row's positions, the cache has
+    no earlier occurrence of the last token (or of the last two tokens) on which the component's share is based. The
+    other weights are scaled to the sum 1."""
     bins = len(CACHE_BINS) + 1
     possible = np.array([True, True, row >= bins, row % bins > 0])
     prior: NDArray[np.float64] = weights * possible

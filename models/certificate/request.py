@@ -192,7 +192,8 @@ class Block:
                 self._between = Between(self.feed_forward.inner, self.mix)
 
     def start(self, batch: int) -> tuple[States, Deviations]:
-        """Returns the zero state of `batch` windows, and the bound of its distance from the run's state."""
+        """Returns the zero state of `batch` windows, and the bound of its distance from the uninterrupted run's
+        state."""
         reach = [np.tile(each, (batch, 1)) for each in self.cell.reach]
         return tuple(np.zeros_like(each) for each in reach), tuple(Deviation.within(each) for each in reach)
 

@@ -172,9 +172,9 @@ class AnswerBuilder:
     async def search(self, plan: AnswerPlan, part: ModeResult, ticket: Ticket) -> ModeResult:
         """Runs the gradient proof on a part. Returns the part with the smaller of the old and the new bound on the
         total variation, and with `proved` set if the proof succeeds. Returns the part unchanged if the gradient proof
-        is impossible or unnecessary. It is impossible if the part has no bound, or if its run output no trace. It is
-        unnecessary if the part's state has read all tokens, or if the margin proof succeeds and the bound is at most
-        SMALL_ENOUGH.
+        is impossible or unnecessary. It is impossible if the part has no bound, or if its result has no `WindowTrace`.
+        It is unnecessary if the part's state has read all tokens, or if the margin proof succeeds and the bound is at
+        most SMALL_ENOUGH.
 
         Waits for the thread that runs the proofs. The wait ends if the caller is cancelled or its deadline passes.
         """

@@ -141,7 +141,7 @@ class EventNames:
         index of the first of the events in that list."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         if unknown == "token" and unk_id is None:
-            raise InvalidRequest(f"unknown is token, but the vocabulary of {self._model} has no {UNK}", "unknown")
+            raise InvalidRequest(f"unknown is 'token', but the vocabulary of {self._model} has no {UNK}", "unknown")
         tokens: list[int] = []
         names: list[str] = []
         skipped: list[int] = []

@@ -255,7 +255,8 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes the cell's next state in a window, and bounds of its distance from the run's state."""
+    """Computes the cell's next state in a window, and bounds of its distance from the uninterrupted run's
+    state."""
     h, c = state
     i, f, g, o = (part + Pre.of(linear, h, error[0]) for part, linear in zip(pre, step.recurrent, strict=True))
     enter, keep, show = (sigmoid(gate.value) for gate in (i, f, o))

@@ -10,9 +10,10 @@ from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes
 from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
 SNAPSHOTS = 256  # largest number of cached snapshots; a snapshot is dropped when its session changes
-# Steps do not use the cache if the share of outdated sessions among the calls of `saw` exceeds this value. The share is
-# a quarter to a third if half of all steps find an outdated session. Such a step calls `saw` once with moved=True. It
-# then reads the session again, and calls `saw` once or twice with moved=False.
+# Steps do not use the cache if the share of outdated sessions among the calls of `saw` exceeds this value. A step that
+# finds the session up to date calls `saw` once, with moved=False. A step that finds it outdated calls `saw` once with
+# moved=True, reads the session again, and calls `saw` once or twice with moved=False. The share is therefore a quarter
+# to a third if half of all steps find an outdated session.
 MOVED_OFTEN = 0.25
 EMA_ALPHA = 1 / 16  # weight of the latest call of `saw` in the moving average
 

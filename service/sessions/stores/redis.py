@@ -8,8 +8,9 @@ when the session has been idle for the time to live.
 If an owner has a quota, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts the owner's sessions. The set may
 be on another node than a session, so the set and a session are never changed together. The process that creates a
 session adds the session to the set both before and after it creates the session, so that every session is counted. A
-session is removed from the set only if it has expired and its score has not changed since that check. A request that
-creates the session again changes the score, and no score is used twice.
+session is removed from the set in two commands: the first checks that the session has expired, and the second removes
+it if its score in the set is still the same. A request that creates the session again changes the score, and no score
+is used twice.
 
 Every change is one script that atomically compares the revision, makes the change, and sets the time to live. A caller
 that got no answer may run the script again: it changes nothing if the session already has the new revision. This

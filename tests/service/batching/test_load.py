@@ -65,8 +65,8 @@ class Load:
         margin = MarginProof(bundle.weights())
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
-        # Replaces the engine's own warm-up, which would also measure the costs of runs. These recurrent sessions do not
-        # need the costs.
+        # This call replaces `Engine.warm_up`, which would also measure the costs of runs. The tests here do not need
+        # the costs, because their sessions are in recurrent mode.
         warm_up(self.runner, self.engine.state_cache, bundle.manifest, max_batch_size=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
