@@ -1,5 +1,5 @@
-"""Tests of the two simulations of the resident states. One simulates a cache of single sessions, the other a population
-of sessions."""
+"""Tests of the two simulations of the resident states. One simulates an LRU cache of the states of
+individual sessions. The other only counts the resident and the other sessions of a population."""
 
 from __future__ import annotations
 
