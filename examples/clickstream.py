@@ -5,19 +5,22 @@
 writes shop/clicks.csv (session, time, item) and shop/sessions.jsonl (one list per session). Both hold the same
 sessions.
 
-The shop has aisles, whose items have a fixed order, and popular items, whose probabilities fall as 1 / rank (Zipf). A
-session begins with an item of a random aisle. Each later click is a step along the aisle or a detour:
+The shop has aisles, whose items have a fixed order, and popular items. The probability of a popular item is
+proportional to 1 / rank (Zipf). A session begins with an item of a random aisle. Each later click is a step along the
+aisle or a detour:
 
-- A step goes to the item after the session's last aisle item with the probability `follow`, otherwise to a random item
-  of the aisle.
-- A detour is a popular item. A detour follows a step with the probability `leave`, and another detour with `stay`.
+- A step goes to an item of the session's aisle. With the probability `follow`, this is the item after the session's
+  last aisle item. Otherwise it is a random item of the aisle.
+- A detour goes to a random popular item. The click after a step is a detour with the probability `leave`. The click
+  after a detour is another detour with the probability `stay`.
 
 After its second click, a session ends after each click with the probability `stop`. With `--memory long`, detours last
 5 clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are no
-detours, so the next click depends on the last one alone: a table of counts of pairs is then the best model.
+detours, so the next click depends on the last click alone. A table of counts of pairs of clicks is then the best model.
 
-All clicks of the past that matter are visible, so the true probabilities of the next click are known exactly. Ranking
-by them gives the largest possible recall, and their perplexity is the smallest possible one.
+The earlier clicks of a session determine the true probabilities of its next click exactly. A ranking by these
+probabilities has the largest possible recall. The perplexity of these probabilities is the smallest possible
+perplexity.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ START_S = 1_767_225_600.0
 """2026-01-01T00:00:00Z in seconds since 1970."""
 DAYS = 30
 MEAN_GAP_S = 40.0
-"""The mean time between two clicks of a session."""
+"""The mean time between two successive clicks of a session, in seconds."""
 TEST_SHARE = 0.05
-"""The share of the sessions, those that end last, for which the optimum is computed: the test split of `wane train`."""
+"""The optimum is computed for this share of the sessions: those that end last. `wane train` uses them as test split."""
 ROWS_AT_ONCE = 100_000
 
 
@@ -56,8 +59,9 @@ class Shop:
 
     @property
     def names(self) -> list[str]:
-        """The items' names, by number: the aisles' items in their order, then the popular items, most popular first.
-        The names do not show the order of an aisle."""
+        """The name of each item; the index is the item's number. The items of each aisle come first, in the aisle's
+        order, then the popular items, most popular first. The names do not reveal the order of an aisle or the
+        popularity."""
         shuffled = np.random.default_rng(0).permutation(self.items)
         of_aisles = [f"aisle-{aisle}/{item}" for aisle in range(self.aisles) for item in shuffled]
         return of_aisles + [f"popular/{rank}" for rank in np.random.default_rng(1).permutation(self.popular)]
@@ -72,10 +76,10 @@ class Shop:
 
 @dataclass(frozen=True)
 class Clicks:
-    """Sessions one after another, in the order of their ends.
+    """The clicks of sessions. The sessions are in the order of their last clicks.
 
     items: int64 (clicks,), item numbers. times: float64 (clicks,), seconds since 1970. begins: int64 (sessions + 1,),
-    the index of each session's first click, and the number of clicks.
+    the index of each session's first click; the last value is the number of clicks.
     """
 
     items: NDArray[np.int64]
@@ -83,7 +87,7 @@ class Clicks:
     begins: NDArray[np.int64]
 
     def last(self, share: float) -> Clicks:
-        """Returns the share of the sessions that end last."""
+        """Returns the clicks of the last sessions. `share` is their share of all sessions."""
         count = max(1, round((len(self.begins) - 1) * share))
         first = self.begins[-1 - count]
         return Clicks(self.items[first:], self.times[first:], self.begins[-1 - count :] - first)
@@ -91,9 +95,10 @@ class Clicks:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best possible scores on some clicks: the share of next clicks among the k most probable, by k, and the
-    perplexity per token. A session's tokens are its clicks and its end. `perplexity_after_first` leaves out the first
-    click, which a model with `start = "zero"` does not predict."""
+    """The best possible scores on some clicks. `recall` maps k to the share of next clicks that are among the k most
+    probable items. `perplexity` is the perplexity per token. A session's tokens are its clicks and its end.
+    `perplexity_after_first` leaves out the first click of each session, which a model with `start = "zero"` does not
+    predict."""
 
     recall: dict[int, float]
     perplexity: float
@@ -101,7 +106,7 @@ class Optimum:
 
 
 def generate(shop: Shop, sessions: int, seed: int) -> Clicks:
-    """Draws sessions."""
+    """Generates random sessions. `seed` is the seed of the random numbers."""
     random = np.random.default_rng(seed)
     lengths = 1 + random.geometric(shop.stop, sessions)
     begins = np.concatenate([[0], np.cumsum(lengths)])
@@ -130,13 +135,15 @@ def generate(shop: Shop, sessions: int, seed: int) -> Clicks:
 
 
 def optimum(shop: Shop, clicks: Clicks, cutoffs: Sequence[int] = (1, 5, 10, 20)) -> Optimum:
-    """Computes the scores of the true probabilities of each next click and of each end."""
+    """Computes the scores of a model that predicts the true probability of each next click and of each session's end.
+    `cutoffs` are the values of k for the recall."""
     count, of_aisles = len(clicks.items), shop.aisles * shop.items
     at = np.arange(count)
     first = np.zeros(count, np.bool_)
     first[clicks.begins[:-1]] = True
     popular = clicks.items >= of_aisles
-    # the index of the last click on an aisle's item, up to each click; every session begins with one
+    # For each click, the index of the latest click on an aisle's item, which may be the click itself. Every session
+    # begins with a click on an aisle's item.
     last_step = np.maximum.accumulate(np.where(popular, 0, at))
     before = at[~first] - 1
     target = clicks.items[~first]
@@ -152,11 +159,11 @@ def optimum(shop: Shop, clicks: Clicks, cutoffs: Sequence[int] = (1, 5, 10, 20))
     more_popular = np.searchsorted(-zipf, -probability / np.maximum(away, 1e-300))
     more_popular = np.where(detour, target - of_aisles, more_popular)
     higher = more_popular + (along > probability) + np.where(anywhere > probability, shop.items - 1, 0)
-    # all other items of the aisle have the same probability, so their order is random
+    # All items of the aisle except the next one have the same probability, so their order in the ranking is random.
     tied = np.where(detour | step, 1, shop.items - 1)
     recall = {k: float(((k - higher) / tied).clip(0, 1).mean()) for k in cutoffs}
     sessions = len(clicks.begins) - 1
-    # a session cannot end after its first click, and ends after its last with the probability `stop`
+    # A session cannot end after its first click. After each later click it ends with the probability `stop`.
     lengths = np.diff(clicks.begins)
     ends = sessions * math.log(shop.stop) + float((lengths - 2).sum()) * math.log1p(-shop.stop)
     clicked = float(np.log(probability).sum())
@@ -166,7 +173,7 @@ def optimum(shop: Shop, clicks: Clicks, cutoffs: Sequence[int] = (1, 5, 10, 20))
 
 
 def write(shop: Shop, clicks: Clicks, folder: Path) -> None:
-    """Writes clicks.csv, in the order of time, and sessions.jsonl."""
+    """Writes clicks.csv, whose rows are in the order of time, and sessions.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     names = shop.names
     owner = np.repeat(np.arange(len(clicks.begins) - 1), np.diff(clicks.begins))

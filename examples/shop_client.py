@@ -1,10 +1,10 @@
-"""A client that steps sessions of events, and survives retries, restarts, a new version of the model and the loss of
-servers. It uses the package httpx. The environment variable WANE_API_KEY may have an API key.
+"""A client that appends events to sessions. It handles errors, restarts of servers, a new version of the model and the
+loss of all servers' sessions. It uses the package httpx. The environment variable WANE_API_KEY may have an API key.
 
     python examples/shop_client.py http://127.0.0.1:8000 runs/shop/sessions.jsonl --pause 0.5
 
-Sends the events of each line of the file to a session of its own, one event in each step. After each step, prints the
-events that the model recommends, without those that the session has seen.
+Creates a session for each line of the file, and sends the events of the line, one event in each step. After each step,
+prints the events that the model recommends. The recommendations exclude the events that are already in the session.
 """
 
 from __future__ import annotations
@@ -23,27 +23,31 @@ WAITS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class Session:
-    """One session. `events`: the events that the model knows, which is what the position counts."""
+    """One session. `events`: the appended events, without those that the model's vocabulary lacks. Their number is the
+    session's position."""
 
     def __init__(self, http: httpx.Client, name: str) -> None:
         self.http, self.name, self.events = http, name, list[str]()
         self.post("/v1/sessions", {"session": name})
 
     def step(self, event: str, recommended: int = 3) -> dict[str, Any]:
-        """Appends an event. Returns the answer with the most probable next events that the session has not seen."""
+        """Appends an event. Returns the answer, which lists the `recommended` most probable next events that are not in
+        the session."""
         body = {"events": [event], "exclude_seen": True, "top_k": recommended}
-        position = {"expected_position": len(self.events)}  # makes a retry of the step safe
+        # With `expected_position`, the server does not append the event twice if the step is retried.
+        position = {"expected_position": len(self.events)}
         answer = self.post(f"/v1/sessions/{self.name}/tokens", body | position)
         if "unknown" not in answer:  # the vocabulary has the event
             self.events.append(event)
         return answer
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request. Repeats the request while servers are lost, and brings the session back."""
+        """Sends a request and returns the answer. Repeats the request while the server is not available. Creates the
+        session again if the server has lost it."""
         for wait_s in WAITS_S:
             try:
                 response = self.http.post(path, json=body)
-                if response.status_code == 404:  # every server has lost the session: create it again
+                if response.status_code == 404:  # no server has the session any more: create it again
                     history = {"events": self.events[-256:], "position": len(self.events)} if self.events else {}
                     response = self.http.post("/v1/sessions", json={"session": self.name, **history})
                 elif response.status_code not in RETRY:
@@ -56,7 +60,7 @@ class Session:
 
 
 def main() -> None:
-    """Runs the sessions of a file."""
+    """Sends the sessions of a file to the server."""
     parser = argparse.ArgumentParser(description="Steps sessions of events, and prints recommendations.")
     parser.add_argument("url", help="the server's address")
     parser.add_argument("file", type=Path, help="JSON lines: a list of events per line")

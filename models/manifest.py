@@ -39,7 +39,8 @@ Unknown = Literal["refuse", "skip", "token"]
 it as the token `<unk>`."""
 
 Start = Literal["token", "zero"]
-"""The first token that the model reads in the zero state: `<eos>`, or the sequence's first token."""
+"""What the model reads first, in the zero state. "token": the start token `<eos>`. "zero": the sequence's first token,
+with no start token before it."""
 
 Precision = Literal["float32", "int8"]
 """The number format in which the graphs multiply by weights. The weights in the weights file are always float32."""
@@ -425,7 +426,8 @@ class Manifest(Frozen):
 
     @property
     def start_tokens(self) -> tuple[int, ...]:
-        """The tokens that the model reads before the first token of a sequence: `<eos>`, or none with a zero start."""
+        """The tokens that the model reads before the first token of a sequence: `<eos>` if `start` is "token", none if
+        `start` is "zero"."""
         return (self.vocabulary.eos_id,) if self.start == "token" else ()
 
     @property

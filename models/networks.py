@@ -156,8 +156,8 @@ class Network(nn.Module):
         return output
 
     def dropped(self, hidden: Tensor) -> Tensor:
-        """Returns the output layer's input with the dropout of training: of plain blocks only, because residual blocks
-        have their own."""
+        """Applies the dropout of training to the output layer's input `hidden`, if the blocks are plain. Residual
+        blocks apply their own dropout."""
         dropped: Tensor = self.dropout(hidden) if self.architecture.block == "plain" else hidden
         return dropped
 

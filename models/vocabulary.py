@@ -107,14 +107,16 @@ class Vocabulary:
 
     @property
     def unlisted(self) -> tuple[int, ...]:
-        """The ids of `<eos>` and `<unk>` in a vocabulary of events: neither is an event. Empty for text."""
+        """The ids of the tokens that an answer does not list by default: `<eos>` and `<unk>` of a vocabulary of events,
+        because they are not events. Empty for a vocabulary of text."""
         if self.kind != "events":
             return ()
         return (self.eos_id,) if self.unk_id is None else (self.eos_id, self.unk_id)
 
     @property
     def never_drawn(self) -> int | None:
-        """The id of `<unk>` in a vocabulary of events, because it stands for no event. None: every token is drawn."""
+        """The id of the token that generation never draws: `<unk>` of a vocabulary of events, because `<unk>` is not an
+        event. None: every token may be drawn."""
         return self.unk_id if self.kind == "events" else None
 
     def event_id(self, name: str) -> int | None:

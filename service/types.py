@@ -114,11 +114,13 @@ class ScoreMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which tokens an answer of a model of events lists. The probabilities stay those of the whole distribution.
+    """Selects the tokens that an answer of a model of events lists. It does not change the tokens' probabilities, which
+    are those of the whole distribution.
 
-    `exclude` are never listed. If `exclude_seen`, the known tokens of the sequence are not listed either. If
-    `candidates` is not None, only they are listed. Unless `include_end`, `<eos>` is not listed. `<unk>` is never
-    listed. `unknown` are the names in `candidates` that the vocabulary lacks.
+    `exclude` are the ids of tokens that are not listed. If `exclude_seen`, the tokens of the sequence that the server
+    knows are not listed either. If `candidates` is not None, only these ids are listed. `<eos>` is listed only if
+    `include_end`. `<unk>` is never listed. `unknown` are the names of the request's candidates that the vocabulary
+    lacks.
     """
 
     exclude: tuple[int, ...] = ()
@@ -142,8 +144,8 @@ class PredictRequest:
     `prove`, search for a proof of the most probable token when its margin is too small for a proof. If `cache`, mix the
     network's distribution with the distribution of the model's cache, if the model has a cache. If `logits`, the answer
     has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the names of the request's events
-    that the vocabulary lacks. If they were skipped, there may be no tokens left: the answer is then that of an empty
-    sequence.
+    that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the answer is the prediction after an
+    empty sequence.
     """
 
     tokens: tuple[int, ...] = ()
@@ -245,8 +247,8 @@ class ScoreRequest:
     method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
     sequence. The start token is not fed, so the first token has no prediction. `PredictRequest` describes `cache`.
     `top_k` is the number of most probable tokens to list at the position of each token. If `top_k` is None, no tokens
-    are listed. `unknown`: see `PredictRequest`. `skipped` are the places of skipped events among the given events,
-    ascending. The score has null at these places.
+    are listed. `unknown`: see `PredictRequest`. `skipped` are the indexes of the skipped events in the request's list
+    of events, ascending. The score has null at these indexes.
     """
 
     tokens: tuple[int, ...]
@@ -450,7 +452,8 @@ UNKNOWN = (
 UnknownNames = Annotated[tuple[str, ...] | None, Field(description=UNKNOWN), LEFT_OUT]
 
 SEEN_TOKENS = (
-    "the number of the sequence's last tokens that the server knew and did not list; present only with `exclude_seen`"
+    "the number of the sequence's last tokens that the server knows, and that are therefore not listed; present only "
+    "with `exclude_seen`"
 )
 
 PLACES = (
@@ -460,8 +463,8 @@ PLACES = (
 )
 
 CREATED = (
-    "true if the step created the session, or is a retry of the step that did; otherwise absent. If a client expected "
-    "the session to exist, its earlier tokens have expired"
+    "true if the step created the session, or is a retry of the step that created it; otherwise absent. If it is true, "
+    "but the client expected the session to exist, the session's earlier tokens have expired"
 )
 
 DURABLE = (
@@ -559,15 +562,15 @@ class Answer:
 
     `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
     the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
-    `replayed` for steps only. `created` is true if the step created the session, or replays the first step of a session
-    that it would create. `durable` is present if replicas share the session store. `durable` says whether the
-    store has the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache.
-    `cache_tokens` is the number of tokens in the cache. `logits`, float32 (V), are present if the request asked for
-    them, and are never in JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the
-    request asked for them: the log-probability of each token of a step, in recurrent mode. The first token of a model
-    with a zero start has None. `unknown` is present if the request has events that the vocabulary lacks. `seen_tokens`
-    is present if the request asked to exclude the known tokens, and is their number. A model with a zero start predicts
-    nothing before the first token: `predictions` is empty then.
+    `replayed` for steps only. `created` is true if the step created the session, or if the step is a replay of the step
+    that created it. `durable` is present if replicas share the session store. `durable` says whether the store has the
+    session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache. `cache_tokens` is the
+    number of tokens in the cache. `logits`, float32 (V), are present if the request asked for them, and are never in
+    JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the request asked for them:
+    the log-probability of each token of a step, in recurrent mode. With a zero start, the value of the sequence's first
+    token is None. `unknown` is present if the request has events that the vocabulary lacks, and lists their names.
+    `seen_tokens` is present if the request has `exclude_seen`, and is the number of the sequence's tokens that the
+    server knows. A model with a zero start predicts nothing before the first token, so `predictions` is empty there.
     """
 
     mode: Mode
@@ -625,8 +628,9 @@ class SessionView(Served):
 
 @dataclass(frozen=True, slots=True)
 class SessionState(Served):
-    """A session's state, for a ranker or an index outside of the server. `hidden` is the input of the output layer
-    after `position` tokens: float32 (H). The numbers in JSON are exact. `state` is the source of the state."""
+    """The output of a session's state, for a ranker or an index outside of the server. `hidden` is the input of the
+    output layer after `position` tokens, float32 (H). JSON contains the exact float32 values. `state` says where the
+    state comes from (`StateSource`)."""
 
     session: str
     position: int

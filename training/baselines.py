@@ -1,8 +1,8 @@
 """Baselines that rank the next event without a network, from the training split.
 
 - popularity: the events of the training split by their number of occurrences.
-- last item: the session's last event again, then popularity.
-- Markov: by the number of times that an event followed the session's last event, then popularity.
+- last item: the session's last event first, then the other events by popularity.
+- Markov: the events by the number of times that they directly followed the session's last event, then by popularity.
 - V-SkNN: vector multiplication session k nearest neighbours (Ludewig and Jannach 2018, arXiv 1803.09587).
 """
 
@@ -16,22 +16,23 @@ from numpy.typing import NDArray
 from wane.training.sessions import Sessions
 
 NEIGHBOURS = 100
-"""k of V-SkNN."""
+"""The number of neighbours in V-SkNN, k in the paper."""
 
 RECENT = 1000
-"""m of V-SkNN: the number of latest sessions with a common event among which the neighbours are chosen."""
+"""V-SkNN chooses the neighbours among this many sessions, m in the paper: the latest training sessions that have an
+event in common with the current session."""
 
 
 class Baseline(Protocol):
-    """A method that scores the next event."""
+    """A method that scores each event as the next event of a session."""
 
     def scores(self, sessions: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-        """Returns the scores of all tokens: float64 (sessions, V). sessions: the events of each session so far, at
-        least one."""
+        """Returns the scores of all tokens for each session: float64 (sessions, V). sessions: the events of each
+        session so far, at least one event per session."""
 
 
 class Popularity:
-    """Counts of the training split."""
+    """Scores an event by its number of occurrences in the training split."""
 
     def __init__(self, train: Sessions, size: int) -> None:
         self.counts = np.bincount(train.stream, minlength=size).astype(np.float64)
@@ -41,13 +42,14 @@ class Popularity:
         return np.tile(self.counts, (len(sessions), 1))
 
     def below_one(self) -> NDArray[np.float64]:
-        """Returns the counts divided by more than the largest, float64 (V,), to break ties of whole numbers."""
+        """Returns the counts scaled to less than 1, float64 (V,). Added to scores that are whole numbers, they only
+        break ties."""
         shares: NDArray[np.float64] = self.counts / (self.counts.max() + 1)
         return shares
 
 
 class LastItem:
-    """The last event, then popularity."""
+    """Gives the session's last event the highest score. Scores the other events by popularity."""
 
     def __init__(self, popularity: Popularity) -> None:
         self._popularity = popularity
@@ -59,7 +61,8 @@ class LastItem:
 
 
 class Markov:
-    """The counts of pairs of neighbours in the sessions of the training split, then popularity."""
+    """Scores an event by the number of times that it directly followed the session's last event in the training split.
+    Events with equal numbers are ordered by popularity."""
 
     def __init__(self, train: Sessions, popularity: Popularity) -> None:
         size, stream = len(popularity.counts), train.stream
@@ -80,11 +83,13 @@ class Markov:
 class Vsknn:
     """V-SkNN with the weights `div` of the authors' program session-rec.
 
-    The i-th of a session's n events has the weight i / n. (The last occurrence counts.) Of the RECENT latest training
-    sessions that have a common event, the NEIGHBOURS with the largest sum of the weights of the common events are the
-    neighbours; later sessions win ties. Each neighbour adds `similarity / j` to the score of each of its events: j is
-    the position, counted from the session's end, of the last event that the neighbour has, too. The similarity is the
-    sum of weights, divided by the number of distinct events.
+    The i-th of the current session's n events has the weight i / n. (If an event occurs several times, only its last
+    occurrence counts.) The similarity of a training session is the sum of the weights of the events that it has in
+    common with the current session, divided by the current session's number of distinct events. The candidates are the
+    RECENT latest training sessions that have a common event. The NEIGHBOURS candidates with the largest similarity are
+    the neighbours. Of equally similar candidates, the later one is preferred. Each neighbour adds `similarity / j` to
+    the score of each of its events. j is the position, counted from the end of the current session, of the last common
+    event (1 for the last event).
     """
 
     def __init__(self, train: Sessions, size: int) -> None:
@@ -107,7 +112,7 @@ class Vsknn:
         return scores
 
     def _add(self, scores: NDArray[np.float64], session: NDArray[np.int64]) -> None:
-        """Adds the neighbours' scores of one session to `scores`, float64 (V,)."""
+        """Adds to `scores`, float64 (V,), what the neighbours of one session add to each event's score."""
         last = {int(event): index for index, event in enumerate(session, start=1)}
         found, weights, back = [], [], []
         for event, index in last.items():

@@ -105,8 +105,8 @@ def fit_bundle_cache(
 
     `data`: a file or folder, None for the corpus on which the bundle was trained, if Wane can download it. Data on
     which the bundle was not trained is cut into two halves, and the cache is fitted on the first half. `bundles`: the
-    folder for a new bundle with the cache of `length` tokens, which is evaluated first; None to write no bundle.
-    `version`: the new bundle's version, None for the old bundle's version plus one. Raises TrainingError.
+    folder of the new bundle, which has the cache of `length` tokens and an evaluation with this cache; None to write no
+    bundle. `version`: the new bundle's version, None for the old bundle's version plus one. Raises TrainingError.
     """
     source = open_bundle(path)
     manifest = source.manifest
@@ -201,8 +201,9 @@ def network_of(bundle: Bundle) -> Network:
 
 
 def corpus_of(bundle: Bundle, data: Path | None) -> Corpus:
-    """Returns the corpus on which the bundle was trained, if `data` (or the download, if `data` is None) has this
-    corpus's hashes. Otherwise returns the two halves of `data` as the splits `valid` and `test`."""
+    """Reads `data`, or downloads the corpus if `data` is None. If the hashes of the files are those of the bundle's
+    training corpus, returns this corpus with its splits. Otherwise returns the two halves of `data` as the splits
+    `valid` and `test`."""
     manifest = bundle.manifest
     tokenizer_json = (bundle.path / manifest.tokenizer).read_text(encoding="utf-8")
     try:

@@ -35,7 +35,8 @@ TINY = 1e-30
 
 
 def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> CacheModel:
-    """Returns the mixture with the largest likelihood of a stream.
+    """Returns the mixture under which a stream has the largest likelihood. statistics: the cache's statistics of the
+    stream.
 
     network: float64 (n), -log p of each token by the network alone, in nats. The counts of single tokens get a weight
     only if this weight lowers the loss by more than WORTH, because a step is cheaper without the counts.
@@ -46,7 +47,8 @@ def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> Cach
 
 
 def _best(statistics: CacheStatistics, network: NDArray[np.float64], used: NDArray[np.bool_]) -> CacheModel:
-    """Returns the mixture with the largest likelihood among those with only the components `used`, bool (4)."""
+    """Returns the mixture under which the stream has the largest likelihood, among the mixtures of only the components
+    `used`, bool (4): the network and the three cache components."""
     of_network = np.exp(-network)
     parts = np.column_stack([of_network, statistics.shares])
     # A cache that is not full uses only a part of the first cache component's weight. The network gets the other part.
@@ -132,14 +134,14 @@ class CacheTraining:
     def fitted(
         self, split: str, positions: NDArray[np.int64], network: NDArray[np.float64]
     ) -> tuple[CacheModel, float]:
-        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. `positions` and
-        `network` have the shape (n, lanes)."""
+        """Returns the mixture with the smallest mean loss at `positions`, and this loss. network: -log p of the
+        network. `positions` and `network` have the shape (n, lanes)."""
         statistics = self._statistics[split].at(positions.ravel())
         found = fit_cache(statistics, network.ravel())
         return found, float(-statistics.log_probabilities(found, -network.ravel()).mean())
 
     def shares(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Returns the mixture's parts at some positions (B): the network's weight (B), and the probability that the
+        """Returns the mixture's parts at the B `positions`: the network's weight (B), and the probability that the
         cache adds to each token (B, V)."""
         mixture, stream = CacheMixture(self.model, self._size), self._streams[split]
         histories = [sequence_before(stream, int(at), self.model.length, self._start) for at in positions]

@@ -127,7 +127,8 @@ class DataConfig(Frozen):
         "of `--data`, or a download",
     )
     vocabulary: Literal["bpe", "words"] = Field(
-        default="bpe", description="of text: `bpe`: byte-level BPE; `words`: one token per word. Events: ignored"
+        default="bpe",
+        description="vocabulary of a text: `bpe`: byte-level BPE; `words`: one token per word; ignored for events",
     )
     vocabulary_size: int | None = Field(
         default=None,
@@ -138,7 +139,7 @@ class DataConfig(Frozen):
     )
     min_count: Whole = Field(
         default=1,
-        description="events: least number of occurrences in the training split for an entry of the vocabulary",
+        description="events: the vocabulary has only events that occur at least this many times in the training split",
     )
     unknown: Literal["skip", "token"] = Field(
         default="skip",
@@ -158,7 +159,8 @@ class DataConfig(Frozen):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="CSV: a longer time without an event, in seconds, starts a new session; absent: no limit",
+        description="CSV: largest time between successive events of a session, in seconds; after a longer time, a new "
+        "session starts; absent: no limit",
     )
     columns: ColumnsConfig = ColumnsConfig()
     valid_share: float = Field(
@@ -213,8 +215,8 @@ class TrainingConfig(Frozen):
     """The keys of the table `[training]`: how the network is trained.
 
     The regime `recurrent` is truncated back-propagation: each chunk of `chunk` tokens starts from the last state of the
-    chunk before. In the regime `truncated` each chunk of `chunk` = k tokens starts from the zero state, as a window
-    does in serving.
+    chunk before. In the regime `truncated` each chunk of `chunk` tokens starts from the zero state, as a window of this
+    length does in serving.
 
     The schedule sets the learning rate after `warmup` steps. `constant`: the rate does not change. `cosine`: the rate
     falls to zero. `inverse_time`: the rate is learning_rate / t in step t after the warm-up. `plateau`: the rate does
@@ -224,7 +226,8 @@ class TrainingConfig(Frozen):
 
     regime: Literal["recurrent", "truncated"] = Field(
         default="recurrent",
-        description="`recurrent` carries the state over chunks; `truncated` starts each chunk from the zero state",
+        description="`recurrent`: each chunk starts from the last state of the chunk before; `truncated`: each chunk "
+        "starts from the zero state",
     )
     steps: Whole = Field(description="largest number of optimizer steps")
     batch: Whole = Field(default=32, description="number of sequences in a batch")
@@ -243,7 +246,7 @@ class TrainingConfig(Frozen):
         default=0,
         ge=0,
         strict=True,
-        description="number of steps in which the learning rate of `plateau` falls to 0; other schedules: 0",
+        description="number of steps in which the learning rate of `plateau` falls to 0; must be 0 for other schedules",
     )
     patience: int = Field(
         default=0,
@@ -317,7 +320,10 @@ class Experiment(Frozen):
             raise ValueError("training.negatives needs a model without a cache: fit the cache with `wane cache`")
         if self.training.proof is not None:
             if self.data.kind == "events":
-                raise ValueError("training.proof is for text: its chunks end inside a sequence")
+                raise ValueError(
+                    "training.proof needs text: its loss is computed at the end of each chunk, where a batch of events "
+                    "may have padding"
+                )
             if (architecture.cell, architecture.block, architecture.layers) != ("gated", "residual", 1):
                 raise ValueError("training.proof needs cell = 'gated', block = 'residual' and one layer")
             reach = 0 if architecture.front is None else architecture.front.reach

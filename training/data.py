@@ -45,8 +45,9 @@ class Corpus:
     """The token streams of a corpus, by split, over one vocabulary, with the word counts of the splits and the hashes
     of the source files.
 
-    For events: `start`: whether a sequence reads `<eos>` first. `missed`: the number of unknown events that each split
-    leaves out after a known one. `notes`: lines about splits and vocabulary, for the user.
+    Three fields are for events. `start`: "token" if a model reads `<eos>` before a sequence, "zero" if it does not.
+    `missed`: for each split, the number of events that were left out because the vocabulary lacks them, and that follow
+    a known event of their session. `notes`: lines about splits and vocabulary, for the user.
     """
 
     vocabulary: Vocabulary
@@ -127,11 +128,11 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int, start: Start = "token") -> Corpus:
-    """Reads text, or events for a vocabulary of events, as one stream `audit`. Reads sequences up to a total of
-    `tokens` tokens.
+    """Reads text, or events for a vocabulary of events, as one stream, the corpus's split `audit`. Reads sequences up
+    to a total of `tokens` tokens.
 
     The whole first sequence is always read. A folder's files are read in name order. Events that a vocabulary without
-    `<unk>` lacks are left out. `start` is that of the corpus. Raises DataError.
+    `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. Raises DataError.
     """
     files = _files(path) if path.is_dir() else [path]
     if vocabulary.kind == "events":
@@ -200,8 +201,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[Item]]:
-    """Splits lines by position, not at random. Neighbouring lines stay in the same split, so the test split does not
-    continue text of the training split."""
+    """Splits lines or words by position, not at random. Neighbouring lines stay in the same split, so the test split
+    does not continue text of the training split."""
     valid, test = (max(1, round(len(items) * share)) for share in (config.valid_share, config.test_share))
     train = len(items) - valid - test
     if train < 1:
@@ -238,7 +239,7 @@ def _word_tokenizer(counts: Counter[str], size: int) -> str:
 
 
 def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> Corpus:
-    """Reads event logs (`training/events.py`). Raises DataError."""
+    """Reads event logs (`training/events.py`) as a corpus. Raises DataError."""
     files = _files(path) if path.is_dir() else [path]
     by_split = {file.stem: file for file in files}
     if path.is_dir() and sorted(by_split) == sorted(SPLITS) and len(files) == len(SPLITS):
@@ -271,12 +272,12 @@ def _hashes(files: list[Path], path: Path) -> dict[str, str]:
 
 
 def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tuple[NDArray[np.int64], int]:
-    """Splits a stream into `batch` parallel streams: (length, batch), time-major. Also returns the number of chunks per
-    epoch.
+    """Splits a stream into `batch` parallel streams. Returns an array with one column per parallel stream and one row
+    per time step, and the number of chunks per epoch.
 
-    The inputs of chunk i are the rows from `i * chunk` up to, but not including, `(i + 1) * chunk`. Its targets are the
-    rows one step later. Tokens that do not fill a chunk are dropped. Raises DataError if the stream is too short for
-    one chunk.
+    The inputs of chunk i are the rows from `i * chunk` up to, but not including, `(i + 1) * chunk`. The targets of
+    chunk i are the rows one step later. Tokens that do not fill a chunk are dropped. Raises DataError if the stream is
+    too short for one chunk.
     """
     length = (len(stream) - 1) // batch
     chunks = length // chunk

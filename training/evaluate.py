@@ -39,7 +39,7 @@ class SplitLosses:
     """The mean negative log-probabilities of one split, in nats per token. If there is a cache, they are the losses of
     the mixture of network and cache.
 
-    `without_cache`: like `recurrent`, but for the network alone. None if there is no cache.
+    `without_cache`: like `recurrent`, but for the network alone; None if there is no cache.
     """
 
     tokens: int
@@ -103,7 +103,8 @@ def window_losses(
     positions: NDArray[np.int64],
     advance: Advance | None = None,
 ) -> Tensor:
-    """Returns -log p(stream[t + 1] | stream[t - k + 1 .. t]) from the zero state, for every t in `positions`."""
+    """Runs windows of k tokens from the zero state. Returns -log p(stream[t + 1] | stream[t - k + 1 .. t]) for every t
+    in `positions`."""
     losses = []
     for start in range(0, len(positions), ROWS):
         ends = positions[start : start + ROWS]
@@ -117,7 +118,8 @@ def window_losses(
 
 @torch.inference_mode()
 def window_hidden(network: Network, stream: NDArray[np.int64], k: int, ends: NDArray[np.int64]) -> Tensor:
-    """Returns the output layer's input after stream[t - k + 1 .. t], from the zero state, for each t in `ends`.
+    """Runs windows of k tokens, stream[t - k + 1 .. t] for each t in `ends`, from the zero state. Returns the output
+    layer's input after each window.
 
     Shape: (ends, H).
     """
@@ -127,8 +129,8 @@ def window_hidden(network: Network, stream: NDArray[np.int64], k: int, ends: NDA
 
 
 def spread_positions(stream: NDArray[np.int64], count: int, longest: int) -> NDArray[np.int64]:
-    """Returns at most `count` evenly spread positions. At each position the stream has at least `longest` tokens,
-    including the position's own, and a next token."""
+    """Returns at most `count` evenly spread positions. At each position, the stream has at least `longest` tokens up to
+    and including this position, and a token after it."""
     first, last = longest - 1, len(stream) - 2
     if last < first:
         return np.empty(0, dtype=np.int64)

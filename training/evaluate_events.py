@@ -1,9 +1,10 @@
-"""Evaluates a model of events: perplexity and rankings, recurrent and with a window of each session's last k tokens.
+"""Evaluates a model of events: perplexity and rankings, in the recurrent mode and with a window of a session's last k
+tokens.
 
-As in serving, every session starts from the zero state, and a window of k tokens has at most the session's own tokens.
-A session that is not longer than k has the same prediction in both modes. Perplexity is over all predicted tokens: the
-events, the end of each session (`<eos>`), and, unless the start is "zero", the first event. Rankings and window
-perplexities are computed at positions spread evenly through the split.
+As in serving, every session starts from the zero state, and a window never extends beyond the start of its session.
+While a session has at most k tokens, its predictions are the same in both modes. Perplexity is over all predicted
+tokens: the events, the end of each session (`<eos>`), and, unless the start is "zero", the first event. Rankings and
+window perplexities are computed at positions spread evenly through the split.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from wane.training.sampled_softmax import LOGITS_AT_ONCE, full_losses
 from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
-"""The number of sessions that run beside each other, and the number of tokens of a chunk."""
+"""The number of sessions in a batch, and the largest number of tokens of each session in a batch."""
 
 RECURRENT, WITHOUT_CACHE = "recurrent", "recurrent, without the cache"
 
@@ -47,8 +48,9 @@ def session_losses(
 ) -> tuple[NDArray[np.float64], Tensor]:
     """Runs the network over all sessions, each from the zero state.
 
-    Returns -log p of the token after each input: float64 (stream - 1,), NaN where nothing is predicted. Also returns
-    the output layer's input after the positions `kept`, ascending int64 (n,): float32 (n, H).
+    Returns two results. The first is -log p of the token after each input: float64 (len(stream) - 1,), NaN where
+    nothing is predicted. The second is the output layer's input after each of the positions `kept`: float32 (n, H).
+    kept: int64 (n,), in ascending order.
     """
     device = network.embedding.weight.device
     lanes = SessionLanes(ALONE, sessions, WIDTH, CHUNK, None)
@@ -72,7 +74,7 @@ def session_losses(
 
 
 class _Judge:
-    """Computes losses and ranks at sampled positions of a split."""
+    """Computes the losses and the ranking metrics of a method at sampled positions of a split."""
 
     def __init__(self, network: Network, corpus: Corpus, sessions: Sessions, positions: NDArray[np.int64]) -> None:
         self._network, self._sessions, self._positions = network, sessions, positions
@@ -91,7 +93,8 @@ class _Judge:
         self._split_targets = int(inside.sum())
 
     def missed_share(self, missed: int) -> float:
-        """Returns the share of the split's next events that were left out of the stream. missed: their number."""
+        """Returns the share of the split's next events that were left out of the stream. missed: the number of events
+        that were left out."""
         return missed / max(1, missed + self._split_targets)
 
     def of_model(
@@ -140,7 +143,9 @@ class _Judge:
         next_ranks: list[NDArray[np.int64]],
         best_ranks: list[NDArray[np.int64]],
     ) -> None:
-        """Appends the ranks at the positions with the indices `some`, int64 (n,). scores: float64 (n, V)."""
+        """Appends the ranks of the next events to `next_ranks`, and the smallest ranks among the sessions' remaining
+        events to `best_ranks`. some: int64 (n,), the indices of the positions. scores: float64 (n, V), the scores of
+        all tokens at these positions."""
         targets = self._sessions.stream[self._positions[some] + 1]
         best = best_of(scores, [self._rest[index] for index in some])
         next_ranks.append(ranks_of(scores, targets, self._excluded))
@@ -165,8 +170,8 @@ def evaluate_events(
     cache: CacheModel | None = None,
     baselines: dict[str, Baseline] | None = None,
 ) -> tuple[SplitLosses, Rankings]:
-    """Evaluates one split. `cache` is mixed with the network, in windows with the same cache contents as in the
-    recurrent run. `baselines`: those to rank, None for those of the training split."""
+    """Evaluates one split. With a `cache`, a window's prediction uses the same cache contents as the recurrent run.
+    `baselines`: the baselines to evaluate, by name; None for `baselines_of` the training split."""
     network.eval()
     sessions = sessions_of(corpus, split)
     inputs = sessions.inputs()

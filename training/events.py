@@ -3,9 +3,9 @@
 A log is held as arrays of small integers, about 20 bytes an event while it is read, so that ten million events fit in
 well under a gigabyte.
 
-JSON lines have a session per line, in the order of their time: a list of event names, or `{"session": ..., "events":
-[...]}`. CSV files have a header and an event per row, in any order: the columns `session`, `time` and `item`, or those
-that `data.columns` names. An event's name is text or an integer.
+JSON lines have one session per line, the oldest session first. A line is a list of event names, or `{"session": ...,
+"events": [...]}`. CSV files have a header and an event per row, in any order: the columns `session`, `time` and `item`,
+or those that `data.columns` names. An event's name is text or an integer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """The separator of columns, by the suffix of a file's name."""
 
 NAMED_FAULTS = 5
-"""The number of wrong lines that an error describes. It counts the others."""
+"""The largest number of wrong lines that an error message describes. The message also gives the number of all wrong
+lines."""
 
 LATEST_TIME_S = 1e11
 """Times above this number of seconds since 1970, in the year 5138, are taken for milliseconds, and refused."""
@@ -48,8 +49,9 @@ class EventLog:
     """Sessions of events, in the order of their ends.
 
     names: the event names. events: int32 (events,), the index in `names` of each event, session after session. begins:
-    int64 (sessions + 1), the index in `events` of each session's first event, and the number of events. ends: float64
-    (sessions,), the time of each session's last event in seconds since 1970, or None if the source has no times.
+    int64 (sessions + 1), the index in `events` of each session's first event and, as the last number, the length of
+    `events`. ends: float64 (sessions,), the time of each session's last event in seconds since 1970, or None if the
+    source has no times.
     """
 
     names: list[str]
@@ -58,7 +60,7 @@ class EventLog:
     ends: NDArray[np.float64] | None
 
     def sessions(self, chosen: NDArray[np.int64]) -> EventLog:
-        """Returns the sessions with the indices `chosen`, int64 (sessions,), in their order."""
+        """Returns the sessions with the indices `chosen`, int64 (n,), in the order of `chosen`."""
         lengths = np.diff(self.begins)[chosen]
         begins = np.concatenate([[0], np.cumsum(lengths)])
         index = np.repeat(self.begins[chosen] - begins[:-1], lengths) + np.arange(begins[-1])
@@ -70,7 +72,7 @@ class EventLog:
 
 
 class _Reader:
-    """Collects event names and the faults of one file's lines."""
+    """Gives each event name of a log an index, and collects the faults of one file's lines."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
@@ -78,7 +80,7 @@ class _Reader:
         self._wrong = 0
 
     def id(self, name: object) -> int:
-        """Returns the index of an event name. Raises ValueError if it cannot be one."""
+        """Returns the index of an event name. Raises ValueError if `name` cannot be an event name."""
         if type(name) is int:
             name = str(name)
         if type(name) is not str:
@@ -90,13 +92,14 @@ class _Reader:
         return found
 
     def wrong(self, line: int, reason: object) -> None:
-        """Records a wrong line."""
+        """Records that a line is wrong."""
         self._wrong += 1
         if len(self._faults) < NAMED_FAULTS:
             self._faults.append(f"line {line}: {reason}")
 
     def check(self, path: Path, lines: int) -> None:
-        """Raises DataError if a line was wrong. The message names the first wrong lines and counts all."""
+        """Raises DataError if a line was wrong. The message describes the first wrong lines and gives the number of all
+        wrong lines."""
         if self._wrong:
             more = "; ..." if self._wrong > len(self._faults) else ""
             raise DataError(
@@ -119,10 +122,10 @@ def _check_name(name: str) -> None:
 def read_log(
     paths: Sequence[Path], columns: ColumnsConfig | None = None, session_gap_s: float | None = None
 ) -> EventLog:
-    """Reads files of JSON lines, or CSV files with the named columns. CSV files are read as one log.
+    """Reads files of JSON lines, or CSV files with the named columns, as one log.
 
-    A time of more than `session_gap_s` seconds between two events of a session starts a new session. Raises DataError,
-    which names the file and its wrong lines.
+    If more than `session_gap_s` seconds lie between two successive events of a session, the later event starts a new
+    session. Raises DataError, which names the file and its wrong lines.
     """
     reader = _Reader()
     kinds = {path.suffix for path in paths}
@@ -164,7 +167,8 @@ def _read_json_lines(paths: Sequence[Path], reader: _Reader) -> EventLog:
 
 
 def _parsed(line: str) -> tuple[str | int | None, list[object]]:
-    """Returns the session's id, or None, and its event names. Raises ValueError."""
+    """Returns the id of the line's session, or None if the line has no id, and the names of the session's events.
+    Raises ValueError."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -235,7 +239,7 @@ def _column_indices(path: Path, header: list[str], columns: ColumnsConfig) -> tu
 
 
 def _seconds(text: str) -> float:
-    """Returns a time in seconds since 1970. A time without a zone is UTC. Raises ValueError."""
+    """Converts a text to seconds since 1970. A time without a zone is UTC. Raises ValueError."""
     try:
         seconds = float(text)
     except ValueError:
@@ -294,8 +298,8 @@ def sha256_of(path: Path) -> str:
 
 
 def split_log(log: EventLog, config: DataConfig, path: Path) -> dict[str, EventLog]:
-    """Splits sessions into train, valid and test: by the time of their end (their order), or at random. Raises
-    DataError if there are too few."""
+    """Splits sessions into train, valid and test: in the order of the log, so that the test has the sessions that end
+    last, or at random. Raises DataError if there are too few sessions."""
     count = len(log)
     valid, test = (max(1, round(count * share)) for share in (config.valid_share, config.test_share))
     train = count - valid - test
@@ -309,8 +313,9 @@ def split_log(log: EventLog, config: DataConfig, path: Path) -> dict[str, EventL
 
 
 def event_tokenizer(train: EventLog, config: DataConfig) -> str:
-    """Returns a vocabulary of the events of the training split that occur at least `min_count` times, most frequent
-    first, at most `vocabulary_size` with the special tokens. Ties are ordered by name.
+    """Returns a vocabulary of the events that occur at least `min_count` times in the training split. The most frequent
+    events come first. Ties are ordered by name. The vocabulary has at most `vocabulary_size` tokens, including the
+    special tokens.
 
     The vocabulary has `<unk>` only if `unknown` is "token".
     """

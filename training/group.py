@@ -160,8 +160,8 @@ class Group:
                 raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
 
     def gather(self, rows: list[Tensor]) -> list[Tensor]:
-        """Collects tensors (lanes, ...) from all processes. The first process returns tensors with all lanes, on the
-        CPU. The other processes return their own tensors."""
+        """Collects the tensors `rows`, each of shape (lanes, ...), from all processes. The first process returns the
+        same tensors with the lanes of all processes, on the CPU. The other processes return `rows`."""
         if self.alone:
             return rows
         parts: list[list[Tensor]] | None = [[]] * self.size if self.first else None
@@ -169,7 +169,8 @@ class Group:
         return rows if parts is None else [torch.cat(whole) for whole in zip(*parts, strict=True)]
 
     def check_same(self, what: str, digest: Callable[[], str]) -> None:
-        """Raises RunError in every process if the digest of a process differs from that of the first process."""
+        """Raises RunError in every process if `digest` returns another value in some process than in the first. `what`:
+        the name of the compared values, for the message."""
         if self.alone:
             return
         digests = [""] * self.size
@@ -193,7 +194,8 @@ class Group:
             ) from error
 
     def wait_for_end(self) -> None:
-        """After the failure of another process, waits until the launcher stops this process."""
+        """After the failure of another process, waits until the launcher stops this process, for at most
+        LAUNCHER_WAIT_S."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if not self._ended:
             time.sleep(LAUNCHER_WAIT_S)

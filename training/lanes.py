@@ -1,8 +1,8 @@
 """Divides a split into the batches of training and validation, and assigns each process its lanes (parallel streams).
 
-A text is one stream: `TextLanes` cuts it into as many lanes as the batch has. Each lane carries its state from chunk
-to chunk. Events are many sequences: `SessionLanes` gives each lane a whole session, from the zero state, as a server
-reads it.
+A text is one stream: `TextLanes` cuts it into as many lanes as the batch has. Each lane keeps its state from one chunk
+(the tokens of one step) to the next. Events are many sequences: `SessionLanes` gives each lane a whole session, from
+the zero state, as a server reads it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from wane.training.group import Group
 from wane.training.sessions import Sessions
 
 POOL = 64
-"""The number of batches whose sessions are sorted by length together. Batches of similar lengths need little padding.
-The sessions of a pool are drawn anew in each epoch."""
+"""The number of batches in a pool. The sessions of a pool are sorted by length, because a batch of similar lengths
+needs little padding. Each epoch divides the sessions into pools at random."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One process's lanes of one step.
+    """One process's lanes of one step of T tokens.
 
-    inputs, targets: int64 (T, lanes). A target is the token after its input. positions: int64 (T, lanes), the index in
-    the split's stream of each input. real: bool (T, lanes), false for padding, or None if nothing is padding. fresh:
+    inputs, targets: int64 (T, lanes). A target is the token after its input. positions: int64 (T, lanes), the index of
+    each input in the split's stream. real: bool (T, lanes), false for padding, or None if nothing is padding. fresh:
     whether the lanes start from the zero state instead of the state after the batch before. tokens: the number of real
-    inputs of all processes. share: this process's share of them.
+    inputs of all processes. share: this process's share of the real inputs of all processes.
     """
 
     inputs: Tensor
@@ -43,19 +43,21 @@ class Batch:
     share: float
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Returns the values (T, lanes) that are not of padding, flat if there is padding."""
+        """Returns the values, of shape (T, lanes, ...), at the inputs that are not padding. If there is padding, the
+        result has one dimension in place of T and lanes."""
         return values if self.real is None else values[self.real]
 
     def chosen_positions(self) -> NDArray[np.int64]:
-        """Returns the positions that are not of padding, flat if there is padding."""
+        """Returns the positions of the real inputs. If there is padding, the result has one dimension."""
         return self.positions if self.real is None else self.positions[self.real.numpy(force=True)]
 
 
 class Lanes(Protocol):
     """One process's lanes of a split.
 
-    `mine`: the slice of these lanes in the lanes of all processes. `count`: their number, which is 0 if there are fewer
-    lanes than processes. `steps`: the number of batches in the first epoch, after which the sequences begin again.
+    `mine`: the slice of these lanes in the lanes of all processes. `count`: the number of this process's lanes, which
+    can be 0 if there are fewer lanes than processes. `steps`: the number of batches in the first epoch. The second
+    epoch reads the same sequences again.
     """
 
     mine: slice
@@ -71,8 +73,9 @@ class Lanes(Protocol):
 def lanes_of(
     group: Group, corpus: Corpus, split: str, width: int, chunk: int, shuffle_seed: int | None = None
 ) -> Lanes:
-    """Returns this process's lanes of a split. `shuffle_seed`: the seed of the order of sessions, None for a fixed
-    order. Raises DataError if a text is too short for one chunk in every lane."""
+    """Returns this process's lanes of a split. `width`: the number of lanes of all processes. `chunk`: the largest
+    number of tokens of a lane in a step. `shuffle_seed`: the seed of the order of sessions, None for a fixed order.
+    Raises DataError if a text is too short for one chunk in every lane."""
     stream = corpus.streams[split]
     if corpus.vocabulary.kind != "events":
         return TextLanes(group, stream, width, chunk, split)
@@ -104,9 +107,9 @@ class TextLanes:
 class SessionLanes:
     """One process's lanes of the sessions of a split. See `Lanes` and `Batch`.
 
-    `width` sessions of similar lengths run beside each other, and each batch has at most `chunk` tokens of each.
-    Sessions longer than a chunk go on in the next batch. Every epoch has every session once, in another order if there
-    is a `shuffle_seed`.
+    `width` sessions of similar lengths form a group, whose sessions are in the same batches. A batch has at most
+    `chunk` tokens of each session. Sessions longer than a chunk continue in the next batch. Every epoch has every
+    session once. With a `shuffle_seed`, each epoch has another order.
     """
 
     def __init__(self, group: Group, sessions: Sessions, width: int, chunk: int, shuffle_seed: int | None) -> None:
@@ -157,8 +160,8 @@ class SessionLanes:
             self._plan(self._epoch)
 
     def _plan(self, epoch: int) -> None:
-        """Puts every session into a group of `width` sessions. `_ends`: the number of batches up to each group's end,
-        in the epoch."""
+        """Divides the sessions into groups of `width` sessions. The last group may be smaller. `_ends`: for each group,
+        the number of the epoch's batches up to the end of this group."""
         lengths, width = self._sessions.lengths, self._width
         if self._seed is None:
             order = np.argsort(lengths, kind="stable")

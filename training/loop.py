@@ -191,8 +191,9 @@ class Trainer:
         return total / count
 
     def _fit(self, cache: CacheTraining, losses: list[Tensor], positions: list[Tensor]) -> float:
-        """Fits the cache's weights to the network's validation losses, one tensor (n,) per batch, at the positions of
-        the split. Returns the mean loss of the mixture of network and cache."""
+        """Fits the cache's weights to the network's validation losses. losses: one tensor (n,) per batch. positions:
+        the index of each loss's input in the split, one tensor (n,) per batch. Returns the mean loss of the mixture of
+        network and cache."""
         mine = torch.cat(losses) if losses else torch.zeros(0)
         at = torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64)
         network, every = self.group.gather([mine, at])
@@ -217,7 +218,8 @@ class Trainer:
         return SampledSoftmax(torch.from_numpy(counts), self.config.negatives)
 
     def _maybe_decay(self) -> None:
-        """Begins the decay of `plateau` when validation stops improving, or when only `decay_steps` steps remain."""
+        """Begins the decay of `plateau` when the validation loss stops improving, or when only `decay_steps` steps
+        remain."""
         if self.config.schedule != "plateau" or self.decay_start is not None:
             return
         waited = (self.step - self.best_step) // self.config.evaluate_every

@@ -26,7 +26,8 @@ LARGEST_CUTOFF = CUTOFFS[-1]
 
 
 def plot_quality(name: str, quality: Quality, path: Path) -> None:
-    """Plots perplexity per token against the window length k by split. A line shows the recurrent perplexity."""
+    """Plots perplexity per token against the window length k by split. A horizontal line shows the recurrent
+    perplexity."""
     figure, axes = plt.subplots(figsize=FIGURE, layout="constrained")
     _perplexities(axes, name, quality)
     figure.savefig(path, dpi=130)
@@ -34,8 +35,8 @@ def plot_quality(name: str, quality: Quality, path: Path) -> None:
 
 
 def plot_rankings(name: str, quality: Quality, rankings: dict[str, Rankings], path: Path) -> None:
-    """Plots the perplexity like `plot_quality`, and beside it recall@20 of the split `test`: of windows against their
-    length k, and of every other method as a line."""
+    """Plots the perplexity like `plot_quality` and, in a second panel, recall@20 on the split `test`. The recall of
+    windows is plotted against their length k. The recall of every other method is a horizontal line."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(2 * FIGURE[0], FIGURE[1]), layout="constrained")
     _perplexities(left, name, quality)
     found = rankings["test"]
@@ -104,8 +105,8 @@ def plot_log(name: str, log: Path, path: Path) -> None:
 
 
 def plot_audit(report: AuditReport, path: Path) -> None:
-    """Plots forgetting in four panels: distance, total variation and perplexity as functions of k, and the gradient as
-    a function of i."""
+    """Plots forgetting in four panels: distance, total variation and perplexity as functions of k, and the gradient's
+    norm as a function of i, the number of tokens between an input and the prediction."""
     figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
     windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
     certificate = report.certificate

@@ -32,11 +32,11 @@ from wane.models.networks import Network, ResidualLayer
 from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
-"""The lower limit, in nats, of a lead in the ratio. Smaller leads are replaced by this limit."""
+"""The lower limit, in nats, of the lead in the ratio's denominator. Smaller leads are replaced by this limit."""
 
 LEAST_ADDED = 1e-30
-"""The lower limit of a probability. Smaller probabilities are replaced by this limit, because the logarithm of 0 is not
-finite."""
+"""The lower limit of the probability that the cache adds to a token. Smaller probabilities are replaced by this limit,
+because the logarithm of 0 is not finite."""
 
 TINY = 1e-9
 
@@ -63,9 +63,10 @@ class ProofPressure:
         """Returns the loss term for the predictions at the end of the network's latest chunk, and the share of lanes
         whose top-1 token is proved, to first order.
 
-        step: the training step, from 0, during whose first `ramp` steps the loss rises. shares: the mixture with a
-        cache, None for the network alone: the network's weight, (lanes), and the probability that the cache adds to
-        each token, (lanes, V). With `shares`, the leads are computed from the mixture's probabilities.
+        step: the training step, counted from 0. In the first `ramp` steps, the factor of the loss rises to `weight`.
+        shares: None for the network alone. For a mixture with a cache: the network's weight, (lanes), and the
+        probability that the cache adds to each token, (lanes, V). With `shares`, the leads are computed from the
+        mixture's probabilities.
         """
         gates = self._cell.gates
         assert isinstance(gates, Tensor), "the network has not run: this is a bug"

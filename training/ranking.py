@@ -10,12 +10,12 @@ are in the order of popularity.) With r the rank of the session's next event, at
     hit rate@k  1 if any of the session's remaining events has a rank <= k, else 0
 
 Each metric is the mean over positions. Recall and MRR of the next event are those of GRU4Rec (Hidasi et al. 2016, arXiv
-1511.06939). With one relevant event, the ideal DCG is 1. For the next event alone, hit rate and recall are the same
-number, which the literature calls by both names. So hit rate is of the remaining session, as the second protocol of
-Ludewig and Jannach (2018, arXiv 1803.09587).
+1511.06939). NDCG is DCG divided by the ideal DCG, which is 1 because only the next event is relevant. For the next
+event alone, hit rate and recall would be the same number. Hit rate is therefore computed for all of the session's
+remaining events, as in the second protocol of Ludewig and Jannach (2018, arXiv 1803.09587).
 
-The first known event of a session is given and not predicted. A position whose next event the vocabulary lacks counts 0
-in every metric.
+The first known event of a session is only an input: its own rank counts in no metric. A position whose next event the
+vocabulary lacks counts 0 in every metric.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pydantic import Field
 from wane.models.manifest import Frozen
 
 CUTOFFS = (1, 5, 10, 20)
-"""The values of k."""
+"""The values of k in the metrics."""
 
 
 class RankingMetrics(Frozen):
@@ -52,8 +52,8 @@ class Rankings(Frozen):
 
 
 def ranks_of(scores: NDArray[np.floating], ids: NDArray[np.int64], excluded: list[int]) -> NDArray[np.int64]:
-    """Returns the rank of one event per row, from 1: int64 (n,). scores: (n, V). ids: int64 (n,). excluded: the ids
-    that are not ranked."""
+    """Returns the rank of one event per row, from 1: int64 (n,). scores: (n, V). ids: int64 (n,), the event of each
+    row. excluded: the ids that are not ranked."""
     own = np.take_along_axis(scores, ids[:, None], 1)
     before = scores > own
     before |= (scores == own) & (np.arange(scores.shape[1]) < ids[:, None])
@@ -63,7 +63,8 @@ def ranks_of(scores: NDArray[np.floating], ids: NDArray[np.int64], excluded: lis
 
 
 def best_of(scores: NDArray[np.floating], choices: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Returns, for each row, the id in `choices` with the highest score, the smallest such id: int64 (n,)."""
+    """Returns, for each row, the id with the highest score among the row's `choices`: int64 (n,). If several ids have
+    this score, returns the smallest."""
     best = np.empty(len(choices), np.int64)
     for row, ids in enumerate(choices):
         own = scores[row, ids]
@@ -74,9 +75,10 @@ def best_of(scores: NDArray[np.floating], choices: list[NDArray[np.int64]]) -> N
 def metrics_of(
     next_ranks: NDArray[np.int64], best_ranks: NDArray[np.int64], positions: int, missed_share: float
 ) -> RankingMetrics:
-    """Returns the metrics from ranks. next_ranks: int64 (n,), of the next event. best_ranks: int64 (n,), the smallest
-    rank of the remaining events. positions: the number of positions, of which those without a rank count 0.
-    missed_share: the share of positions that are not among these."""
+    """Computes the metrics. next_ranks: int64 (n,), the ranks of the next events. best_ranks: int64 (n,), the smallest
+    rank among the remaining events of each session. positions: the number of sampled positions, at least n. A position
+    without a rank counts 0. missed_share: the share of the split's next events that were left out of the stream. They
+    also count 0."""
     whole = (1 - missed_share) / max(1, positions)
 
     def mean(ranks: NDArray[np.int64], gains: NDArray[np.float64]) -> dict[int, float]:

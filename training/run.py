@@ -46,7 +46,7 @@ from wane.training.run_folder import RunFolder
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
 RANKINGS_WIDTH = 150
-"""The number of columns of the table of rankings, also where the terminal is narrower."""
+"""The width of the table of rankings in characters, even if the terminal is narrower."""
 LONGEST_WINDOW = 128
 """Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
@@ -125,7 +125,7 @@ def train(
 
 def peak_memory_gib() -> float:
     """Returns the largest resident memory of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux reports `ru_maxrss` in KiB
 
 
 def _read_tokenizer(path: Path | None) -> str | None:
@@ -169,12 +169,13 @@ def open_run(path: Path, data: Path | None) -> Trained:
 
 
 def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
-    """Evaluates a run's best weights. Writes `quality.json` and `evaluation.png` into the run folder."""
+    """Evaluates a run's best weights. Writes `quality.json`, `evaluation.png` and, for events, `rankings.json` into the
+    run folder."""
     return evaluate_opened(open_run(path, data), positions, console)
 
 
 def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
-    """Evaluates an opened run, like `evaluate_run`."""
+    """Evaluates a run that was read by `open_run`, and writes the same files as `evaluate_run`."""
     windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
@@ -196,7 +197,8 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
             for split in EVALUATED_SPLITS:
                 losses[split] = evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
         found = quality(losses)
-        bar.update(task, completed=total)  # a short split has fewer positions than were requested
+        bar.update(task, completed=total)  # the steps of a split with fewer positions than requested are fewer than
+        # `total`
     name, plot = run.experiment.name, run.folder.path / "evaluation.png"
     run.folder.write_quality(found, run.best_step, positions)
     console.print(quality_table(name, found))
@@ -219,7 +221,7 @@ def losses_of_split(
 
 
 def rankings_table(name: str, split: str, found: Rankings) -> Table:
-    """Returns a table of recall, MRR, NDCG and hit rate by method, each at all cutoffs."""
+    """Returns a table of recall, MRR, NDCG and hit rate by method, each for every k in CUTOFFS."""
     table = Table(
         title=f"{name}: {split}, {found.positions:,} next events, of which {found.missed_share:.2%} are unknown",
         caption=f"each at k = {', '.join(map(str, CUTOFFS))}; hit rate: any of the session's remaining events",

@@ -8,7 +8,7 @@
     best.pt           the weights with the lowest validation loss
     weights-N.pt      the weights after step N, if training.keep_every is set
     quality.json      the last evaluation, with its step and number of positions
-    rankings.json     the rankings of the last evaluation, beside the baselines' (events only)
+    rankings.json     the ranking metrics of the model and the baselines in the last evaluation (events only)
 
 Checkpoints and weights are written atomically and loaded with weights_only.
 """
@@ -92,7 +92,7 @@ class RunFolder:
             log.write(json.dumps(record) + "\n")
 
     def save(self, name: str, record: dict[str, Any]) -> None:
-        """Writes a checkpoint atomically."""
+        """Writes a checkpoint or weights atomically to the file `name`."""
         partial = self.path / f"{name}.partial"
         torch.save(record, partial)
         partial.replace(self.path / name)
@@ -155,7 +155,7 @@ class RunFolder:
         (self.path / "quality.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def write_rankings(self, rankings: dict[str, Rankings]) -> None:
-        """Writes the rankings of an evaluation, by split."""
+        """Writes the ranking metrics of an evaluation, by split."""
         record = {split: found.model_dump(mode="json") for split, found in rankings.items()}
         (self.path / "rankings.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

@@ -6,10 +6,10 @@ estimates
 
     Z ~ exp(s_y) + sum_(j in S, j != y) exp(s_j - log(N q_j))
 
-The correction log(N q_j) makes the estimate of Z unbiased for every q > 0. Its logarithm is biased low by about half of
-the estimate's relative variance, so the loss approaches the full softmax's as N grows. As in GRU4Rec (Hidasi and
-Karatzoglou 2018, arXiv 1706.03847), all targets of a batch share the drawn tokens, and q is proportional to a power of
-the counts.
+The correction log(N q_j) makes the estimate of Z unbiased for every q > 0. The logarithm of the estimate is biased low
+by about half of the estimate's relative variance, so the loss approaches the full softmax's as N grows. As in GRU4Rec
+(Hidasi and Karatzoglou 2018, arXiv 1706.03847), all targets of a batch share the drawn tokens, and q is proportional to
+a power of the counts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_losses(network: Network, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Like `token_losses` of the network's logits, without gradients, in pieces that bound the memory. hidden: (n, H).
-    targets: int64 (n,)."""
+    """Returns the `token_losses` of the network's logits, without gradients. Computes the logits in pieces, to limit
+    the memory. hidden: (n, H). targets: int64 (n,)."""
     rows = max(1, LOGITS_AT_ONCE // network.architecture.vocabulary_size)
     pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
     return torch.cat([token_losses(network.logits(part), some) for part, some in pieces])
@@ -45,8 +45,8 @@ def full_losses(network: Network, hidden: Tensor, targets: Tensor) -> Tensor:
 class SampledSoftmax:
     """Draws N tokens per batch and computes the sampled loss.
 
-    counts: (V,), the number of occurrences of each token in the training split. The random numbers are those of torch's
-    global generator of the CPU, so a resumed run draws the same tokens.
+    counts: (V,), the number of occurrences of each token in the training split. The random numbers come from torch's
+    global CPU generator, whose state is in the checkpoints. A resumed run therefore draws the same tokens.
     """
 
     def __init__(self, counts: Tensor, negatives: int) -> None:

@@ -12,8 +12,8 @@ class Sessions:
     """The sessions of a stream of events in which `<eos>` stands before each session and after the last.
 
     begins: int64 (sessions,), the index of the first input of each session: its `<eos>`, or its first event if the
-    start is "zero". lengths: int64 (sessions,), the number of inputs of each session. The target of its last input is
-    the next `<eos>`.
+    start is "zero". lengths: int64 (sessions,), the number of inputs of each session. The target of a session's last
+    input is the next `<eos>`.
     """
 
     def __init__(self, stream: NDArray[np.int64], eos_id: int, start: Start) -> None:
@@ -23,11 +23,12 @@ class Sessions:
         self.lengths = edges[1:] - self.begins
 
     def begin_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the index of the first input of the session of each position, int64 of the same shape."""
+        """Returns, for each position, the index of its session's first input: int64 of the shape of `positions`."""
         return self.begins[np.searchsorted(self.begins, positions, side="right") - 1]
 
     def end_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the index of the `<eos>` that ends the session of each position, int64 of the same shape."""
+        """Returns, for each position, the index of the `<eos>` that ends its session: int64 of the shape of
+        `positions`."""
         index = np.searchsorted(self.begins, positions, side="right") - 1
         return self.begins[index] + self.lengths[index]
 

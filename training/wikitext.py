@@ -1,6 +1,7 @@
-"""WikiText-2, the word-level files. The files are downloaded if no copy is on the machine, and checked by SHA-256.
+"""Reads WikiText-2 in its word-level version. The files are downloaded if no copy is on the machine. Their SHA-256 is
+checked.
 
-Merity et al. 2016, arXiv 1609.07843. Wikipedia text, CC BY-SA.
+Source: Merity et al. 2016, arXiv 1609.07843. Licence: the text is from Wikipedia, CC BY-SA.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PUBLIC_COPY = "https://raw.githubusercontent.com/pytorch/examples/main/word_lang
 CACHE = Path.home() / ".cache" / "wane" / "wikitext-2"
 TIMEOUT_S = 60
 
-FILES = {  # split: (SHA-256 of the file, words with one <eos> per line)
+FILES = {  # for each split: the SHA-256 of its file, and its number of words including one <eos> per line
     "train": ("9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f", 2_088_628),
     "valid": ("f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8", 217_646),
     "test": ("d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0", 245_569),

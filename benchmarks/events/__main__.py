@@ -2,10 +2,11 @@
 
     python -m benchmarks.events [--items N] [--hidden N] [--rounds N] [--steps N] [--json FILE]
 
-The model is a GRU with random weights, like GRU4Rec: its predictions are noise, and its steps cost the same as a
-trained model's. A step appends one event to a session, and its answer lists events. Each request is sent after the
-answer to the last one. The baseline is one run of the same graph by ONNX Runtime in this process, with the largest
-logits by numpy: no session, no HTTP. Each round measures all of them one after another. Needs the extra train.
+The model is a GRU with the architecture of GRU4Rec and random weights. Its predictions are noise, and a step costs the
+same as a step of a trained model. A step appends one event to a session, and its answer lists the most probable next
+events. Each request is sent after the answer to the previous request. The baseline runs the same graph once per event
+with ONNX Runtime in this process, and finds the largest logits with numpy. It uses no session and no HTTP. Each round
+measures the baseline and then each kind of step. Needs the extra train.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ SEED = 0
 WINDOW, MAX_WINDOW = 32, 128
 SAMPLE_TOKENS = 1024
 TARGET_MS = 2.0
-"""The largest accepted p50 of a step with 20 listed events, on two quiet cores."""
+"""The largest accepted p50 of a step whose answer lists 20 events, in milliseconds, on a machine with two cores and no
+other load."""
 
 WARM_UP = 50  # steps that are not measured, at the beginning of every round
 BASELINE = "ONNX Runtime and numpy, top 20"
@@ -51,11 +53,11 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
     "top 20, exclude_seen": {"top_k": 20, "exclude_seen": True},
     "top 20 of 1,000 candidates": {"top_k": 20, "candidates": range(1000)},
 }
-"""The measured steps, by name, with the fields of their bodies besides `events`."""
+"""The measured kinds of steps. Each name maps to the fields of the request body in addition to `events`."""
 
 
 def export(folder: Path, items: int, hidden: int) -> Path:
-    """Writes the bundle `folder`/shop. Returns its path. Raises ExportError."""
+    """Writes the bundle `folder`/shop, and returns the bundle's path. Raises ExportError."""
     architecture = Architecture(
         cell="gru", vocabulary_size=items + 2, embedding=hidden, hidden=hidden, layers=1, tied=False
     )
@@ -101,13 +103,13 @@ def item(index: int) -> str:
 
 
 def clicked(items: int, count: int, seed: int) -> list[int]:
-    """Returns random indexes of items. A few items are clicked often."""
+    """Returns `count` random indexes of items. A few items occur much more often than the others."""
     found: list[int] = (np.random.default_rng(seed).zipf(1.3, count) % items).tolist()
     return found
 
 
 def bodies(name: str, items: int, count: int, seed: int) -> Iterator[str]:
-    """Yields the bodies of the steps `name`."""
+    """Yields the request bodies of `count` steps of the kind `name`, a key of STEPS."""
     fields = dict(STEPS[name])
     if "candidates" in fields:
         fields["candidates"] = [item(index) for index in fields["candidates"]]
@@ -116,8 +118,8 @@ def bodies(name: str, items: int, count: int, seed: int) -> Iterator[str]:
 
 
 def measured_steps(port: int, session: str, requests: Sequence[bytes]) -> list[float]:
-    """Sends the requests of one session over one connection. Returns the seconds of each after the warm-up. Raises
-    BadAnswer."""
+    """Sends the requests of one session over one connection. Returns the latency of each request after the first
+    WARM_UP requests, in seconds. Raises BadAnswer."""
     taken: list[float] = []
     with connect(port) as connection:
         answers = HttpAnswers()
@@ -134,7 +136,8 @@ def measured_steps(port: int, session: str, requests: Sequence[bytes]) -> list[f
 
 
 def measured_runs(runner: OnnxRunner, hidden: int, tokens: Sequence[int], listed: int) -> list[float]:
-    """Runs one step for each token in this process. Returns the seconds of each after the warm-up."""
+    """Runs the step graph for each token in this process, and finds the `listed` largest logits. Returns the time of
+    each run after the first WARM_UP runs, in seconds."""
     taken: list[float] = []
     state = {"layers.0.h": np.zeros((1, hidden), np.float32)}
     for token in tokens:
@@ -180,7 +183,7 @@ def measure(items: int, hidden: int, rounds: int, steps: int) -> list[dict[str, 
 
 
 def table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Returns the figures as a table. Median (least to most) of the rounds."""
+    """Returns the table of the results. Each cell has the median, the least and the largest value of the rounds."""
     shown = Table(title=title)
     for column in ("", "p50 ms", "p99 ms"):
         shown.add_column(column, justify="left" if not column else "right")
@@ -190,7 +193,7 @@ def table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def main() -> None:
-    """Measures, prints the table, and writes the figures to a file if one is named."""
+    """Measures the latencies, prints the table, and writes the results to the file of `--json` if it is given."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.events", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -62,10 +62,11 @@ def first_is_proved(
     lead_moved: Callable[[NDArray[np.intp]], Vector],
     among: NDArray[np.int64] | None = None,
 ) -> bool:
-    """Returns whether `first` has the largest probability in every run's mixture.
+    """Returns whether token `first` is more probable than every other token in every run's mixture. The module's
+    docstring defines the symbols.
 
     weight: w. added: (V), c, or None for a network alone. lead_moved: a function that returns R_ab, (P), for the ids of
-    tokens b, (P). among: the ids of the tokens b to which `first` is compared, ascending, or None for all.
+    tokens b, (P). among: the ids of the tokens b with which `first` is compared, ascending, or None for all tokens.
     """
     if not math.isfinite(moves.off):
         return False

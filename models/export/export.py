@@ -74,9 +74,9 @@ def export_bundle(
     `weights` maps the names of `models/weights.py` to float32 tensors. `sample_tokens` is real text for the parity
     check. `precision` is the number format of the products with weights. int8 graphs are faster, but their results
     differ slightly, and they have no certificate. `cache` is the cache language model that the server mixes with the
-    network. `unknown` is what the server does with a word or an event that the vocabulary lacks. `start` is whether
-    the zero state reads `<eos>` first. `replace` allows the
-    replacement of a bundle of the same or a higher version.
+    network. `unknown` is what the server does with a word or an event that the vocabulary lacks. `start` is what the
+    model reads first: `<eos>`, or the first token of the sequence (see `Start`). `replace` allows the replacement of a
+    bundle of the same or a higher version.
 
     Raises BundleExistsError if an existing bundle may not be replaced. Raises ExportError if the arguments do not fit
     together, or if the graphs, the oracle and `torch_network` differ. On an error nothing is written.

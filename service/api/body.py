@@ -165,8 +165,9 @@ def shape(model: type[Body]) -> BodyShape:
 
 
 def _item_type(annotation: Any) -> type[Body] | None:
-    """Returns the body among the types of a list's items. Returns None if there is none, or if it is no list."""
-    if get_origin(annotation) in (Union, UnionType):  # of a list and null
+    """Returns the subclass of Body among the item types of a list annotation. Returns None if no item type is a Body,
+    or if the annotation is not a list."""
+    if get_origin(annotation) in (Union, UnionType):  # a union of a list and None
         return next((found for one in get_args(annotation) if (found := _item_type(one)) is not None), None)
     return _body_type(*get_args(annotation)) if get_origin(annotation) is list else None
 
@@ -473,9 +474,10 @@ def valid(document: Any, model: type[B]) -> B:
 async def tokens_of(
     engine: Engine, given: GivenSequence, deadline: float | None, *, document: bool = False
 ) -> EventTokens:
-    """Returns the tokens of a text or of events, or the given token ids. If `document` is true, the input is for
-    scoring, which has a larger limit on the number of tokens. Raises TooLarge, DeadlineExceeded, and InvalidRequest for
-    a text without tokens, for events that the model refuses, and if the model does not read this kind of input."""
+    """Returns the tokens of the input `given`: a text, events or token ids. If `document` is true, the input is for
+    scoring, which has a larger limit on the number of tokens. Raises TooLarge and DeadlineExceeded. Raises
+    InvalidRequest for a text without tokens, for events that the model refuses, and if the model does not read this
+    kind of input."""
     if isinstance(given, list):
         return EventTokens(tuple(given))
     if isinstance(given, EventInput):
@@ -488,7 +490,7 @@ async def tokens_of(
 
 
 def filter_of(engine: Engine, body: RankedBody) -> Filter:
-    """Returns the filter of a body. Raises InvalidRequest."""
+    """Returns the filter of the tokens that the answer to a body lists. Raises InvalidRequest."""
     if body.exclude is None and body.candidates is None and not (body.exclude_seen or body.include_end):
         return NO_FILTER
     return engine.events.filter(

@@ -76,7 +76,7 @@ class Choice:
     def _add(
         self, logprobs: LogprobsDocument, token: int, logprob: float | None, places: Sequence[Prediction], offset: int
     ) -> None:
-        """Adds a token. Its log-probability is None if it has no prediction."""
+        """Adds a token to `logprobs`. `logprob` is None if the model has no prediction of the token."""
         name = self._name(token)
         top: dict[str, float] | None = None
         if logprob is not None:

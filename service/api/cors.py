@@ -1,6 +1,7 @@
 """Allows pages of other origins to call the server from a browser (CORS, https://fetch.spec.whatwg.org).
 
-Starlette's middleware decides. It cannot wrap the application, because most requests are dispatched without ASGI.
+Starlette's `CORSMiddleware` decides which requests are allowed. It cannot wrap the application, because most requests
+are dispatched without ASGI.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ from wane.service.errors import Forbidden, truncate_repr
 
 METHODS = ("DELETE", "GET", "HEAD", "POST")
 EXPOSED = ("x-request-id", "retry-after", "location")
-"""The response headers that a page may read, in addition to those that every page may read."""
+"""The response headers that a page of another origin may read, in addition to those that browsers always let a page
+read."""
 
 
 class CrossOrigin:
-    """The origins whose pages may call the server. The server accepts no cookies, so a page has to send an API key."""
+    """Decides which origins' pages may call the server. The server accepts no cookies. If the server has API keys, a
+    page must therefore send a key."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins` are like `https://shop.example`. The origin `*` allows every origin."""
+        """`origins` are the allowed origins, such as `https://shop.example`. `*` allows every origin."""
         self._rules = CORSMiddleware(
             _nothing, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED
         )
         self.headers = lru_cache(64)(self._headers)
-        """Returns the response headers for a request with this header `origin`."""
+        """Returns the CORS headers of the response to a request whose header `origin` is the argument."""
 
     def preflight(self, scope: Scope) -> Response | None:
-        """Returns the response to a browser's question whether it may send a request. Returns None for any other
-        request. The browser asks without the page's API key."""
+        """Returns the response to a preflight request, with which a browser asks whether a page may send a request.
+        Returns None for any other request. A preflight request has no API key."""
         headers = Headers(scope=scope)
         if scope["method"] != "OPTIONS" or "origin" not in headers or "access-control-request-method" not in headers:
             return None
@@ -46,7 +49,8 @@ class CrossOrigin:
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or self._rules.is_allowed_origin(origin):
             return
-        if urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):  # not the server's own page
+        # A page of this server may open a WebSocket, too. Its origin has the host of the header `host`.
+        if urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):
             raise Forbidden(f"pages of origin {truncate_repr(origin)} may not open a WebSocket of this server")
 
     def _headers(self, origin: bytes | None) -> Sequence[tuple[bytes, bytes]]:

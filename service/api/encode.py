@@ -224,7 +224,8 @@ COLUMNS = (
 """Columns of the answers to many steps. Each column has the name of a field of `Answer`."""
 
 SELDOM = ("unknown", "seen_tokens")
-"""Columns that are omitted if no answer has a value, because few calls have one."""
+"""The columns of the answer to many steps that are omitted if no step has a value for them. Few calls have such values.
+"""
 
 LATENCY = ("queue_ms", "compute_ms", "total_ms")
 

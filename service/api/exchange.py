@@ -289,7 +289,8 @@ class HttpExchange(Exchange):
         """The headers that are added to every response."""
         here, method, cross_origin = self.context, self.scope["method"], self.policy.cross_origin
         careful = () if method == "POST" else SECURITY_HEADERS
-        if cross_origin is None or method == "OPTIONS":  # `CrossOrigin.preflight` has its own headers
+        # The response of `CrossOrigin.preflight` to OPTIONS already has CORS headers.
+        if cross_origin is None or method == "OPTIONS":
             return here.request_id_header(), *careful
         return here.request_id_header(), *careful, *cross_origin.headers(here.headers.get(b"origin"))
 

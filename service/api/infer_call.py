@@ -159,8 +159,8 @@ def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
 def _events(
     engine: Engine, values: Sequence[str], width: int, index: int, length: int | None, *, document: bool
 ) -> EventTokens:
-    """Returns the tokens of a row of events. The manifest's `unknown` decides what becomes of a name that the
-    vocabulary lacks."""
+    """Returns the tokens of a row of events. A name that the vocabulary lacks is treated as the manifest's `unknown`
+    says."""
     names = values[index * width : index * width + (width if length is None else length)]
     engine.events.check_events(EVENTS)
     engine.check_event_count(len(names), document=document)

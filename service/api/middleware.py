@@ -1,11 +1,12 @@
 """The only ASGI middleware, around every route.
 
 It rejects a body whose declared or received length exceeds the limit (413), and converts the exceptions of routes to
-responses. It answers a browser's question whether a page of another origin may send a request (`cors.py`).
+responses. It answers preflight requests, with which a browser asks whether a page of another origin may send a request
+(`cors.py`).
 
 The middleware checks a WebSocket's origin and API key before the WebSocket's route runs. If the origin, the key or the
 path is invalid, the middleware still accepts the WebSocket, sends the reason in a message, and closes the WebSocket
-with 1008. A page would not learn the reason for a rejected handshake, because browsers do not show it to the page.
+with 1008. The handshake is not rejected, because browsers do not show a page the reason for a rejected handshake.
 """
 
 from __future__ import annotations

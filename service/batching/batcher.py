@@ -308,7 +308,9 @@ class Batcher:
         self._taken += 1
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
-        elif self._taken < MOST_TAKEN:  # a second batch waits for the first, and `_take_back` may withdraw it
+        elif self._taken < MOST_TAKEN:
+            # The runner is idle, so this batch starts immediately. A second batch would wait, and `_take_back` might
+            # withdraw it.
             enter(items)
         running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:

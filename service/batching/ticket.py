@@ -64,7 +64,7 @@ class Ticket:
         return other
 
     def mark(self) -> Ticket:
-        """Returns a copy of the ticket's current times, for a later call of `latency`."""
+        """Returns a copy of the ticket's current times. A later call of `latency` takes this copy as `since`."""
         copy = Ticket()
         copy.queue_s, copy.compute_s = self.queue_s, self.compute_s
         return copy

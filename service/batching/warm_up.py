@@ -14,8 +14,8 @@ from wane.service.state.pool import START, ZERO, StatePool
 
 
 def warm_up(runner: Runner, pool: StatePool, manifest: Manifest, *, max_batch_size: int) -> None:
-    """Computes the state at the start of a sequence, and runs every graph with one item and with the largest batch.
-    With a zero start, the state at the start is the zero state, which the slot already holds.
+    """Computes the state in which every sequence starts, and runs every graph with one item and with the largest batch.
+    With a zero start, sequences start in the zero state, which is already in the slot START.
 
     The first run of a graph allocates memory and plans kernels, and no request should wait for that. Blocks, so call it
     outside the event loop's thread. Raises the runner's errors.

@@ -1,5 +1,5 @@
-"""`wane compare`: runs both modes of one model over a text, or over sessions of events, and shows their latency and
-their agreement."""
+"""`wane compare`: runs both modes of one model over a text, or over sessions of events. Shows the latency of each mode
+and the agreement of the two modes."""
 
 from __future__ import annotations
 

@@ -21,19 +21,20 @@ Event = str | int
 
 @dataclass(frozen=True, slots=True)
 class ComparedInput:
-    """Token ids of one or more sequences. `unknown`: how often each event occurs that the vocabulary lacks. These
-    events are not in the sequences."""
+    """Token ids of one or more sequences. `unknown`: the number of occurrences of each event that the vocabulary lacks.
+    These events are not in the sequences."""
 
     sequences: list[list[int]]
     unknown: Counter[str] = field(default_factory=Counter)
 
     @property
     def steps(self) -> int:
-        """The number of tokens."""
+        """The number of tokens of all sequences."""
         return sum(map(len, self.sequences))
 
     def describe(self) -> str:
-        """Returns a sentence about the sessions, and the number and the names of the unknown events."""
+        """Returns a sentence with the number of events and sessions and, if there are unknown events, a sentence with
+        their number and names."""
         known, missed = self.steps, self.unknown.total()
         sentence = f"Compared {known:,} events of {len(self.sequences):,} sessions."
         if not missed:
@@ -45,11 +46,11 @@ class ComparedInput:
 
 
 def read_input(client: Client, card: Document, file: Path | None, tokens: int) -> ComparedInput:
-    """Reads the first `tokens` tokens of a file for the model with the document `card`. A file for a model of events
-    has sessions (`read_sessions`), any other file is text. None: the sample text.
+    """Reads the first `tokens` tokens of a file for the model with the document `card`. If the model reads events, the
+    file has sessions (`read_sessions`). Otherwise the file is text, and None stands for the sample text.
 
-    Raises CommandError for a model of events without a file, for an invalid file, and if no event is known; ClientError
-    and OSError.
+    Raises ClientError, OSError and UnicodeError. Raises CommandError if the model reads events and `file` is None, if a
+    file of sessions is invalid, and if the vocabulary has none of the events.
     """
     if card["vocabulary"]["kind"] != "events":
         text = (file or SAMPLE).read_text(encoding="utf-8")[: tokens * CHARACTERS_OF_A_TOKEN]
@@ -80,8 +81,9 @@ def read_input(client: Client, card: Document, file: Path | None, tokens: int) -
 
 
 def read_sessions(path: Path) -> list[list[Event]]:
-    """Reads JSON lines: each is a list of events, or an object with the list `events`. An event is a name or an
-    integer. Skips empty lines and empty sessions. Raises CommandError, which names the line, OSError and UnicodeError.
+    """Reads a file of JSON lines. Each line is a list of events, or an object whose field `events` is such a list. An
+    event is a name or an integer. Skips empty lines and empty sessions. Raises OSError and UnicodeError. Raises
+    CommandError for an invalid line and for a file without events.
     """
     sessions = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
@@ -110,7 +112,7 @@ def read_sessions(path: Path) -> list[list[Event]]:
 
 
 def _names(unknown: Counter[str]) -> str:
-    """Lists the most frequent unknown events."""
+    """Returns the names of the most frequent unknown events, and how many more there are."""
     more = len(unknown) - NAMES
     shown = ", ".join(json.dumps(name, ensure_ascii=False) for name, _ in unknown.most_common(NAMES))
     return shown + (f" and {more:,} more" if more > 0 else "")

@@ -1,9 +1,10 @@
 """Measures the latency of a model's two modes over one or more sequences, and the agreement of their answers.
 
 The measurement makes three passes over the same positions. The first pass is recurrent: a session gets one token in
-each step. The second pass uses windows without a session: each request has the last k + 1 tokens. The third pass uses
-mode both, and gives the agreement of the two modes. Finally, windows of several sizes are compared at a few positions,
-to show agreement as a function of k.
+each step. The second pass uses windows of k tokens without a session. Each request has the last k + 1 tokens, because
+an input that fits in the window would be run from the start token. The third pass uses mode both, and gives the
+agreement of the two modes. Finally, windows of several sizes are compared at a few positions, to show agreement as a
+function of k.
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ class WindowSummary:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """The results of `measure`: the latency of each mode and phase in milliseconds, with windows of k tokens; the
-    agreement of windows of the model's own k, `model_k`, with recurrent mode; and the results for each window size.
+    """The results of `measure`. `k`: the number of tokens in the measured windows. `model_k`: the model's default
+    window size. `latency`: the quantiles of the latency by mode and phase, in milliseconds. `agreement`: the agreement
+    of windows of `model_k` tokens with recurrent mode. `windows`: the results for each window size.
 
-    `sequences`: the number of sequences. `unknown`: how often each event occurs that the vocabulary lacks, and that was
-    left out."""
+    `sequences`: the number of sequences. `unknown`: the number of occurrences of each event that the vocabulary lacks.
+    These events were left out."""
 
     url: str
     model: str
@@ -120,10 +122,10 @@ def requests_needed(steps: int) -> int:
 def measure(
     client: Client, url: str, card: Document, k: int, compared: ComparedInput, advance: Advance
 ) -> Measurements:
-    """Measures both modes of a model over the sequences of `compared`. `card` is the model's document, and `k` the
-    number of tokens in a window. Calls `advance` after each request. Raises ClientError."""
+    """Measures both modes of a model over the sequences of `compared`. `card` is the model's document from /v1/models.
+    `k` is the number of tokens in a window. Calls `advance` after each request. Raises ClientError."""
     model, sequences = card["id"], compared.sequences
-    # Each place is a sequence and the number of its tokens that have been read.
+    # Each place is a pair: a sequence, and the number of its tokens that the model has read.
     places = [(tokens, end) for tokens in sequences for end in range(1, len(tokens) + 1)]
 
     def window(index: int) -> Document:

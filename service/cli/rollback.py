@@ -1,7 +1,8 @@
 """`wane rollback`: withdraws a model's newest version, so that the version before it is served again.
 
 Renames the folder of the newest version, for example from `shop/3` to `shop/3.withdrawn`. To undo the command, rename
-the folder back. Servers that poll the folder load the version before it, and live sessions continue on that version.
+the folder back. Servers that poll the folder load the version before the withdrawn one. Live sessions continue on that
+version.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ def compare(
     """Compares the answers of the recurrent and the window mode at temperature 1. The logits are float32 (V). The
     hidden vectors, float32 (H), are the inputs of the output layer.
 
-    Let p be the distribution of the recurrent mode and q the distribution of the window mode. `total_variation` is
-    sum |p - q| / 2. `kl` is sum p log(p / q), in nats. `max_logit_difference` is the largest difference between the two
+    Let p be the distribution of the recurrent mode and q the distribution of the window mode. `total_variation` is sum
+    |p - q| / 2. `kl` is sum p log(p / q), in nats. `max_logit_difference` is the largest difference between the two
     logits of a token. `state_distance` is the 2-norm of the difference of the two hidden vectors.
 
     `bound` is the bound on the distance between the two answers. `proved` says whether the window's run alone proves
-    that the most probable tokens of the two answers are equal. `ids` are the tokens that the answers list, or None for
-    all; only `top1_match` depends on them.
+    that the most probable tokens of the two answers are equal. `ids` are the ids of the tokens that the answers may
+    list, or None for all tokens. Only `top1_match` depends on `ids`.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
     ranked_p, ranked_q = (p, q) if ids is None else (p[ids], q[ids])

@@ -34,8 +34,8 @@ class AnswerPlan(NamedTuple):
 
     `mode` is recurrent, window or both. `window` is k, the window's number of tokens; None in mode recurrent. `origin`
     is the source of the recurrent part's state. `context_length` is the number of latest tokens that this state has
-    read. `ranking` has the tokens that the answer lists. `cache` says whether the answer is mixed with the model's
-    cache, if the model has one.
+    read. `ranking` selects the tokens that the answer may list. `cache` says whether the answer is mixed with the
+    model's cache, if the model has one.
     """
 
     mode: Mode
@@ -90,7 +90,7 @@ class ModeResult(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Chooses the live answers that are repeated in the other mode."""
+    """Selects the live answers that the shadow repeats in the other mode."""
 
     def chosen(self) -> bool:
         """Returns whether the next answer is sampled. Call it once for each answer."""
@@ -142,7 +142,8 @@ class AnswerBuilder:
         """
         found = plan.bound_of(self._certificate, recurrent, result.radius)
         if plan.cache and self.cache is not None:
-            starts = len(input_ids) > plan.position or not plan.context_length  # with the start token
+            # whether `input_ids` begins with the start token
+            starts = len(input_ids) > plan.position or not plan.context_length
             history = input_ids[1:] if starts else input_ids
             result = result.mix(self.cache, history, plan.position)
         return ModeResult(result, result.bound(found), latency)
@@ -219,8 +220,8 @@ class AnswerBuilder:
         predictions come from the recurrent part.
 
         `input_ids` returns all available tokens up to the plan's position. `prove` says whether `search` ran on the
-        parts. The time of the search is then part of the answer's latency. `session` is the id of the session, if the
-        request has one. `logits` says whether the answer contains the logits. `token_logprobs` are the
+        parts. If it did, the answer's latency includes the time of the search. `session` is the id of the session, if
+        the request has one. `logits` says whether the answer contains the logits. `token_logprobs` are the
         log-probabilities of the session's latest tokens, if the request asked for them. `unknown`: see `Answer`.
         """
         answered = recurrent or window
@@ -276,8 +277,8 @@ class AnswerBuilder:
         has_seen: bool = False,
         cache: bool = True,
     ) -> Answer:
-        """Returns the answer without predictions of a model with a zero start, before the first token. Nothing runs.
-        `has_seen` says whether the request excludes the tokens that were seen."""
+        """Returns an answer without predictions, for a model with a zero start before its first token. Runs no graph.
+        `has_seen` says whether the request has `exclude_seen`."""
         modes: dict[Mode, ModeAnswer] | None = None
         if mode is Mode.BOTH:
             modes = {one: ModeAnswer((), ticket.latency()) for one in (Mode.RECURRENT, Mode.WINDOW)}
@@ -299,7 +300,7 @@ class AnswerBuilder:
         )
 
     def predictions(self, result: RunResult, top_k: int, ranking: Ranking) -> tuple[Prediction, ...]:
-        """Returns the `top_k` most probable tokens of a result that `ranking` lists."""
+        """Returns the `top_k` most probable tokens of a result, among the tokens that `ranking` may list."""
         return listed(ranking.largest(result, top_k), top_k, self._vocabulary)
 
     def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
@@ -324,7 +325,8 @@ class AnswerBuilder:
         )
 
     def _leads(self, plan: AnswerPlan, result: RunResult, bound: Bound | None) -> bool:
-        """Returns whether the margin proof alone proves the most probable token that the plan's ranking lists."""
+        """Returns whether the margin proof alone proves the first token of the list: the most probable token that the
+        plan's ranking may list."""
         if bound is None or bound.runs is None:
             return False
         if result.mixed is not None:

@@ -1,12 +1,12 @@
 """Runs steps of one token in columns. The data of a batch of steps, from the states to the answers, is in arrays with
 one row for each step.
 
-A step is taken in columns under three conditions: the session's state is resident, no other request holds the session's
-lock, and live answers are not sampled for shadows. The step itself must have no idempotency key, must not be traced,
-must not set a mode other than auto, and must not ask for a proof, for logits, for the tokens' log-probabilities or for
-an answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict,
-if its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
-those of the general procedure.
+A step is taken in columns only if the session's state is resident, no other request holds the session's lock, and live
+answers are not sampled for shadows. The step must have no idempotency key, must not be traced, must not set a mode
+other than auto, and must not have a filter or unknown events. It must not ask for a proof, for logits, for the tokens'
+log-probabilities or for an answer without the cache. A step in columns is passed to the general procedure (`step.py`)
+if it is a replay or a conflict, if its state has been evicted, or if the run of its batch fails. The tests compare the
+answers of steps in columns with those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
 """
@@ -50,7 +50,7 @@ from wane.service.types import MAX_POSITION, Answer, Latency, Mode, Owner, State
 
 Float = TypeVar("Float", np.float32, np.float64)
 
-NO_POSITION = -1  # stands for a missing expected position of a step
+NO_POSITION = -1  # the expected position of a step whose request has none
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
 KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
 
@@ -65,7 +65,7 @@ class StepReceiver(Protocol):
     """Whether the receiver has stopped waiting."""
 
     creator: Owner | None
-    """The `creator` of the receiver's steps."""
+    """The `creator` of the steps whose results this receiver gets: see `StepRequest`."""
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """Receives the answer of a committed step, which is row `row` of `results`."""
@@ -275,9 +275,8 @@ class StepColumns:
     ) -> None:
         """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
         `most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no step is taken
-        in columns.
-        `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued.
-        `ranking` has the tokens that answers list. `cache` is the model's cache, if it has one.
+        in columns. `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are
+        queued. `ranking` selects the tokens that answers may list. `cache` is the model's cache, if it has one.
         """
         self._vocabulary = vocabulary
         self._ranking = ranking
@@ -568,8 +567,8 @@ class StepColumns:
     def _without_unlisted(
         self, ids: NDArray[np.int64], values: NDArray[Float]
     ) -> tuple[NDArray[np.int64], NDArray[Float]]:
-        """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U). U is the
-        number of unlisted tokens."""
+        """Removes the U tokens that are never listed. `ids` and `values` have the K most probable tokens of each of B
+        rows: (B, K). Returns the first K - U remaining tokens of each row, in the same order: (B, K - U)."""
         is_unlisted = np.isin(ids, self._unlisted)
         order = np.argsort(is_unlisted, axis=1, kind="stable")[:, : ids.shape[1] - len(self._unlisted)]
         return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

@@ -50,7 +50,7 @@ async def compare(
 ) -> Comparison:
     """Runs the modes in turn, `repeat` times each, so that other load on the machine affects all modes equally. Reports
     progress to `share`. Then runs the gradient proof on each answer of a window, as for a request with `prove: true`.
-    The latencies do not include the time of the proofs. `start_tokens` are the manifest's.
+    The latencies do not include the time of the proofs. `start_tokens`: see `Manifest.start_tokens`.
 
     Raises InvalidRequest if there is no token to run.
     """

@@ -341,8 +341,8 @@ class Engine:
         return tuple(tokens)
 
     def check_event_count(self, count: int, *, document: bool = False) -> None:
-        """Checks the number of an input's events before they are converted to tokens. `document`: see `encode`. Raises
-        TooLarge."""
+        """Raises TooLarge if an input has too many events. Called before the events are converted to tokens.
+        `document`: see `encode`."""
         self._limits.length(count, document=document)
 
     def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
@@ -490,8 +490,8 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Returns one log-probability for each token of the request; None for a token that has no prediction, and for a
-        skipped event. Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each token or skipped event of the request. It is None for a token that has
+        no prediction, and for a skipped event. Raises InvalidRequest, TooLarge."""
         tokens: list[int | None] = []
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
@@ -685,7 +685,8 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._resident.close()  # this is last, because closing the batcher may commit the steps of a batch
+        # Buffered tokens are written last, because closing the batcher may commit the steps of a batch.
+        await self._resident.close()
 
     def discard(self) -> None:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after

@@ -15,20 +15,21 @@ from wane.service.settings import Settings
 from wane.service.types import NO_FILTER, Filter
 
 EXAMPLES = 2
-"""Number of events of the vocabulary that a message shows."""
+"""The number of event names that an error message shows as examples."""
 
 READ_AT_ONCE = 8192
 """The number of events that `read` converts in one iteration of the event loop."""
 
 Event = str | int
-"""The name of an event. An integer is the name with its decimal digits."""
+"""An event as a request gives it: its name, or an integer. An integer stands for the name that consists of its decimal
+digits."""
 
 
 class EventTokens(NamedTuple):
-    """The tokens of the events of a request.
+    """The tokens of a request's events.
 
-    `unknown` are the names that the vocabulary lacks, in the request's order. `skipped` are the places of skipped
-    events among the request's events, ascending. They have no token.
+    `unknown` are the names that the vocabulary lacks, in the request's order. `skipped` are the indexes of the skipped
+    events in the request's list, ascending. A skipped event has no token.
     """
 
     tokens: tuple[int, ...]
@@ -37,7 +38,7 @@ class EventTokens(NamedTuple):
 
 
 class EventNames:
-    """The events of one model."""
+    """Converts the events of requests to one model."""
 
     def __init__(self, manifest: Manifest, vocabulary: Vocabulary, settings: Settings) -> None:
         self._model = manifest.name
@@ -46,7 +47,8 @@ class EventNames:
         self._most = settings.max_filter_events
 
     def check_text(self, field: str = "input") -> None:
-        """Raises InvalidRequest, whose message shows how to write events, if the model reads events and not text."""
+        """Raises InvalidRequest if the model reads events and not text. The message shows how to write events. `field`
+        is the request's field that contains the text."""
         vocabulary = self._vocabulary
         if vocabulary.kind != "events":
             return
@@ -68,11 +70,11 @@ class EventNames:
             )
 
     def tokens(self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events") -> EventTokens:
-        """Returns the tokens of events. `unknown` says what becomes of a name that the vocabulary lacks. None: the
-        manifest decides.
+        """Returns the tokens of events. `unknown` says how to treat a name that the vocabulary lacks (see `Unknown`).
+        If it is None, the manifest's `unknown` applies.
 
-        Raises InvalidRequest, whose message names `field`, for an empty list, for a name that is refused, and if the
-        model reads text.
+        Raises InvalidRequest for an empty list, for a refused name, and if the model reads text. The message names
+        `field`.
         """
         self.check_events(field)
         if not events:
@@ -80,7 +82,7 @@ class EventNames:
         return self._find(events, unknown or self._unknown, field)
 
     async def read(self, events: Sequence[Event], unknown: Unknown | None = None) -> EventTokens:
-        """Like `tokens`, but lets the event loop run other work between two pieces of a long list."""
+        """Like `tokens`, but converts a long list in pieces. The event loop runs other work after each piece."""
         if len(events) <= READ_AT_ONCE:
             return self.tokens(events, unknown)
         self.check_events("events")
@@ -95,7 +97,8 @@ class EventNames:
         )
 
     def lines(self, text: str, unknown: Unknown | None = None, field: str = "prompt") -> EventTokens:
-        """Like `tokens`, for a text with one event in each line. Empty lines, and space around a name, are ignored."""
+        """Like `tokens`, for a text with one event name in each line. Ignores empty lines, and white space around a
+        name."""
         return self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, field)
 
     def filter(
@@ -107,8 +110,9 @@ class EventNames:
         exclude_seen: bool,
         include_end: bool,
     ) -> Filter:
-        """Returns the filter with these events. A name in `exclude` that the vocabulary lacks has no effect. For such a
-        name in `candidates`, `unknown` decides as in `tokens`, but none is read as `<unk>`.
+        """Returns the filter of a request, whose fields are the arguments. A name in `exclude` that the vocabulary
+        lacks has no effect. If a name in `candidates` is not in the vocabulary, "refuse" raises InvalidRequest, and
+        "skip" and "token" leave the name out.
 
         Raises InvalidRequest like `tokens`, and if a list is too long.
         """
@@ -133,7 +137,8 @@ class EventNames:
         return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, allowed.unknown)
 
     def _find(self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0) -> EventTokens:
-        """Returns the tokens of events, of which the first is at place `first` of the list `field`."""
+        """Returns the tokens of events. `field` is the request's list of these events, for messages. `first` is the
+        index of the first of the events in that list."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is token, but the vocabulary of {self._model} has no {UNK}", "unknown")

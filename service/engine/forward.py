@@ -25,7 +25,7 @@ PIECE_TOKENS = IN_ORDER["advance"]
 
 
 class Mixed:
-    """The mixture of the network's and the cache's distribution of the token that follows one sequence."""
+    """The mixture of two distributions of the token that follows one sequence: the network's and the cache's."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class Mixed:
         row: Row,
         known: int,
     ) -> None:
-        """See `RunResult.mix`. logits: the network's logits from `row`, float32 (V)."""
+        """cache, history, known: see `RunResult.mix`. row: the row of the network's run. logits: the network's logits
+        of that row, float32 (V)."""
         self._cache = cache
         self._logits = logits
         self._row = row
@@ -49,7 +50,7 @@ class Mixed:
 
     @cached_property
     def added(self) -> NDArray[np.float64]:
-        """The part of each token's probability in the mixture that comes from the cache: float64 (V)."""
+        """The cache's part of each token's probability in the mixture: float64 (V)."""
         return self._cache.added_to(self._found, 0)
 
     @cached_property
@@ -61,8 +62,8 @@ class Mixed:
         return found
 
     def top(self, count: int) -> TopTokens | None:
-        """Returns the `count` most probable tokens of the mixture; None if the graph outputs fewer of the network's
-        most probable tokens."""
+        """Returns the `count` most probable tokens of the mixture. Returns None if the graph outputs fewer than `count`
+        of the network's most probable tokens."""
         ids = self._row.output(TOP_IDS)
         if ids is None or count > len(ids):
             return None
@@ -77,7 +78,7 @@ class Mixed:
         return sums
 
     def largest(self, count: int) -> Largest | None:
-        """Like `top`, but may return more than `count` tokens."""
+        """Like `top`, but in another format, and may return more than `count` tokens."""
         found = self.top(min(max(count, FEW), self._cache.vocabulary_size))
         if found is None:
             return None
@@ -218,15 +219,15 @@ class Forward:
 
 
 def sequence(start_tokens: Sequence[int], tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
-    """Returns the model's input: the start tokens (`Manifest.start_tokens`) and the tokens, int64 (s + n). If
-    `truncated`, the tokens are the end of a longer sequence, and the input has no start token: int64 (n). If there are
-    no tokens, the input has the start tokens in any case."""
+    """Returns the model's input, int64: the s start tokens (`Manifest.start_tokens`), then the n tokens. If
+    `truncated`, the tokens are the end of a longer sequence, and the input has no start tokens. If n = 0, the input is
+    always the start tokens."""
     return np.array(tokens if truncated and tokens else [*start_tokens, *tokens], np.int64)
 
 
 def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
-    """Returns the last `k` tokens of `input_ids`, which ends at `position`. Returns all of `input_ids`, with its start
-    token, if k >= position."""
+    """Returns the last `k` tokens of `input_ids`, the model's input up to `position`. If k >= position, returns all of
+    `input_ids`, including a start token."""
     return input_ids if k >= position else input_ids[-k:]
 
 

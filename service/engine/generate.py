@@ -135,7 +135,7 @@ class Prompt:
 
 class Source(Protocol):
     """Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window;
-    None in mode recurrent. `start` is the prompt. It is known after the prompt has run."""
+    None in mode recurrent. `start` describes the prompt. Read `start` only after the prompt has run."""
 
     @property
     def window(self) -> int | None: ...

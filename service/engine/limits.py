@@ -16,7 +16,7 @@ class Limits:
     """Checks requests against the model's manifest and the settings."""
 
     def __init__(self, manifest: Manifest, settings: Settings, never_drawn: int | None) -> None:
-        """`never_drawn` is a token that no generation draws, if there is one."""
+        """`never_drawn` is the id of the token that generation never draws, or None if there is no such token."""
         self._never_drawn = frozenset(() if never_drawn is None else (never_drawn,))
         self._manifest = manifest
         self._settings = settings
@@ -41,7 +41,7 @@ class Limits:
         )
 
     def longest(self, *, document: bool = False) -> int:
-        """Returns the largest allowed number of tokens of an input."""
+        """Returns the largest allowed number of tokens in an input. `document`: see `tokens`."""
         return self._settings.max_scored_tokens if document else self._settings.max_input_tokens
 
     def length(self, count: int, how: str = "", *, document: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Computes log-probabilities and the most probable tokens from logits. Draws tokens, with a bias for each token,
 penalties, temperature, top-k and top-p.
 
-An answer lists all tokens, or the events that a request's filter allows (`Ranking`). A filter changes the list only:
-probabilities are those of the whole distribution.
+`Ranking` selects the tokens that an answer may list: all tokens, or the events that a request's filter allows. A filter
+does not change the probabilities of the listed tokens. They are those of the whole distribution.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def largest(
     """Returns the `count` most probable tokens in descending order. Among equal probabilities, the smaller id comes
     first.
 
-    logits: float32 (V). If `ids`, int64 in ascending order, is given, only these tokens are listed. `log_sum_exp` is
-    that of all logits; it is computed if it is None.
+    logits: float32 (V). ids: the ids of the tokens to list, int64, ascending; None lists all tokens. log_sum_exp: the
+    log-sum-exp of all logits; if it is None, this function computes it.
     """
     listed_logits = logits if ids is None else logits[ids]
     count = min(count, len(listed_logits))
@@ -70,8 +70,8 @@ class Ranking:
         candidates: frozenset[int] | None = None,
         seen_tokens: int | None = None,
     ) -> None:
-        """`size` is the number of tokens in the vocabulary. `excluded` tokens are not listed. If `candidates` is not
-        None, only they are listed. `seen_tokens`: see `Answer`."""
+        """`size` is the number of tokens in the vocabulary. `excluded` are the ids of tokens that are not listed. If
+        `candidates` is not None, only these ids are listed. `seen_tokens`: see `Answer`."""
         self.seen_tokens = seen_tokens
         self._size = size
         self._excluded = excluded
@@ -84,7 +84,7 @@ class Ranking:
 
     @cached_property
     def ids(self) -> NDArray[np.int64] | None:
-        """The ids of the tokens that may be listed: int64, ascending. None: all."""
+        """The ids of the tokens that may be listed: int64, ascending. None if every token may be listed."""
         if self.is_of_all:
             return None
         if self._candidates is not None:
@@ -94,7 +94,8 @@ class Ranking:
         return np.flatnonzero(allowed).astype(np.int64)
 
     def largest(self, result: RunResult, count: int) -> Largest:
-        """Returns at least the `count` most probable tokens that may be listed. Returns fewer if there are fewer."""
+        """Returns at least the `count` most probable of the tokens that may be listed. If fewer than `count` tokens may
+        be listed, returns all of them."""
         if self._candidates is None:
             wanted = min(count + len(self._excluded), self._size)
             asked = min(wanted, result.most) if self._excluded else count
@@ -110,11 +111,11 @@ class Ranking:
             return largest(logits, count, self.ids, total)
         total = log_sum_exp_of(logits) if total is None else total
         logits = logits.copy()
-        logits[list(self._excluded)] = -np.inf  # faster than a copy of the other logits
+        logits[list(self._excluded)] = -np.inf  # faster than copying the logits of the allowed tokens
         return largest(logits, min(count, self._size - len(self._excluded)), None, total)
 
     def _kept(self, found: Largest) -> Largest:
-        """Returns the tokens of `found` that may be listed."""
+        """Returns `found` without the excluded tokens."""
         kept = [place for place, token in enumerate(found.ids) if token not in self._excluded]
         return Largest(
             [found.ids[place] for place in kept],
@@ -125,7 +126,7 @@ class Ranking:
 
 
 class Rankings:
-    """The rankings of one model's answers."""
+    """Creates the rankings for one model's answers."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         size, unlisted = vocabulary.size, frozenset(vocabulary.unlisted)
@@ -134,10 +135,11 @@ class Rankings:
         self._unlisted = unlisted
         self.of_all = Ranking(size)
         self.default = Ranking(size, unlisted) if unlisted else self.of_all
-        """The ranking without a filter. In a model of events it lists neither `<unk>` nor `<eos>`."""
+        """The ranking for a request without a filter. For a model of events, it lists neither `<unk>` nor `<eos>`."""
 
     def of(self, wanted: Filter, known: Sequence[int]) -> Ranking:
-        """Returns the ranking for a filter. `known` are the known tokens of the sequence, without the start token."""
+        """Returns the ranking for the filter `wanted`. `known` are the tokens of the sequence that the server knows,
+        without the start token."""
         if wanted == NO_FILTER:
             return self.default
         excluded = set(self._unlisted)
@@ -145,7 +147,7 @@ class Rankings:
             excluded.discard(self._eos_id)
         excluded.update(wanted.exclude)
         if wanted.exclude_seen:
-            excluded.update(set(known) - {self._eos_id})  # the end of a session is not an event that was seen
+            excluded.update(set(known) - {self._eos_id})  # `<eos>` is the end of a session, and not an event
         candidates = None if wanted.candidates is None else frozenset(wanted.candidates)
         return Ranking(self._size, frozenset(excluded), candidates, len(known) if wanted.exclude_seen else None)
 
@@ -167,8 +169,8 @@ def most_probable(
     logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
 ) -> tuple[Prediction, ...]:
     """Returns the `count` most probable tokens, as in `largest`, and the token `also` at the end if it is not one of
-    them. The log-probability of `also` is its float in `logprobs`, float64 (V). For a vocabulary of events, `<unk>` is
-    in the list only as `also`."""
+    them. `logprobs`: the log-probabilities, float64 (V). For a vocabulary of events, the result contains `<unk>` only
+    if `also` is `<unk>`."""
     if vocabulary.never_drawn is not None and vocabulary.never_drawn != also:
         logprobs = logprobs.copy()
         logprobs[vocabulary.never_drawn] = -np.inf

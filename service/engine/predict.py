@@ -134,7 +134,7 @@ class Predictor:
         return sequence(self._manifest.start_tokens, request.tokens, truncated=request.truncated)
 
     def _runs(self, request: PredictRequest | GenerateRequest) -> bool:
-        """Returns whether there is a token to run: a token of the request, or the start token."""
+        """Returns whether the model's input has a token: a token of the request, or a start token."""
         return bool(request.tokens or self._manifest.start_tokens)
 
     def _ways(self, request: PredictRequest) -> tuple[int | None, ...]:

@@ -68,24 +68,25 @@ T = TypeVar("T")
 
 
 class Places:
-    """The places of a score's tokens among the given events, of which some may have been skipped."""
+    """The places of a score's tokens in the request's list of events. A place is an index in that list. A skipped event
+    has a place, but no token."""
 
     def __init__(self, tokens: int, skipped: Sequence[int]) -> None:
-        """`tokens`: the number of tokens. `skipped`: the places of the skipped events, ascending."""
+        """`tokens` is the number of tokens. `skipped` are the places of the skipped events, ascending."""
         self._tokens = tokens
         self._total = tokens + len(skipped)
         self._of_tokens = np.delete(np.arange(self._total), skipped) if skipped else None
 
     def before(self, token: int) -> int:
-        """Returns the number of places before the token with this index. For an index after the last token, returns the
-        number of all places."""
+        """Returns the number of places before the token with the index `token`. If the index is the number of tokens,
+        returns the number of all places."""
         if self._of_tokens is None or token == self._tokens:
             return self._total if token == self._tokens else token
         return int(self._of_tokens[token])
 
     def spread(self, first: int, last: int, values: Sequence[T]) -> tuple[T | None, ...]:
-        """Returns `values`, one for each token from `first` to before `last`, with None at the places of skipped
-        events."""
+        """Returns one value for each place: that of its token, or None for a skipped event. `values` has one value for
+        each token from index `first` up to, but not including, `last`."""
         if self._of_tokens is None:
             return tuple(values)
         start = self.before(first) if first else 0
@@ -99,7 +100,7 @@ class MixedScore:
     """The mixtures of the network's and the cache's distribution at each token of one text."""
 
     def __init__(self, cache: CacheMixture, input_ids: NDArray[np.int64], *, has_start: bool) -> None:
-        """input_ids: see `cache_statistics`. `has_start` says whether the first of them is a start token."""
+        """input_ids: see `cache_statistics`. has_start: whether the first token of `input_ids` is a start token."""
         self.cache = cache
         self._statistics = cache_statistics(input_ids, cache.length, truncated=not has_start)
 
@@ -110,8 +111,9 @@ class MixedScore:
         return here.log_probabilities(self.cache.model, network)
 
     def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
-        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be the end of a longer text.
-        found: the bounds of the network's distributions."""
+        """Returns the error bounds of the mixtures' distributions for the tokens that follow the first `start`
+        predicted tokens. The text must be the end of a longer text. found: the error bounds of the network's
+        distributions for the same tokens."""
         here = self._statistics.at(np.arange(start, start + len(found)))
         weights, _ = here.parts(self.cache.model)
         unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
@@ -171,8 +173,8 @@ class Scorer:
     async def score(
         self, request: ScoreRequest, identity: Identity, ticket: Ticket, share: Share
     ) -> AsyncGenerator[Item, None]:
-        """Yields log-probabilities, in order, and progress; the last item is the summary. The caller must close the
-        generator. Reports progress to `share`."""
+        """Yields the log-probabilities in the order of the tokens, and the progress. The last item is the summary. The
+        caller must close the generator. Reports progress to `share`."""
         await asyncio.sleep(0)  # lets other tasks run, because checking a long text takes long
         input_ids = await self._input_ids(request)
         with until(request.deadline):
@@ -181,7 +183,7 @@ class Scorer:
         if request.method is ScoreMethod.PARALLEL and request.top_k is None:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
-        # Without a start token, the first token has no prediction.
+        # Without a start token, the model does not predict the first token.
         unpredicted = (None,) if request.tokens and not self._has_start(request) else ()
         places = Places(len(request.tokens), request.skipped)
         settled, total, plan = 0, 0.0, ChunkPlan()
@@ -228,7 +230,7 @@ class Scorer:
             finally:
                 await pieces.aclose()
         share.progress(1)
-        if not settled:  # there is no token, or the only token has no prediction, so nothing was run
+        if not settled:  # The request has no token, or its only token has no prediction. No graph was run.
             count = len(request.tokens)
             tokens, nulls = places.spread(0, count, request.tokens), places.spread(0, count, unpredicted)
             yield ScoredTokens(
@@ -253,7 +255,8 @@ class Scorer:
         )
 
     def _has_start(self, request: ScoreRequest) -> bool:
-        """Returns whether the model reads a start token before the request's tokens."""
+        """Returns whether the model reads a start token before the request's tokens. It does not if the model has a
+        zero start or the tokens are truncated."""
         return bool(self._start_tokens) and not request.truncated
 
     async def _mixed(self, request: ScoreRequest, input_ids: NDArray[np.int64]) -> MixedScore | None:

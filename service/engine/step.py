@@ -112,9 +112,10 @@ class SessionSteps:
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """Appends tokens and answers, or replays the last answer. A step without tokens appends nothing, and is not
-        remembered as the last step. If another writer commits first, retries with the new record. `is_locked` says
-        whether the caller holds the session's lock. The step releases the lock in either case.
+        """Appends the step's tokens and predicts the next token, or replays the last answer. A step without tokens
+        appends nothing, and does not become the session's last step. If another writer commits first, the step runs
+        again with the new record. `is_locked` says whether the caller holds the session's lock. The step releases the
+        lock in either case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -122,7 +123,8 @@ class SessionSteps:
             await sessions.locks.wait(request.session)
         try:
             for _ in range(1 + RETRIES):
-                # A step without tokens is not committed, so only a read shows whether the session has changed.
+                # A commit would detect that another writer has changed the session. A step without tokens has no
+                # commit, so it reads the session from the store.
                 record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
                 if record is None:
                     record, kind = await sessions.check_out(request)
@@ -222,8 +224,8 @@ class SessionSteps:
 
     async def state(self, session: str, identity: Identity, ticket: Ticket) -> SessionState:
         """Returns the output layer's input after the session's tokens, from a run in the session's own mode. Does not
-        change the session. Raises UnknownSession; InvalidRequest if the model has a zero start and the session has no
-        token."""
+        change the session. Raises UnknownSession. Raises InvalidRequest if the model has a zero start and the session
+        has no token."""
         async with self._sessions.locks.held(session):
             record = await self._sessions.read(session)
             if not len(self._input_ids(record)):
@@ -285,8 +287,8 @@ class SessionSteps:
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
-        # A run from a resident or stored state needs only the new tokens. Sampled answers for shadows, mixtures with a
-        # cache and lists without the seen tokens need the earlier tokens too.
+        # The session's earlier tokens are needed in these cases: there is no state to continue from, the step runs a
+        # window, answers are sampled for shadows, the model has a cache, or the list excludes the seen tokens.
         builder, wanted = self._answer_builder, request.filter
         if (
             base is None
@@ -343,7 +345,8 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        if request.prove:  # the search runs after the commit, because the client may cancel during a long search
+        # The proof is searched after the commit, because the client may cancel during a long search.
+        if request.prove:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
         answer = await builder.answer(
@@ -382,7 +385,8 @@ class SessionSteps:
         token_logprobs: tuple[float | None, ...] | None = None,
         replayed: bool | None = None,
     ) -> Answer:
-        """Answers from a session without appending. See `_run_again`."""
+        """Answers with the session's next-token prediction, without appending. See `_run_again`. Returns an answer
+        without predictions if the model has a zero start and the session has no token."""
         unknown += wanted.unknown
         if not len(self._input_ids(record)):
             k = None if mode is Mode.RECURRENT else window or self._limits.window
@@ -430,8 +434,10 @@ class SessionSteps:
         cache: bool,
         wanted: Filter = NO_FILTER,
     ) -> tuple[AnswerPlan, NDArray[np.int64], ModeResult | None, ModeResult | None]:
-        """Runs a session's answer without appending. Returns the plan, the session's tokens, and the recurrent and the
-        window part. If `free`, chooses the cheapest number of tokens for a rebuild. A rebuilt state stays resident.
+        """Runs the parts of a session's answer without appending. Returns the plan, the session's model input
+        (`_input_ids`), and the recurrent and the window part (None for a part that the mode does not need). If `free`,
+        a state is rebuilt from the number of tokens that `_rebuilding` chooses by cost, otherwise from all kept tokens.
+        A rebuilt state stays resident.
 
         Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
         bound is already known.
@@ -484,8 +490,8 @@ class SessionSteps:
     async def _replayed_logprobs(
         self, record: SessionRecord, request: StepRequest, ticket: Ticket
     ) -> tuple[float | None, ...]:
-        """Returns the log-probabilities of the last step's tokens. Raises InvalidRequest if the session does not keep a
-        token before the last step's tokens."""
+        """Returns the log-probability of each token of the last step. Raises InvalidRequest if the session does not
+        keep a token before the last step's tokens."""
         before_ids = self._input_ids(record)[: -len(request.tokens)]
         if not len(before_ids) and record.dropped_tokens:
             raise InvalidRequest(
@@ -503,12 +509,13 @@ class SessionSteps:
         request: StepRequest,
         ticket: Ticket,
     ) -> tuple[float | None, ...]:
-        """Returns the log-probability of each of the step's tokens. Runs the tokens one after the other. The first
-        token of a sequence that starts from the zero state has None.
+        """Returns the log-probability of each of the step's tokens. Runs the tokens one after the other. The value is
+        None for the first token of a sequence if the model has a zero start, because the model does not predict this
+        token.
 
-        `before_ids` are the known tokens before the step, and `position` is the session's position before the step.
-        `base` is a state to continue from, whose slot the caller retains. If it is None, the state before the step is
-        computed from `before_ids`.
+        `before_ids` is the kept model input before the step. `position` is the session's position before the step.
+        `base` is the state to continue from. The caller retains the slot of `base`. If it is None, the state before the
+        step is computed from `before_ids`.
         """
         forward, tokens = self._forward, np.array(request.tokens, np.int64)
         cache = self._answer_builder.cache if request.cache else None
@@ -567,14 +574,15 @@ class SessionSteps:
         return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
 
     def _input_ids(self, record: SessionRecord) -> NDArray[np.int64]:
-        """Returns the kept end of the model's input for a session, int64 (n): its tokens, after the start tokens if the
-        whole sequence is kept. A stored history marks a whole sequence by `<eos>`, which a model with a zero start does
-        not read."""
+        """Returns the kept part of the model's input for a session, int64 (n): the session's kept tokens, preceded by
+        the start tokens if all tokens are kept. A stored history begins with `<eos>` if all tokens are kept. A model
+        with a zero start does not read this `<eos>`."""
         ids = record.tail.ids()
         return ids if record.dropped_tokens or self._manifest.start_tokens else ids[1:]
 
     def _ranking(self, wanted: Filter, input_ids: NDArray[np.int64], position: int) -> Ranking:
-        """Returns the ranking for a filter, of a session at `position` with the input `input_ids`."""
+        """Returns the ranking for the filter `wanted`. `input_ids` is the kept part of the session's model input, and
+        `position` is the session's position."""
         known: list[int] = []
         if wanted.exclude_seen:
             known = input_ids[max(len(input_ids) - position, 0) :].tolist()
@@ -583,8 +591,8 @@ class SessionSteps:
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """Returns the state to continue from, or None, and whether the answer's state counts as rebuilt.
 
-        Prefers a resident state, which may be some tokens behind the session. If there is no resident state and a state
-        is `needed`, returns the state from the store's snapshot."""
+        Prefers a resident state, which may be at an earlier position than the session. If there is no resident state
+        and a state is `needed`, returns the state from the store's snapshot."""
         resident = self._sessions.cached(record, behind=True)
         if resident is not None or not needed:
             return resident, resident is None

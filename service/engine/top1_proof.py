@@ -119,8 +119,9 @@ class MarginProof:
         hidden: NDArray[np.float32],
         error: float,
     ) -> bool:
-        """Like `proves`, but compares the most probable of some tokens with these tokens only. `ids`: their ids,
-        ascending, or None for all tokens. `found`: at least the two most probable of them, if there are two."""
+        """Like `proves`, but only for the tokens `ids`: returns whether the most probable of these tokens is more
+        probable than all others of them. `ids`: token ids, ascending, or None for all tokens. `found`: at least the two
+        most probable of these tokens, or the only one."""
         if len(found.ids) < 2:
             return bool(found.ids) and math.isfinite(error)
         exact = hidden.astype(np.float64)
@@ -315,9 +316,9 @@ class DirectionProof:
     ) -> tuple[bool, float]:
         """Returns whether `first` is proved to be the most probable token of every run that ends in the trace's tokens.
         Also returns the bound of the total variation between the network's distribution and that of any such run. If
-        `first` is None, no proof is tried. weight: the network's weight in the mixture with a cache; added (V): the
-        part of the probabilities that comes from the cache. Without a cache `weight` is 1 and `added` is None. among:
-        see `first_is_proved`."""
+        `first` is None, no proof is tried. weight: the network's weight in the mixture with a cache. added, (V): the
+        cache's part of the probabilities in the mixture. Without a cache `weight` is 1 and `added` is None. among: see
+        `first_is_proved`."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False, 1.0

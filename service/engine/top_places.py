@@ -69,7 +69,7 @@ class TopPlaces:
         from which the scoring run predicted these tokens; None: the tokens run as steps."""
         assert request.top_k is not None, "the score request has no top_k: this is a bug"
         cache = self._cache if request.cache else None
-        starts = 0 if request.truncated else self._start_tokens  # the start token is not in a cache
+        starts = 0 if request.truncated else self._start_tokens  # the cache does not contain the start token
         lists: list[tuple[Prediction, ...]] = []
         results = self._steps(input_ids, first, len(scored), ticket)
         if hiddens is not None and self.has_hiddens:

@@ -389,8 +389,8 @@ class ModelRegistry:
         bundles = sorted(map(self._repository.look, paths), key=lambda one: (one.name, int(one.version or 0)))
         found = {one.name: one for one in bundles}
         for one in bundles:
-            # An unreadable bundle has the name of its folder. It is missing in `found` if another bundle's model has
-            # this name.
+            # The name of an unreadable bundle is the name of its folder. `found` does not contain the unreadable bundle
+            # if another bundle's model has the same name.
             if one.reason is not None and found[one.name] is not one:
                 if self._settings.require_all:
                     raise RegistryError(one.reason)

@@ -26,14 +26,14 @@ WITHDRAWN = ".withdrawn"
 
 
 class RepositoryError(Exception):
-    """The folder contains no bundle, or has no earlier version. The message is for the operator."""
+    """The folder contains no bundle, or a version cannot be withdrawn. The message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBundle:
-    """A bundle as its manifest describes it. `folder` is its path in the folder of bundles, `NAME` or `NAME/VERSION`.
-    For an unreadable bundle `name` is the first part of `folder`, `version` is empty, and `reason` is the error.
-    `history_tokens`: see `Manifest`."""
+    """A bundle as its manifest describes it. `folder` is the bundle's path in the folder of bundles, `NAME` or
+    `NAME/VERSION`. For an unreadable bundle, `name` is the first part of `folder`, `version` is empty, and `reason` is
+    the error. `history_tokens`: see `Manifest`."""
 
     path: Path
     folder: str

@@ -51,8 +51,8 @@ class ResidentSessions:
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
         self._clock = clock
-        # For each slot, whether its session is buffered here. This is a memoryview, because reading one item of an
-        # array takes longer.
+        # For each slot, 1 if tokens of its session are buffered in this object. The type is memoryview, because reading
+        # one item of a numpy array takes longer.
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
         self._counts = np.zeros(state_cache.capacity, np.int64)  # number of tokens in each row of `_recent`

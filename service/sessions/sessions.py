@@ -44,7 +44,8 @@ ID_BYTES = 16
 
 
 class StepKind(Enum):
-    """Whether a step creates the session, is the session's next step, or replays the session's last step."""
+    """The kind of a step. FIRST: the step creates the session. NEXT: the step appends to the session. REPLAY: the step
+    repeats the session's last step, so the last answer is given again."""
 
     FIRST = auto()
     NEXT = auto()
@@ -173,7 +174,7 @@ class Sessions:
         return created._replace(idle_s=0.0), True
 
     def _new(self, session: str, mode: Mode | None = None) -> SessionRecord:
-        """Returns a session at position 0 that is not in the store."""
+        """Returns a new session at position 0, without adding it to the store."""
         return SessionRecord(
             session, self._model, self._version, mode or Mode.AUTO, 0, self._empty, vocabulary=self._vocabulary
         )
@@ -295,8 +296,8 @@ class Sessions:
     ) -> SessionRecord | None:
         """Appends the step's tokens if the session is still at the revision of `record` (compare-and-append). The state
         in `slot` then becomes the session's resident state. A step of kind FIRST creates the session with the step's
-        tokens, in one operation and without a snapshot. If such a step has no tokens, it is not remembered as the
-        session's last step.
+        tokens in one operation, without a snapshot. A FIRST step without tokens does not become the session's last
+        step.
 
         Returns None, without appending, if another writer changed the session. In this case, and if the store does not
         answer, the earlier resident state stays in the cache. The next read of the session's revision decides whether

@@ -68,9 +68,10 @@ class StateCache(StatePool):
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
-        self._written = np.zeros(self.capacity, np.uint32)  # number of writes when the state became resident
-        # The number of writes to the slot and the slot's checksum at the last check. If this number is 0, the slot was
-        # never checked, because a slot with a state has at least one write.
+        # For each slot, the number of writes to it when its state became resident.
+        self._written = np.zeros(self.capacity, np.uint32)
+        # For each slot, the number of writes to it and its checksum at the last check. The number 0 means that the slot
+        # was never checked, because a slot with a state has at least one write.
         self._seen_written = np.zeros(self.capacity, np.uint32)
         self._seen_checksum = np.zeros(self.capacity, np.uint32)
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None

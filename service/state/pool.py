@@ -24,7 +24,8 @@ from wane.service.runners.memory import HostMemory, output_name
 from wane.service.runners.runner import HIDDEN, Array, Feeds, MakeMemory, Slots
 
 ZERO: Final = 0  # the slot that holds the zero state
-START: Final = 1  # the slot that holds the state at the start of every sequence: after <eos>, or the zero state
+# The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
+START: Final = 1
 RESERVED: Final = 2
 FLOAT32_BYTES: Final = 4
 FEWEST_SLOTS: Final = 8

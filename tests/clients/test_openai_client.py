@@ -120,7 +120,7 @@ def test_max_tokens_is_0_only_with_echo(complete: Complete) -> None:
     answer = complete(max_tokens=0, echo=True)
     assert (answer.choices[0].text, answer.usage.completion_tokens) == (PROMPT, 0)
     assert answer.choices[0].finish_reason == "length"
-    assert "with echo" in refused(complete, "max_tokens", max_tokens=0)
+    assert "unless echo is true" in refused(complete, "max_tokens", max_tokens=0)
 
 
 def test_temperature_is_1_by_default(complete: Complete, native: httpx.Client) -> None:

@@ -42,6 +42,6 @@ def test_each_layout_on_the_page_is_audited_and_exported(tmp_path: Path) -> None
     manifests = {name: Bundle.read(tmp_path / "audited" / name).manifest for name in exported}
     assert all(manifest.name == name for name, manifest in manifests.items())
     assert {name for name, manifest in manifests.items() if manifest.start == "zero"} == {"gru4rec"}
-    # these layouts hold the same weights
+    # these checkpoints are different layouts of the same weights
     weights = {manifests[name].files["weights.safetensors"] for name in ("usual", "several", "named", "one", "awd")}
     assert len(weights) == 1

@@ -1,4 +1,4 @@
-"""Runs the commands of the page about event models, with fewer sessions and a shorter training."""
+"""Runs the commands of `docs/events.md`, with fewer sessions and a shorter training than on the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP = re.compile(r"(\d+): (\S+), version (\d+) recommends (.+)\n")
 
 
 class Page:
-    """The commands of the page, with the folders of a test."""
+    """The commands of the page, with the page's folders replaced by folders of a test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
@@ -46,8 +46,8 @@ class Page:
         return len(self._commands)
 
     def command(self, start: str, more: str = "") -> list[str]:
-        """Returns the page's only unread command that contains `start`, with the options `more`, as a shell's
-        arguments."""
+        """Removes the page's first remaining command that contains `start`. Returns this command with the options
+        `more`, as the argument list of a process."""
         index = next(index for index, command in enumerate(self._commands) if start in command)
         command = self._commands.pop(index)
         for old, new in (
@@ -63,7 +63,7 @@ class Page:
         return ["bash", "-c", f"{'' if '=' in command.split()[0] else 'exec '}{command} {more}"]
 
     def run(self, start: str, more: str = "") -> str:
-        """Runs a command and returns its output. Asserts that it succeeds."""
+        """Runs a command (see `command`) to its end. Asserts that the command succeeds, and returns its output."""
         ended = subprocess.run(
             self.command(start, more),
             cwd=ROOT,
@@ -79,7 +79,7 @@ class Page:
 
     @contextmanager
     def running(self, start: str, more: str = "") -> Iterator[Running]:
-        """Runs a command until the end of the block."""
+        """Runs a command (see `command`) while the `with` block runs, then interrupts the command."""
         running = Running(*self.command(start, more), environment=self.environment)
         try:
             yield running
@@ -135,11 +135,11 @@ def test_a_model_of_clicks_is_trained_served_replaced_and_survives_a_killed_repl
             assert client.process.wait(WAIT_S) == 0
         finally:
             client.end()
-    assert not len(page), "every command of the page is run"
+    assert not len(page), "the test did not run every command of the page"
 
 
 def options(page: Page) -> str:
-    """Returns the ports and the folder of the stack."""
+    """Returns the options for the ports and the folder of the stack."""
     return (
         f"--port {page.port} --operations-port {free_port()} --prometheus-port {free_port()} "
         f"--folder {page.folder}/stack"

@@ -145,7 +145,7 @@ class FakeEngine:
         return tuple(text.strip().encode())
 
     def check_event_count(self, count: int, *, document: bool = False) -> None:
-        """Accepts any number of events."""
+        """Does nothing: every number of events is accepted."""
 
     def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
         """Accepts any tokens."""

@@ -114,8 +114,7 @@ class Small:
         **fields: object,
     ) -> None:
         """`kind` is the kind of the vocabulary. `keep` is the largest window, and also the number of tokens that the
-        store keeps for a session. `fields` has further fields of the architecture. `beside` is the parameter of
-        OracleRunner."""
+        store keeps for a session. `fields` has further fields of the architecture. `beside`: see OracleRunner."""
         self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
         self.vocabulary: Vocabulary = name_vocabulary(kind, NAMES)

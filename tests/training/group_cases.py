@@ -55,7 +55,7 @@ ALIKE = {
     "gru": chosen(model("gru"), steps=10),
     "linear-stable": chosen(model("linear", 0.5), steps=10),
     "uneven": chosen(model("lstm"), batch=5),
-    "one lane of validation": chosen(model("lstm"), batch=5, chunk=256, steps=12),
+    "validation split with only one lane": chosen(model("lstm"), batch=5, chunk=256, steps=12),
     "truncated": chosen(model("lstm"), regime="truncated"),
     "proof": chosen(gated(contraction=0.9, layers=1, front=FRONT), chunk=16, batch=5, proof={"weight": 0.5, "ramp": 2}),
     "plateau": chosen(

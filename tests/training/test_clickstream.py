@@ -1,4 +1,4 @@
-"""Tests the generator of clicks against probabilities that are computed click by click."""
+"""Compares the generator `examples/clickstream.py` with probabilities that are computed for one click at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SMALL = Shop(aisles=3, items=4, popular=6)
 
 
 def following(shop: Shop, seen: list[int]) -> dict[int, float]:
-    """Returns the probability of each next click after the clicks `seen`, from the description of the shop."""
+    """Returns the probability of each item as the next click after the clicks `seen`, computed from the parameters of
+    the shop."""
     of_aisles = shop.aisles * shop.items
     away = shop.stay if seen[-1] >= of_aisles else shop.leave
     here = next(item for item in reversed(seen) if item < of_aisles)
@@ -81,4 +82,4 @@ def test_both_files_hold_the_same_sessions(tmp_path: Path, capsys: pytest.Captur
     grouped = [[log.names[event] for event in part] for part in np.split(log.events, log.begins[1:-1])]
     assert sorted(lines) == sorted(grouped)
     shared = sum(one == other for one, other in zip(lines, grouped, strict=True))
-    assert shared >= 195  # two sessions may end in the same millisecond
+    assert shared >= 195  # sessions that end in the same millisecond may change places

@@ -96,7 +96,7 @@ def test_the_error_names_an_invalid_key_of_the_data(tmp_path: Path, keys: str, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("steps = 3\n[training.proof]\nweight = 0.1", r"training\.proof is for text"),
+        ("steps = 3\n[training.proof]\nweight = 0.1", r"training\.proof needs text"),
         ("steps = 3\nnegatives = 9", r"training\.negatives needs a model without a cache"),
     ],
 )

@@ -48,8 +48,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def endless(experiment: str) -> str:
-    """Returns the experiment with a million steps, for a file in any folder. Its schedule does not depend on the number
-    of steps."""
+    """Returns the text of an experiment with a million steps and an absolute `data.path`, so that the file can be in
+    any folder. The schedule is constant: it does not depend on the number of steps."""
     (steps,) = re.findall(r"^steps = \d+\n", experiment, re.MULTILINE)
     assert "schedule" not in experiment
     experiment = experiment.replace('"../../LICENSE"', f'"{ROOT / "LICENSE"}"')

@@ -1,4 +1,4 @@
-"""Compares the evaluation of events with runs of single sessions, token by token."""
+"""Compares the evaluation of events with runs that read one session at a time, from the zero state."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def network(corpus: Corpus) -> Network:
 
 
 def sessions(corpus: Corpus, split: str = "test") -> list[list[int]]:
-    """Returns the events of each session."""
+    """Returns the token ids of the events of each session."""
     stream = corpus.streams[split]
     edges = np.flatnonzero(stream == corpus.vocabulary.eos_id)
     return [part[1:].tolist() for part in np.split(stream, edges[1:])[:-1]]
 
 
 def predicted(model: Network, tokens: list[int]) -> np.ndarray:
-    """Returns the log-probabilities after the tokens, from the zero state: float64 (V,)."""
+    """Returns the log-probabilities that the model predicts after `tokens`, which it reads from the zero state: float64
+    (V,)."""
     with torch.inference_mode():
         hidden, _ = model(torch.tensor(tokens)[:, None])
         found: np.ndarray = torch.log_softmax(model.logits(hidden[-1, 0]).double(), -1).numpy()
@@ -43,7 +44,8 @@ def predicted(model: Network, tokens: list[int]) -> np.ndarray:
 
 
 def expected(model: Network, corpus: Corpus, k: int | None) -> tuple[float, dict[int, float], int]:
-    """Returns the mean loss over all predicted tokens, recall@k by k, and the number of next events. k: the window."""
+    """Returns the mean loss over all predicted tokens, recall@k by k, and the number of positions with a next event. k:
+    the length of the windows, None for the recurrent mode."""
     eos = corpus.vocabulary.eos_id
     losses, ranks = [], []
     for events in sessions(corpus):

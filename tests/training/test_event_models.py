@@ -26,7 +26,8 @@ BASELINES = ("popularity", "last item", "Markov", "V-SkNN")
 
 
 def trained(folder: Path, data: Path, model: ModelConfig, start: Start = "token", **training: object) -> Trained:
-    """Trains a model on all of the data's events. The output is hidden."""
+    """Trains a model on events, with every event in the vocabulary. Discards the console output. Returns the trained
+    run."""
     keys = {"batch": 64, "chunk": 64, "learning_rate": 1e-2, "warmup": 20, "threads": 1}
     experiment = Experiment(
         name="tiny",
@@ -39,7 +40,8 @@ def trained(folder: Path, data: Path, model: ModelConfig, start: Start = "token"
 
 
 def shop(folder: Path, leave: float) -> tuple[Path, float, float]:
-    """Writes clicks. Returns their file, and the best possible recall@20 and perplexity on the test split."""
+    """Writes generated clicks of a shop. Returns the path of their file, and the best possible recall@20 and perplexity
+    on the test split."""
     of = Shop(aisles=12, items=12, popular=40, leave=leave)
     clicks = generate(of, 3000, 1)
     write(of, clicks, folder)
@@ -48,7 +50,7 @@ def shop(folder: Path, leave: float) -> tuple[Path, float, float]:
 
 
 def rankings(run: Trained) -> tuple[float, Rankings]:
-    """Returns the perplexity and the rankings of the test split, at every position."""
+    """Returns the perplexity and the ranking metrics of the run on the test split, over all positions."""
     losses, found = evaluate_events(run.network, run.corpus, "test", (1, 2), 10**6, cache=run.cache)
     return float(np.exp(losses.recurrent)), found
 
@@ -89,7 +91,7 @@ def test_the_sampled_softmax_learns_the_same_ranking(tmp_path: Path) -> None:
 
 @pytest.fixture
 def slots(tmp_path: Path) -> Path:
-    """The slot tags of ATIS's utterances, one session per utterance, in the splits of their files."""
+    """A folder with the slot tags of ATIS: a file per split, and in it a session per utterance."""
     if DATA is None or not (Path(DATA) / "atis").exists():
         pytest.skip("set WANE_DATA to a folder with atis/train, atis/valid and atis/test")
     folder = tmp_path / "atis"

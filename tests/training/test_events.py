@@ -17,12 +17,12 @@ from wane.training.events import EventLog, encode_log, event_tokenizer, read_log
 
 
 def sessions(log: EventLog) -> list[list[str]]:
-    """Returns the event names of each session."""
+    """Returns the event names of each session of a log."""
     return [[log.names[event] for event in part] for part in np.split(log.events, log.begins[1:-1])]
 
 
 def decoded(corpus: Corpus, split: str) -> list[list[str]]:
-    """Returns the event names of each session of a split."""
+    """Returns the event names of each session of a corpus's split."""
     stream = corpus.streams[split]
     edges = np.flatnonzero(stream == corpus.vocabulary.eos_id)
     assert edges[0] == 0

@@ -1,4 +1,4 @@
-"""Tests that the batches of training contain every session as a server reads it."""
+"""Tests that the batches of training contain each session once and complete, from its first input to its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def random_sessions(start: Start, count: int = 70) -> Sessions:
 
 
 def read(lanes: SessionLanes, first: int, steps: int) -> list[tuple[int, ...]]:
-    """Returns the inputs and the last target of each session of an epoch, joined over its batches."""
+    """Returns the inputs and the last target of each session in `steps` batches. The inputs of a session in several
+    batches are joined."""
     open_lanes: dict[int, list[int]] = {}
     ended = []
     for step in range(first, first + steps):

@@ -1,4 +1,4 @@
-"""Compares the metrics and the baselines with second implementations, written from their definitions."""
+"""Compares the metrics and the baselines with simple implementations of the same definitions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ EOS, UNK, SIZE = 0, 1, 14
 
 
 def ranking(scores: list[float]) -> list[int]:
-    """Returns the events, best first. `<eos>` and `<unk>` are not ranked."""
+    """Returns the ids of the events in the order of their scores, highest first. `<eos>` and `<unk>` are left out."""
     return sorted(
         (index for index in range(SIZE) if index not in (EOS, UNK)), key=lambda index: (-scores[index], index)
     )
 
 
 def expected(rows: list[list[float]], rests: list[list[int]], missed: int) -> dict[str, dict[int, float]]:
-    """Returns the metrics. rests: the remaining events of each position, the next one first; an unknown next event is
-    `<unk>`. missed: the number of further positions, whose next event is not in the stream."""
+    """Returns the metrics by name and k. rows: the scores at each position. rests: the session's remaining events at
+    each position, beginning with the next event. An unknown event is `<unk>`. missed: the number of next events that
+    are not in the stream. Each counts 0 in every metric."""
     gains: dict[str, dict[int, float]] = {
         name: dict.fromkeys(CUTOFFS, 0.0) for name in ("recall", "mrr", "ndcg", "hit")
     }
@@ -49,7 +50,7 @@ def expected(rows: list[list[float]], rests: list[list[int]], missed: int) -> di
 def test_the_metrics_equal_their_definitions() -> None:
     random = np.random.default_rng(1)
     count, missed = 200, 50
-    scores = random.integers(0, 6, (count, SIZE)).astype(float)  # with many ties
+    scores = random.integers(0, 6, (count, SIZE)).astype(float)  # only six values, so that many scores are equal
     rests = [random.integers(1, SIZE, random.integers(1, 5)).tolist() for _ in range(count)]
     known = np.array([rest[0] != UNK for rest in rests])
     assert 0 < (~known).sum() < count
@@ -78,7 +79,7 @@ def test_equal_scores_are_ranked_by_id_and_special_tokens_have_no_rank() -> None
 
 
 def train() -> tuple[Sessions, list[list[int]]]:
-    """Returns random sessions, as a stream and as lists."""
+    """Returns random sessions in two forms: as a stream and as lists."""
     random = np.random.default_rng(5)
     lists = [random.choice(np.arange(2, SIZE), random.integers(1, 8), p=weights()).tolist() for _ in range(80)]
     stream = [EOS]
@@ -113,7 +114,7 @@ def test_popularity_last_item_and_markov_equal_their_definitions() -> None:
 
 
 def vsknn(lists: list[list[int]], query: list[int], recent: int, neighbours: int) -> list[float]:
-    """Returns the scores of V-SkNN, from the paper's description."""
+    """Returns the scores of V-SkNN, computed as the paper describes them. recent, neighbours: m and k of the paper."""
     weight = {event: (index + 1) / len(query) for index, event in enumerate(query)}
     related = [index for index, events in enumerate(lists) if set(events) & set(query)][-recent:]
     similarity = {

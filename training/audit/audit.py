@@ -28,12 +28,12 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""The smallest window length, in tokens, for which the audited text must be long enough."""
+"""The audited text must be long enough for windows of this many tokens, or of `max_window` if this is smaller."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
-    """Audits a model. Prints the report, and writes it as JSON and as a plot. Exports a bundle on request. Raises
-    TrainingError."""
+    """Audits a model. Prints the report, and writes it as JSON and as a plot. If `options.export` is set, also exports
+    the model as a bundle. Raises TrainingError."""
     name = options.name or _name(options.file)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -158,7 +158,7 @@ def _export(
     console: Console,
 ) -> None:
     """Writes the bundle `target`. Its default window is the recommended k, or the largest window if no k is
-    recommended. It states no quality if the measurement joined the sequences. Raises RunError."""
+    recommended. Its manifest has no perplexities if the sequences were joined for the measurement. Raises RunError."""
     recommended = report.recommended.p99
     window = min(recommended or options.max_window, options.max_window)
     with writing(target):
@@ -192,14 +192,15 @@ def _print_bundle(
     console.print(f"{target}: {size:,} bytes, k = {manifest.window}, {certified}", highlight=False, soft_wrap=True)
     if recommended is None:
         console.print(
-            f"no evaluated window is within {report.recommended.tolerance:g}: the bundle's default k is its largest",
+            f"no evaluated window has a total variation of at most {report.recommended.tolerance:g} at 99 % of the "
+            "positions: the bundle's default k is its largest k",
             highlight=False,
         )
 
 
 def _provenance(options: AuditOptions, report: AuditReport) -> Provenance:
-    """Returns the provenance of an imported model. Its training figures are 0, because Wane did not train it. `config`
-    describes the imported file."""
+    """Returns the provenance of an imported model. The figures of the training are 0, because Wane did not train the
+    model. The field `config` describes the imported file and contains the recommended window lengths."""
     origin = describe_origin(options.command, torch.device("cpu"))
     imported = report.model.model_dump(mode="json", include={"file", "sha256", "tensors", "notes"})
     return Provenance(

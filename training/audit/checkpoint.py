@@ -1,8 +1,8 @@
 """Reads a foreign checkpoint, written by `torch.save` or safetensors, as named tensors. Never runs code from the file.
 
-A file may hold the tensors themselves, or dictionaries of them, as training scripts write: `{"state_dict": ...}`,
-`{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. The keys of nested dictionaries are
-joined with dots.
+A file may hold the tensors themselves, or dictionaries of tensors, as training scripts write them: `{"state_dict":
+...}`, `{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. The keys of nested
+dictionaries are joined with dots.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, inside: str | None = None) -> Checkpoint:
-    """Reads a file. `inside`: the dotted key of the dictionary to read, for a file that holds several models.
+    """Reads a file. `inside`: the dotted key of the dictionary to read, for a file that holds several models; None if
+    the file holds only one.
 
     Raises ForeignError if the file cannot be read, holds code, or does not hold exactly one recurrent model.
     """

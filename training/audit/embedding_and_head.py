@@ -16,8 +16,9 @@ from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, OUTER, kind
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The file's names of an affine map's tensors. If `bias` is None, the bias is zero. `transposed`: the matrix is the
-    weight of a Linear over one-hot input, (features, vocabulary)."""
+    """The names, in the file, of the tensors of an affine map. If `bias` is None, the bias is zero. `transposed`:
+    whether the matrix has the shape (features, vocabulary), as the weight of a torch.nn.Linear that reads one-hot
+    input."""
 
     weight: str
     bias: str | None = None
@@ -26,9 +27,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAndHead:
-    """The maps around the layers. If `embedding` is None, the bottom layer reads one-hot input. If `head` is None, the
-    head's matrix is tied to the embedding's. `bias`: the head's bias, or None for zeros. `projection`: a map between
-    the top layer and the head, or None."""
+    """The maps below and above the recurrent layers. If `embedding` is None, the bottom layer reads one-hot input. If
+    `head` is None, the head's matrix is tied to the embedding's. `bias`: the head's bias, or None for zeros.
+    `projection`: a map between the top layer and the head, or None."""
 
     embedding: Linear | None
     head: str | None
@@ -105,7 +106,8 @@ def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[
 
 
 def _only(tensors: TensorMap, what: str, candidates: list[str]) -> str | None:
-    """Assigns and returns the only candidate. Returns None for no candidate. Raises ForeignError for several."""
+    """Marks the only candidate as assigned, and returns it. Returns None if there is no candidate. Raises ForeignError
+    if there are several."""
     if len(candidates) > 1:
         raise tensors.error(
             f"several matrices may be the {what}: {tensors.describe(candidates)}; choose one with --map {what}=NAME"
@@ -115,27 +117,28 @@ def _only(tensors: TensorMap, what: str, candidates: list[str]) -> str | None:
 
 
 def _bias_name(tensors: TensorMap, matrix: str) -> str | None:
-    """Returns the name of the vector that belongs to a matrix by its name, if there is one."""
+    """Returns the name of a matrix's bias: for `x.weight`, the vector `x.bias`. Returns None if no unassigned vector
+    has this name."""
     name = re.sub(r"weight$", "bias", matrix)
     return name if name != matrix and name in tensors.unassigned and len(tensors.shape(name)) == 1 else None
 
 
 def _has_output_bias(tensors: TensorMap, matrix: str) -> bool:
-    """Whether a matrix has a bias with a number for each row, as a head has. An embedding table has none."""
+    """Whether a matrix has a bias with one number per row, as a head has. An embedding table has no such bias."""
     bias = _bias_name(tensors, matrix)
     return bias is not None and tensors.shape(bias)[0] == tensors.matrix(matrix)[0]
 
 
 def _own_bias(tensors: TensorMap, matrix: str) -> str | None:
-    """Assigns and returns the bias that belongs to a matrix by its name, if there is one."""
+    """Marks a matrix's bias as assigned, and returns its name. Returns None if there is no bias."""
     name = _bias_name(tensors, matrix)
     tensors.unassigned -= {name} if name else set()
     return name
 
 
 def _embedding(tensors: TensorMap, weight: str, bias: str | None, inputs: int) -> Linear:
-    """Returns the embedding with the matrix `weight`. It is a Linear over one-hot input if it has a bias, or if only
-    its rows are as many as the inputs of the bottom layer."""
+    """Returns the embedding with the matrix `weight`. It is taken for a Linear over one-hot input if it has one row per
+    input of the bottom layer and, in addition, either a bias or another number of columns."""
     rows, columns = tensors.matrix(weight)
     bias = bias or _own_bias(tensors, weight)
     transposed = rows == inputs and (bias is not None or columns != inputs)
@@ -162,14 +165,15 @@ def _projection(tensors: TensorMap, mapped: dict[str, str | None], top: int) -> 
     if bias is not None:
         tensors.expect(bias, (width,))
     tensors.notes.append(
-        f"{weight} is a projection without an activation, by --map: its product with the head's matrix is the head"
+        f"{weight} is a projection without an activation, as --map says: the head's matrix is multiplied by it"
     )
     return Linear(weight, bias)
 
 
 def _refuse_projection(tensors: TensorMap, embedding: Linear | None, vocabulary: int | None, top: int) -> None:
-    """Raises ForeignError if two matrices have the shapes of a projection between the top layer and the head, and of a
-    head that reads its output: (P, top) and (V, P)."""
+    """Raises ForeignError if the file may contain a projection between the top layer and the head. This is the case if
+    one matrix has the shape (P, top) of a projection, and another the shape (V, P) of a head that reads the
+    projection's output, for a vocabulary of V tokens."""
     matrices = _matrices(tensors)
     heads = [*matrices, *([] if embedding is None or embedding.transposed else [embedding.weight])]
     for projection in matrices:
@@ -214,8 +218,8 @@ def _without_embedding(
 
 
 def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, vocabulary: int) -> str | None:
-    """Assigns and returns the bias that belongs to the output matrix by its name, or else the only vector with a usual
-    name of a head."""
+    """Marks the head's bias as assigned, and returns its name. The bias is the output matrix's own, or else the only
+    vector of this size with a usual name of a head. Returns None if there is no bias."""
     matrix = head or (embedding.weight if embedding is not None else "")
     if (own := _own_bias(tensors, matrix)) is not None:
         return own
@@ -226,8 +230,8 @@ def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, v
 
 
 def outer_weights(tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers, weights: dict[str, Array]) -> None:
-    """Adds the weights of the embedding and the head to those of the layers. A head that equals the embedding, or is
-    tied to it, has no matrix of its own."""
+    """Adds the weights of the embedding and the head to `weights`, which contains those of the layers. If the head's
+    matrix equals the embedding's, or is tied to it, `weights` gets no matrix for the head."""
     hidden = max(layers.sizes)
     if outer.embedding is None:
         matrix = None
@@ -269,8 +273,9 @@ def _table(tensors: TensorMap, ours: str, embedding: Linear) -> Array:
 
 
 def _read_one_hot(weights: dict[str, Array]) -> None:
-    """Adds the embedding of a bottom layer that reads one-hot input. The embedding is the identity (V, V), or, if this
-    is smaller, the transpose of the layer's input matrix (V, gates * H), which the identity replaces."""
+    """Adds the embedding of a bottom layer that reads one-hot input. For a vocabulary of V tokens, the layer's input
+    matrix has the shape (gates * H, V). If V <= gates * H, the embedding is the identity matrix (V, V). Otherwise, the
+    embedding is the transpose of the input matrix, and an identity matrix replaces the input matrix."""
     name = "layers.0.cell.weight_ih_l0"
     gates, vocabulary = weights[name].shape
     if vocabulary <= gates:
@@ -281,7 +286,8 @@ def _read_one_hot(weights: dict[str, Array]) -> None:
 
 
 def _project(tensors: TensorMap, projection: Linear, head: Array, bias: Array) -> tuple[Array, Array]:
-    """Returns the matrix and the bias of the head over the top layer's output. Products are float64."""
+    """Merges the projection into the head. Returns the matrix and the bias of the merged head, which reads the top
+    layer's output. Computes the products in float64."""
     matrix = tensors.take("projection.weight", projection.weight)
     own = tensors.names["head.weight"]
     tensors.names["head.weight"] = f"{own} @ {tensors.names.pop('projection.weight')}"

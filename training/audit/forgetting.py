@@ -38,7 +38,7 @@ class Unmeasurable(FloatingPointError):
 
 
 class Quantiles(Frozen):
-    """The median and other statistics of a quantity over all positions."""
+    """The median, the 99th percentile and the maximum of a quantity over all measured positions."""
 
     median: float = Field(ge=0)
     p99: float = Field(ge=0)
@@ -48,7 +48,7 @@ class Quantiles(Frozen):
 class AtWindow(Frozen):
     """The comparison of windows of k tokens with the uninterrupted run, at the same positions.
 
-    `distance`: the 2-norm distance between the two inputs of the output layer. `perplexity_ratio`: the windows'
+    `distance`: the 2-norm distance between the output layer's inputs in the two runs. `perplexity_ratio`: the windows'
     perplexity divided by the uninterrupted run's.
     """
 
@@ -70,7 +70,8 @@ class AtLag(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """The measurements of one stream. `losses` contains the same figures as the evaluation of a split in training."""
+    """The measurements of one stream. `losses`: the mean losses, with the same fields as in an evaluation of a split
+    (`training/evaluate.py`)."""
 
     windows: tuple[AtWindow, ...]
     lags: tuple[AtLag, ...]
@@ -208,8 +209,9 @@ def _gradients(
     states: list[Tensor],
     advance: Advance | None,
 ) -> Tensor:
-    """Runs over `length` tokens from each position in `starts`, with the initial states `states`. Returns the norms
-    (length, starts) of the last prediction's gradient with respect to each input."""
+    """Runs over `length` tokens from each position in `starts`, with the initial states `states`. Returns 2-norms,
+    float64 of shape (length, len(starts)): each is of the gradient, with respect to one input, of the predicted
+    probability of the token that follows the last input."""
     embedding = network.embedding.weight.detach()
     norms = []
     for first in range(0, len(starts), GRADIENT_ROWS):
@@ -253,8 +255,8 @@ def _losses(
 
 
 def _check(what: str, ends: NDArray[np.int64], *found: Tensor) -> None:
-    """Raises Unmeasurable unless all values of `found` (ends, ...) are finite. `ends`: the index of the last token that
-    each run has read."""
+    """Raises Unmeasurable unless all values of the tensors `found`, each of shape (len(ends), ...), are finite. `ends`:
+    the index of the last token of each run. `what`: the name of the run, for the message."""
     finite = torch.stack([each.reshape(len(ends), -1).isfinite().all(-1) for each in found]).all(0).cpu().numpy()
     if not finite.all():
         raise Unmeasurable(f"{what} overflows float32 at token {ends[~finite][0] + 1}")

@@ -18,7 +18,7 @@ TORCH_CELLS: dict[int, Cell] = {
 whether its nonlinearity is tanh or relu. The key 1 maps to the tanh cell."""
 
 Names = dict[str, str]
-"""The file's names of one layer's tensors, by part (`weight_ih`, `bias_hh`, ...)."""
+"""The names, in the file, of one layer's tensors, by part (`weight_ih`, `bias_hh`, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
     """Finds the recurrent layers, and marks their tensors as assigned. Raises ForeignError."""
     found: dict[tuple[str, int], Names] = {}
     by_hand = {theirs for ours, theirs in tensors.mapping.items() if re.fullmatch(r"layers\.\d+\.\w+", ours)}
-    # `weight_hh_l0_raw` comes before `weight_hh_l0`, which is its copy after dropout.
+    # Sorts `weight_hh_l0_raw` before `weight_hh_l0`, its copy after dropout, so that the layer uses the raw matrix.
     for name in sorted(tensors.unassigned - by_hand, key=lambda name: (not name.endswith("_raw"), name)):
         if (match := PART.match(name)) is None:
             continue
@@ -73,8 +73,8 @@ def _module(tensors: TensorMap, prefix: str) -> str:
 
 
 def _arranged(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
-    """Returns the layers, bottom to top: the modules that --map names, or all modules if it names none. A tensor that
-    --map names replaces the layer's tensor of this part. All other tensors stay."""
+    """Returns the layers, bottom to top: the modules that --map names as `layers.N`, or all modules if it names none. A
+    tensor that --map names as `layers.N.PART` replaces this part of layer N. The layer's other tensors stay."""
     modules = {prefix.rstrip("._"): parts for (prefix, layer), parts in found.items() if layer == 0}
     layers: dict[int, Names] = {}
     replaced: dict[int, Names] = {}
@@ -115,7 +115,8 @@ def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Na
 
 
 def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -> Layers:
-    """Checks that the shapes of successive layers fit together. Returns the layers."""
+    """Checks that the shapes of each layer's tensors fit together and fit the layer below, and that all layers have the
+    same cell. Returns the layers."""
     cells: list[Cell] = []
     sizes: list[int] = []
     for layer in names:

@@ -1,9 +1,10 @@
 """Imports a foreign language model: torch.nn.RNN, GRU or LSTM between an embedding and a head.
 
-The recurrent tensors are recognised by torch's names, and the cell by its row count (H, 3H, 4H). The embedding and the
-head are recognised by their usual names. Without such a name, a matrix is recognised by its shape if it is the only one
-that fits. `notes` lists every assumption and conversion. An unassigned tensor is an error, because the imported model
-would compute a different function without it.
+The recurrent tensors are recognised by torch's names. The kind of cell is recognised by the number of rows of the
+recurrent matrix: for H units, an RNN has H rows, a GRU 3H and an LSTM 4H. The embedding and the head are recognised by
+their usual names. Without such a name, a matrix is recognised by its shape if it is the only one that fits. `notes`
+lists every assumption and conversion. A tensor without a place in the imported model is an error, because the model
+might compute a different function without it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from wane.training.audit.layers import find_layers, layer_weights
 from wane.training.audit.tensor_map import Array, TensorMap
 
 IMPOSSIBLE = 104.0
-"""The difference of logits, in nats, from which the less probable token has the probability 0 in float32."""
+"""A token whose logit is lower than another token's by at least this many nats has the probability 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,9 @@ def add_unused_tokens(model: ForeignModel, count: int) -> ForeignModel:
     """Adds `count` tokens after the last token. The model never reads them and predicts them with probability 0. The
     probabilities of the other tokens do not change.
 
-    An added token has only a bias b. The logit of a token v is at least b_v - |w_v|_1, because the output of every unit
-    is in [-1, 1] (except with ReLU). b is `IMPOSSIBLE` below the largest of these lower bounds.
+    The logit of a token v with the bias b_v and the row w_v of the head's matrix is at least b_v - |w_v|_1, because the
+    output of every unit is in [-1, 1]. (ReLU has no such limit.) An added token has a row of zeros, and a bias that is
+    lower than the largest of these lower bounds by `IMPOSSIBLE`.
     """
     if not count:
         return model

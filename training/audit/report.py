@@ -49,10 +49,10 @@ class AuditedText(Frozen):
 
 
 class Margin(Frozen):
-    """A sufficient condition for a layer to forget. The condition holds if `factor` < 1.
+    """A sufficient condition for a layer's state to forget the earlier inputs. The condition holds if `factor` < 1.
 
-    `margin`: 1 - factor, negative if the condition fails. `factor` and `margin` are null if the rule does not apply.
-    `best`: whether the certificate uses this condition for the layer.
+    `margin`: 1 - factor, negative if the condition fails. `factor` and `margin` are null if the condition does not
+    apply to the layer. `best`: whether the certificate uses this condition for the layer.
     """
 
     layer: int
@@ -84,9 +84,10 @@ class AuditReport(Frozen):
     """The content of `audit.json`.
 
     `perplexity`: the recurrent perplexity over the whole text. Distances are 2-norms of differences between inputs of
-    the output layer. The certificate holds for the float32 weights in exact arithmetic. A bundle's certificate adds its
-    rounding term. Measurements are of float32 runs. At large k the two compared runs differ only by rounding.
-    `unmeasured`: if the model's runs overflow, the reason why the report has no perplexity, windows and gradients.
+    the output layer. The certificate holds for the float32 weights in exact arithmetic. If the audited model is a
+    bundle, its certificate also contains a term for float32's rounding. Measurements are of float32 runs. At large k
+    the window and the uninterrupted run differ only by rounding. `unmeasured`: if the model's runs overflow, the reason
+    why the report has no perplexity, windows and gradients.
     """
 
     schema_version: Literal[1] = 1
@@ -213,7 +214,7 @@ def _short(value: float) -> str:
 
 
 def _rounding(report: AuditReport) -> str:
-    """Returns a sentence that says whether the table's proved column includes float32's rounding."""
+    """Returns a sentence that says whether the proved bounds in the table include float32's rounding."""
     if report.certificate.rounding is None:
         return "in exact arithmetic; the exported bundle adds a term for float32's rounding"
     return "in exact arithmetic, plus the measured float32 rounding"

@@ -29,7 +29,7 @@ MAX_WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """The command's options. `file`: a checkpoint, or the folder of a bundle or a run."""
+    """The options of `wane audit`. `file`: a checkpoint, or the folder of a bundle or a run."""
 
     file: Path
     command: str
@@ -139,8 +139,9 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
 
 
 def _join(corpus: Corpus, split: str) -> tuple[str, ...]:
-    """Removes the `<eos>` around the sequences of a model that reads none, and returns a note about it. In a text only
-    the first is removed, because the others are line breaks."""
+    """For a model that starts without `<eos>`, removes `<eos>` from the stream: each one from a stream of events, and
+    only the first from a text, because the others are line breaks. Returns a note for the report if sequences of events
+    were joined."""
     if corpus.start == "token":
         return ()
     vocabulary, stream = corpus.vocabulary, corpus.streams[split]

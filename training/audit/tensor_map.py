@@ -16,8 +16,9 @@ Array = NDArray[np.float32]
 
 
 class TensorMap:
-    """Assigns tensors by name. `unassigned`: the names of the tensors that are not assigned yet. `names`: the file's
-    name of each of Wane's tensors."""
+    """Records which of the file's tensors is which of Wane's tensors. `unassigned`: the names of the file's tensors
+    that are not assigned yet, so have no place in the imported model. `names`: for each of Wane's tensors, its name in
+    the file."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path
@@ -47,8 +48,8 @@ class TensorMap:
             raise self.error(f"{name} has shape {list(self.shape(name))}, expected {list(shape)}")
 
     def mapped(self, ours: str) -> str | None:
-        """Assigns and returns the tensor that --map names for `ours`. Returns None if --map does not name one. Raises
-        ForeignError."""
+        """Marks the tensor that --map names for `ours` as assigned, and returns its name. Returns None if --map names
+        no tensor for `ours`. Raises ForeignError if the file lacks the named tensor."""
         theirs = self.mapping.get(ours)
         if theirs is None:
             return None
@@ -58,7 +59,8 @@ class TensorMap:
         return theirs
 
     def take(self, ours: str, name: str) -> Array:
-        """Returns a tensor in float32 and records it as `ours`. Raises ForeignError unless it is dense and finite."""
+        """Returns the file's tensor `name` in float32, and records that it is Wane's tensor `ours`. Raises ForeignError
+        unless the tensor is dense and finite."""
         tensor = self._tensors[name]
         if not tensor.is_floating_point() or tensor.layout != torch.strided:
             dtype = str(tensor.dtype).removeprefix("torch.")

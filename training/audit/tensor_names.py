@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from wane.training.errors import ForeignError
 
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-"""The tensors of a layer."""
+"""The names of a recurrent layer's tensors."""
 
 PART = re.compile(
     rf"^(?P<prefix>|.*[._])(?P<part>{'|'.join(PARTS)}|weight_hr)(?:_l(?P<layer>\d+))?(?P<reverse>_reverse)?(?P<raw>_raw)?$"
@@ -47,7 +47,7 @@ def parse_mapping(options: Sequence[str]) -> dict[str, str]:
 
 
 def kind(name: str) -> frozenset[str] | None:
-    """Returns EMBEDDINGS or HEADS, whichever contains the last known word of the name, or None.
+    """Returns EMBEDDINGS or HEADS, whichever contains the last known word of the name, or None if no word is known.
     `decoder.embedding.weight` is therefore an embedding."""
     for part in reversed(name.lower().split(".")):
         word = part.rstrip("0123456789").rstrip("_")

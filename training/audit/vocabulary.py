@@ -2,8 +2,9 @@
 
 Wane has three kinds of vocabulary (`models/vocabulary.py`). In each kind `<eos>` begins a sequence and encodes a line
 break. The foreign token that had this role in training is found by its usual names, or given with --eos. This token is
-renamed to `<eos>` and keeps its id. With `--eos none` a sequence starts without a token. If no event has a usual name
-of such a token, `<eos>` is added after the last event, because every vocabulary of Wane has it.
+renamed to `<eos>` and keeps its id. With `--eos none` a sequence starts from the zero state, without a token. If then a
+vocabulary of events has none of the usual names of `<eos>`, `<eos>` is added as the last event, because every
+vocabulary of Wane has it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ DataKind = Literal["text", "events"]
 
 @dataclass(frozen=True, slots=True)
 class ForeignVocabulary:
-    """A vocabulary that Wane serves. `notes`: the assumptions and changes. `start`: whether a sequence begins with
-    `<eos>`. `added`: the number of tokens at its end, 0 or 1, that the foreign vocabulary lacks."""
+    """A vocabulary that Wane serves. `notes`: the assumptions and changes. `start`: "token" if a sequence begins with
+    `<eos>`, "zero" if it begins without a token. `added`: the number of tokens, 0 or 1, that were added at the end of
+    the vocabulary."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
@@ -90,8 +92,8 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
 def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a list of names in id order: JSON (a list, or an object from name to id), or one name per line.
 
-    For text, the names are words, or characters if every name is one character. `eos` is that of `read_tokenizer`.
-    Raises ForeignError.
+    For text, the names are words, or characters if every name is one character. `eos`: as in `read_tokenizer`. Raises
+    ForeignError.
     """
     names = _names(path)
     if lacks_end := _lacks_end(names, data, eos):
@@ -126,13 +128,15 @@ def _characters(table: dict[str, int]) -> str:
 
 
 def _lacks_end(names: Collection[str], data: DataKind, eos: str | None) -> bool:
-    """Whether `<eos>` must be added to events that never begin or end a sequence."""
+    """Whether `<eos>` must be added: the events include none of its usual names, and the model starts from the zero
+    state."""
     return eos == NO_START and data == "events" and not any(name in names for name in EOS_NAMES)
 
 
 def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Returns the name of the token that begins a sequence, and a note if the token was found by its usual names. For
-    `--eos none`, returns the name of the token that may end a sequence."""
+    """Returns the name of the token that becomes `<eos>`, and notes for the report. The token is the one that --eos
+    names, or else the one with the first of the names `usual` that the vocabulary contains. Raises ForeignError if
+    there is no such token."""
     if eos is not None and eos != NO_START:
         if eos not in names:
             raise ForeignError(f"{path}: --eos {eos}: there is no such token")

@@ -254,9 +254,9 @@ async def _infer(request: Request, engine: Engine) -> Response:
 
 @dataclass(slots=True)
 class InferResults:
-    """The results of an inference. `engine` is the engine that computed them, and `rows` has the tokens of each row.
-    `answers` has a prediction for each row, and `scores` a score, if the request asked for them. `ready_s` is when the
-    engine's work began, by `time.perf_counter`."""
+    """The results of an inference. `engine` is the engine that computed the results. `rows` has the tokens of each row.
+    `answers` has one prediction for each row, if the request asked for predictions. `scores` has one score for each
+    row, if the request asked for scores. `ready_s` is when the engine's work began, by `time.perf_counter`."""
 
     engine: Engine
     rows: Sequence[EventTokens]
@@ -305,7 +305,7 @@ class InferResults:
             width = max(len(row.tokens) + len(row.skipped) for row in self.rows)
             scored = np.full((len(self.rows), width), np.nan, np.float32)
             for index, one in enumerate(self.scores):
-                scored[index, : len(one.logprobs)] = one.logprobs  # None is NaN
+                scored[index, : len(one.logprobs)] = one.logprobs  # None becomes NaN
             if not self.scores:
                 for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
                     skipped = np.array(row.skipped, np.intp)

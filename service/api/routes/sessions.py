@@ -128,8 +128,8 @@ async def create(request: Request) -> Response:
 
 
 async def _history(engine: Engine, body: SessionBody, until: float | None) -> tuple[History | None, tuple[str, ...]]:
-    """Returns the history that the new session continues, or None if the body has no history, and the names of its
-    events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
+    """Returns two values: the history that the new session continues (None if the body has no history), and the names
+    of the history's events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
     if body.position is None:
         return None, ()
     given = EventTokens(tuple(body.history or ()))
@@ -215,8 +215,8 @@ def step_request(
 async def engine_to_step(
     connection: HTTPConnection, session: str, body: StepBody, expected_position: int | None, deadline: float | None
 ) -> tuple[Engine, Owner | None]:
-    """Returns the engine for a step of a session, and the `creator` of the step's request. If the session does not
-    exist and the step may create it, returns the engine of the body's model. `session` is the session's key.
+    """Returns the engine for a step of a session, and the step's `creator` (see `StepRequest`). `session` is the
+    session's key. If the session does not exist and the step may create it, returns the engine of the body's model.
 
     Raises the errors of `ModelRegistry.engine_for`, and UnknownModel.
     """
@@ -225,7 +225,8 @@ async def engine_to_step(
         engine = await models.engine_for(session, body.model, deadline)
         if creator is None or engine.name == (body.model or models.default):
             return engine, creator
-        # If this session has expired, the step creates a session of another model.
+        # The engine found is not the engine of the body's model, so it cannot create the session. If the session has
+        # expired, the step creates a new session with the body's model.
         await engine.get_session(session)
     except UnknownSession:
         if creator is None or expected_position:

@@ -1,4 +1,4 @@
-"""Serves the state of a session, for a ranker or an index outside of the server."""
+"""Serves the output layer's input of a session, for a ranker or an index outside of the server."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ CLASS = "PreTrainedTokenizerFast"
 
 @router.post("/tokenize", response_model=TokenizeDocument, openapi_extra=json_body(TokenizeBody))
 async def tokenize(request: Request) -> Response:
-    """Returns the token ids of a text, or of events, one in each line. Each `<eos>` in the text becomes the id of the
-    token `<eos>`."""
+    """Returns the token ids of a text. Each `<eos>` in the text becomes the id of the token `<eos>`. For a model of
+    events, every other line of the text is the name of an event."""
     body = await decode(request, TokenizeBody)
     engine = await model_engine(request, body.model)
     tokens: list[int] = []

@@ -21,7 +21,10 @@ DIGITS = "[0-9]{1,15}"
 
 PARAMETERS: dict[str, Any] = {
     "prefix": ("only the names that begin with this text", {"type": "string"}),
-    "after": ("only the ids after this one; give `next` of the page before", {"type": "integer", "minimum": 0}),
+    "after": (
+        "only the names whose id is above this number; give the `next` of the previous page",
+        {"type": "integer", "minimum": 0},
+    ),
     "limit": (
         "the largest number of names in the answer",
         {"type": "integer", "minimum": 1, "maximum": LARGEST_LIMIT, "default": DEFAULT_LIMIT},
@@ -42,8 +45,8 @@ router = APIRouter(tags=["models"])
 @router.head("/v1/models/{name}/vocabulary", include_in_schema=False)
 @router.get("/v1/models/{name}/vocabulary", response_model=VocabularyDocument, openapi_extra=DESCRIBED)
 async def vocabulary(request: Request, name: str) -> Response:
-    """Lists the names of a model's events by ascending id, without `<eos>` and `<unk>`. For a model of text, lists the
-    tokens."""
+    """Lists the names and ids of a model's events by ascending id, without `<eos>` and `<unk>`. For a model of text,
+    lists all tokens."""
     given = request.query_params
     if unknown := given.keys() - PARAMETERS:
         field = min(unknown)
@@ -68,7 +71,8 @@ def page(vocabulary: Vocabulary, prefix: str, after: int, limit: int) -> Vocabul
 
 
 def _whole(request: Request, name: str, default: int, least: int, most: int | None = None) -> int:
-    """Returns the value of a query parameter. Raises InvalidRequest unless it is a whole number in the range."""
+    """Returns the value of the query parameter `name`. Raises InvalidRequest unless the value is a whole number in the
+    allowed range."""
     given = request.query_params.get(name)
     if given is None:
         return default

@@ -175,8 +175,8 @@ class Body(BaseModel):
     """A request body. The OpenAPI page shows the `examples`. A test posts each example.
 
     A body must have exactly one of the fields in `one_of`. A null field counts as absent. A body may have at most one
-    of the fields in `not_both`. The fields in `only_with` are allowed only in some modes. A body may have a field in
-    `needs` only with one of the fields that it names. `rules` are further rules, as JSON schemas.
+    of the fields in `not_both`. The fields in `only_with` are allowed only in some modes. `needs` maps a field to other
+    fields: a body may have the field only with at least one of them. `rules` are further rules, as JSON schemas.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -223,7 +223,7 @@ class Body(BaseModel):
 
 
 class EventInput(NamedTuple):
-    """Events as a client gave them, and the request's `unknown`."""
+    """The events of a request, and the request's field `unknown`."""
 
     events: Sequence[str | int]
     unknown: Unknown | None
@@ -245,14 +245,15 @@ class SequenceBody(Body):
 
     @property
     def sequence(self) -> GivenSequence:
-        """Returns the field that was given, or an empty list if no field was given."""
+        """Returns the given text, token ids or events; an empty list if the body has none of them."""
         if self.events is not None:
             return EventInput(self.events, self.unknown)
         return self.input if self.input is not None else self.tokens or []
 
 
 class RankedBody(SequenceBody):
-    """A body whose answer lists tokens. The filters are for models of events."""
+    """A body whose answer lists tokens. `exclude`, `exclude_seen`, `candidates` and `include_end` filter the list, and
+    are only for models of events."""
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates")}
 

@@ -48,7 +48,7 @@ from wane.service.types import (
 
 
 class EventsBody(Body):
-    """A sequence of events in a batch."""
+    """An input of a batch that is a sequence of events."""
 
     events: Events
 

@@ -86,8 +86,8 @@ def head(record: SessionRecord) -> bytes:
 
 def mark(revision: int, about: bytes = b"") -> bytes:
     """Returns the mark of a session at `revision`. Equal marks mean that the stored session has not changed. `about` is
-    the session as `head` encodes it. If `about` is given, the mark also differs from the mark of a session that another
-    writer stored at the same revision."""
+    the session as `head` encodes it, which includes a random stamp. With `about`, the marks of two sessions that
+    different writers stored at the same revision also differ."""
     return REVISION.pack(revision) + about[_STAMP]
 
 

@@ -154,7 +154,7 @@ def test_a_session_id_in_use_is_refused(http: httpx.Client, session: str) -> Non
         ({"position": 3}, "position is 3, but the history is empty"),
         ({"history": [], "position": 3}, "position is 3, but the history is empty"),
         ({"input": "", "position": 3}, "the input is empty"),
-        ({"history": [5, 6, 7], "position": 2}, "the history has 3 tokens, but position is 2"),
+        ({"history": [5, 6, 7], "position": 2}, "the history has 3 tokens, but must have at most 2"),
         ({"history": [5], "position": -1}, "position is -1"),
         ({"history": [5], "position": 2**62}, "position is 4611686018427387904"),
         ({"history": [5], "position": 1.5}, "position must be an integer"),

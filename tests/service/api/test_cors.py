@@ -1,4 +1,5 @@
-"""Tests of pages of other origins (CORS), with real sockets, with Wane's and with uvicorn's protocol classes."""
+"""Tests of requests from pages of other origins (CORS). They use real sockets, and both Wane's and uvicorn's protocol
+classes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PREFLIGHT = {
 
 @pytest.fixture(params=[True, False], ids=["wane", "uvicorn"])
 async def server(request: pytest.FixtureRequest, harness: EngineHarness) -> AsyncIterator[ServerHarness]:
-    """A server for the pages of two origins. `request.param` says whether it uses Wane's own protocol classes."""
+    """A server that allows the pages of two other origins. `request.param` says whether the server uses Wane's own
+    protocol classes."""
     async with served(harness, native=request.param, cors_origins=f"{SHOP},{BLOG}") as server:
         yield server
 
@@ -37,7 +39,7 @@ async def http(server: ServerHarness) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def of_cors(response: httpx.Response) -> dict[str, list[str]]:
-    """Returns every value of each CORS header."""
+    """Returns the values of each CORS header of a response, by header name."""
     named = {name for name in response.headers if name.startswith("access-control-")}
     return {name: response.headers.get_list(name) for name in sorted(named)}
 
@@ -108,12 +110,12 @@ async def test_no_origin_is_allowed_by_default(harness: EngineHarness) -> None:
 
 
 async def message(server: ServerHarness, origin: str | None) -> Any:
-    """Sends a step over a new WebSocket of session a. Returns the first message of the server."""
+    """Opens a WebSocket of session a from a page of `origin`, and sends a step. Returns the server's first message."""
     url = server.url.replace("http://", "ws://") + "/v1/sessions/a/stream"
     async with connect(url, proxy=None, origin=origin) as socket:  # type: ignore[arg-type]
         try:
             await socket.send('{"tokens": [6]}')
-        except ConnectionClosed:  # the server may have closed the socket first
+        except ConnectionClosed:  # the server may have closed the socket before the message was sent
             assert origin is not None
         return json.loads(await socket.recv())
 

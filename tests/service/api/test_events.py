@@ -1,4 +1,4 @@
-"""Tests of events on every route of a server. The answers are compared with a ranking in plain numpy."""
+"""Tests of models of events on every route of the server. The expected lists of events are computed in numpy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
 
 
 async def refused(client: httpx.AsyncClient, path: str, **body: Any) -> str:
-    """Sends a request that must be answered with 422. Returns the message."""
+    """Sends a request. Asserts that it is answered with 422, and returns the error message."""
     response = await client.post(path, json=body)
     assert response.status_code == 422, response.text
     document = response.json()
@@ -62,7 +62,7 @@ def of(harness: EngineHarness, tokens: Sequence[int] = TOKENS) -> NDArray[np.flo
 
 
 def assert_ranked(found: Sequence[dict[str, Any]], wanted: NDArray[np.float64], count: int, **filters: Any) -> None:
-    """Checks a JSON list of predictions against the ranking."""
+    """Asserts that a JSON list of predictions is correct: see `assert_lists`."""
     predictions = [Prediction(one["token_id"], one["token"], one["probability"], one["logprob"]) for one in found]
     assert_lists(predictions, wanted, count, **filters)
     assert [one["token"] for one in found] == [["<eos>", "<unk>", *NAMES][one["token_id"]] for one in found]
@@ -150,7 +150,7 @@ async def test_a_session_from_a_history_of_events(harness: EngineHarness, client
     assert (created["position"], created["unknown"]) == (len(EVENTS), ["nope"])
     answer = await post(client, "/v1/predict", session="h", exclude_seen=True)
     assert_ranked(answer["predictions"], of(harness), 5, exclude=TOKENS)
-    assert answer["error_bound"] == 0  # the history is the whole sequence
+    assert answer["error_bound"] == 0  # the history contains all tokens of the session
     message = await refused(client, "/v1/sessions", events=EVENTS, position=2)
     assert "the history has 5 tokens, but must have at most 2" in message
     message = await refused(client, "/v1/sessions", events=EVENTS, history=TOKENS, position=5)

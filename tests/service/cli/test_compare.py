@@ -124,7 +124,7 @@ def test_the_error_of_an_impossible_comparison_has_the_reason(
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A server of a model of events."""
+    """A server with a model of events."""
     folder = tmp_path_factory.mktemp("bundles")
     make_eventful(put(folder, "1", name="clicks"))
     with live_server("--bundles", str(folder)) as server:
@@ -150,7 +150,7 @@ def test_a_model_of_events_is_compared_over_the_sessions_of_a_file(
     assert figures["agreement"]["compared"] == 5
     printed = capsys.readouterr().out
     assert "Compared 5 events of 2 sessions." in printed and "Left out" not in printed
-    with Client(shop.url) as client:  # every window has events of one session only
+    with Client(shop.url) as client:  # the windows must not extend over two sessions, so each session is compared alone
         tokens = [client.post("/v1/score", {"events": events})["tokens"] for events in sessions]
         agreements = [
             client.post("/v1/predict", {"tokens": sequence[:end], "mode": "both", "window": 2})["agreement"]
@@ -285,7 +285,7 @@ def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
     with Client("http://wane", httpx.MockTransport(respond)) as client:
         found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
     assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
-    assert (found.k, found.model_k) == (2, 4)  # sessions answer in mode both with windows of the model's own k
+    assert (found.k, found.model_k) == (2, 4)  # In mode both, a session's windows have the model's default size.
 
 
 def test_a_server_without_models_is_reported() -> None:

@@ -19,7 +19,7 @@ from wane.service.types import StepRequest
 
 
 def put_version(folder: Path, version: str, model: str = MODEL) -> Path:
-    """Puts a bundle into `folder/MODEL/VERSION`."""
+    """Builds a bundle, and moves it to the folder `folder`/`model`/`version`."""
     bundle = put(folder.parent / "building" / version, version, name=model)
     target = folder / model / version
     target.parent.mkdir(exist_ok=True)
@@ -49,7 +49,8 @@ def test_versions_stand_side_by_side_and_a_folder_with_a_manifest_is_a_bundle(fo
     versions = [(f"{MODEL}/{version}", version) for version in ("2", "9", "10")]
     assert folders(folder) == [("other", "1"), *versions]
     assert Repository(folder).find(MODEL).version == "10"
-    shutil.copytree(folder / MODEL / "2", folder / "other" / "nested")  # inside of a bundle
+    # A bundle inside the folder of another bundle is ignored.
+    shutil.copytree(folder / MODEL / "2", folder / "other" / "nested")
     assert folders(folder) == [("other", "1"), *versions]
     assert [one.version for one in Repository(folder / MODEL).list()] == ["2", "9", "10"]
 

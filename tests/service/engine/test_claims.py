@@ -152,15 +152,17 @@ LISTS = (
 
 
 def allowed_by(wanted: Filter, known: list[int]) -> list[int]:
-    """Returns the tokens that an answer with this filter may list."""
+    """Returns the tokens that an answer with the filter `wanted` may list. `known` are the tokens of the sequence that
+    the engine knows."""
     excluded = {1, *wanted.exclude, *(known if wanted.exclude_seen else ())} - {0}
     candidates = range(EVERYTHING) if wanted.candidates is None else wanted.candidates
     return [one for one in candidates if one not in excluded and (one or wanted.include_end)]
 
 
 async def check_lists(small: Small, past: list[int], known: list[int]) -> int:
-    """Predicts from the last tokens of a sequence with each filter. Checks each proof against the full-history model,
-    which has also read `past`. Returns the number of proofs that need one."""
+    """Predicts from `known`, the last tokens of a sequence, with each filter. Checks each proved token against the
+    full-history model, which reads `past` before `known`. Returns the number of proofs for lists of more than one
+    token."""
     truth, _ = small.uninterrupted([*past, *known])
     proved = 0
     for wanted in LISTS:

@@ -1,5 +1,5 @@
-"""Tests of models of events: unknown events, the filters of the list, and the zero start. Each test compares the
-answers with a ranking in plain numpy."""
+"""Tests of models of events: unknown events, filters of the listed events, and the zero start. The expected lists are
+computed in numpy."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CLOSE = 1e-5
 
 
 def clicks(count: int, seed: int = 0) -> tuple[int, ...]:
-    """Returns random tokens of items, with many repetitions."""
+    """Returns `count` random tokens of items. Some items are repeated often."""
     random = np.random.default_rng(seed)
     return tuple(int(token) for token in 2 + random.zipf(1.4, count) % len(NAMES))
 
 
 def distribution(harness: EngineHarness, tokens: Sequence[int], *, cache: bool = False) -> NDArray[np.float64]:
-    """Returns the next token's distribution after a whole sequence, from the runner's equations and the definition of
-    the cache."""
+    """Returns the distribution of the token that follows `tokens`, a whole sequence. It is computed from the fake
+    runner's logits and, if `cache`, from the definition of the cache."""
     read = [*harness.manifest.start_tokens, *tokens]
     logits = harness.runner.logits(read).astype(np.float64)
     weights = np.exp(logits - logits.max())
@@ -67,14 +67,15 @@ def ranking(
     candidates: Sequence[int] | None = None,
     include_end: bool = False,
 ) -> list[int]:
-    """Returns the ids that an answer must list, most probable first."""
+    """Returns the ids that an answer must list, most probable first. `of` is the distribution of the next token."""
     allowed = range(SIZE) if candidates is None else candidates
     left = [one for one in allowed if one not in exclude and one != UNK and (include_end or one != EOS)]
     return sorted(left, key=lambda one: (-of[one], one))[:count]
 
 
 def assert_lists(found: Answer | Sequence[Prediction], of: NDArray[np.float64], count: int, **filters: Any) -> None:
-    """Checks the tokens of an answer, their order, and that their probabilities are those of the whole distribution."""
+    """Asserts that an answer lists the expected tokens in the expected order, with their probabilities in the whole
+    distribution `of`."""
     predictions = found.predictions if isinstance(found, Answer) else found
     ids = [one.token_id for one in predictions]
     wanted = ranking(of, count, **filters)
@@ -200,7 +201,7 @@ async def test_exclude_seen_knows_only_the_kept_tokens(make_harness: MakeHarness
     await harness.engine.create_session("s")
     answer = await harness.engine.submit(StepRequest("s", tokens[:39]))
     answer = await harness.engine.submit(StepRequest("s", tokens[39:], filter=Filter(exclude_seen=True), top_k=60))
-    assert answer.seen_tokens == 17  # the kept tokens, and the step's own
+    assert answer.seen_tokens == 17  # the 16 tokens that the session keeps, and the token of the step
     assert_lists(answer, distribution(harness, tokens), 60, exclude=tokens[-17:])
 
 
@@ -221,7 +222,8 @@ async def test_the_proof_is_about_the_listed_events(make_harness: MakeHarness, c
             if not ids:
                 assert not answer.top1_proved
             if not wanted.candidates and answer.state_error_bound is not None and ids:
-                # A proof over all tokens is a proof over fewer of them, if its token is listed.
+                # If a token is proved to be the most probable of all tokens, it is also the most probable of any list
+                # that contains it.
                 logits = harness.runner.logits(tokens[-12:])
                 hidden = await hidden_of(harness, tokens[-12:])
                 if margin.proves(logits, hidden, answer.state_error_bound) and int(logits.argmax()) in ids:
@@ -235,7 +237,8 @@ async def hidden_of(harness: EngineHarness, tokens: Sequence[int]) -> NDArray[np
 
 
 async def test_a_lead_over_the_excluded_tokens_is_not_needed(make_harness: MakeHarness) -> None:
-    """The best and the second-best item are too close for a proof. Without the second-best, the best is proved."""
+    """The two candidates have equal output weights, so neither is proved. If one of them is excluded, the other is
+    proved."""
     harness = make_harness(vocabulary=name_vocabulary(names=NAMES), certified=True)
     tokens = clicks(20)
     harness.runner.head[3] = harness.runner.head[2]
@@ -278,7 +281,7 @@ def test_an_integer_is_a_name(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=["17", "-4", "x"]))
     assert harness.engine.events.tokens([17, -4, "17", "x"]).tokens == (2, 3, 2, 4)
     with pytest.raises(InvalidRequest, match=r"events\[0\] is '18'"):
-        harness.engine.events.tokens([18])  # a manifest without `unknown` refuses
+        harness.engine.events.tokens([18])  # without `unknown` in the manifest, unknown events are refused
 
 
 def test_the_filter_of_names(harness: EngineHarness) -> None:
@@ -320,7 +323,7 @@ async def test_a_step_of_skipped_events_appends_nothing(harness: EngineHarness) 
     answer = await engine.submit(StepRequest("s", (), None, 6, unknown=("nope",)))
     assert (answer.position, answer.unknown) == (6, ("nope",))
     assert_lists(answer, distribution(harness, tokens, cache=has_cache(harness)), 5)
-    # The step before is still the last step, so it can be replayed.
+    # The step without tokens did not replace the last step, so the earlier step can be replayed.
     assert (await engine.submit(StepRequest("s", tokens, None, 0, "key"))).replayed
     with pytest.raises(PositionConflict):
         await engine.submit(StepRequest("s", (), None, 0, unknown=("nope",)))
@@ -430,7 +433,7 @@ async def test_token_logprobs_of_the_first_step_of_a_zero_start(harness: EngineH
     engine, tokens = harness.engine, clicks(4)
     await engine.create_session("s")
     score = await engine.score(ScoreRequest(tokens))
-    for _ in range(2):  # the second request is a replay
+    for _ in range(2):  # the second request is a replay of the first
         answer = await engine.submit(StepRequest("s", tokens, None, 0, token_logprobs=True))
         assert answer.token_logprobs is not None
         for one, other in zip(answer.token_logprobs, score.logprobs, strict=True):

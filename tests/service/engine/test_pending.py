@@ -93,7 +93,7 @@ async def test_a_passed_deadline_withdraws_work_that_has_not_entered_a_batch(
     travel(2 * HOUR_S)
     with pytest.raises(DeadlineExceeded) as late:
         await pending
-    assert ("it still commits" in str(late.value)) is entered
+    assert ("the step still commits" in str(late.value)) is entered
     assert work.withdrawn is not entered
     work.waiter.resolve(7)
     assert given.abandoned
@@ -316,7 +316,7 @@ async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_commit
         travel(2 * HOUR_S)
         with pytest.raises(DeadlineExceeded) as late:
             await search
-        assert ("it still commits" in str(late.value)) is isinstance(request_, StepRequest)
+        assert ("the step still commits" in str(late.value)) is isinstance(request_, StepRequest)
     assert bounded.engine.admission.active == (not begun)
     if isinstance(request_, StepRequest):
         again = await engine.submit(replace(request_, prove=False))

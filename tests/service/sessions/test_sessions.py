@@ -127,8 +127,8 @@ async def test_a_lost_session_is_restored_within_its_bound(make_harness: MakeHar
     ("tokens", "position", "field", "message"),
     [
         ((), 1, "history", "position is 1, but the history is empty"),
-        ((5, 6, 7), 2, "position", "the history has 3 tokens, but position is 2"),
-        ((5,), 0, "position", "the history has 1 tokens, but position is 0"),
+        ((5, 6, 7), 2, "position", "the history has 3 tokens, but must have at most 2"),
+        ((5,), 0, "position", "the history has 1 tokens, but must have at most 0"),
         ((), -1, "position", "position is -1, but must be a number from 0"),
         ((5,), 10**15, "position", "position is 1000000000000000"),
         ((5, 258), 9, "history", r"history\[1\] is 258, but the vocabulary has 258 tokens"),

@@ -77,8 +77,9 @@ class OfCells(nn.Module):
 
 
 class Gru4Rec(nn.Module):
-    """A GRU over one-hot events, as in GRU4Rec. If `width` is not None, a Linear reads the one-hot events. If
-    `projected` is not None, a Linear of this width is between the GRU and the head, with `activation` after it."""
+    """A GRU over one-hot events, as in GRU4Rec. If `width` is not None, a Linear with this number of outputs is between
+    the one-hot events and the GRU. If `projected` is not None, a Linear with this number of outputs is between the GRU
+    and the head. With `activation`, a ReLU follows this Linear."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Gru4Rec(nn.Module):
 
 class WeightDrop(nn.Module):
     """The wrapper of awd-lstm: it keeps the recurrent matrix under the name `weight_hh_l0_raw`, and copies it into the
-    wrapped module before each run, in training after dropout."""
+    wrapped module before each run. In training, dropout is applied to the copy."""
 
     def __init__(self, module: nn.LSTM) -> None:
         super().__init__()
@@ -134,7 +135,8 @@ class WeightDrop(nn.Module):
 
 
 class AwdLstm(nn.Module):
-    """Three LSTMs in WeightDrop, the last as narrow as the embedding, which is tied to the decoder, as in awd-lstm."""
+    """Three LSTMs in WeightDrop, as in awd-lstm. The last LSTM is as wide as the embedding, because the embedding is
+    tied to the decoder."""
 
     def __init__(self, width: int = 6, hidden: int = 9) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ EVENTS = tuple(f"item/{index}" for index in range(VOCABULARY))
 
 
 def audited_events(folder: Path, module: nn.Module, *options: str) -> Bundle:
-    """Audits and exports a model of EVENTS, and returns its bundle."""
+    """Audits a model of EVENTS with `wane audit --export`. Returns the exported bundle."""
     torch.save(module.state_dict(), folder / "model.pt")
     (folder / "names.txt").write_text("\n".join(EVENTS), encoding="utf-8")
     generator = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def audited_events(folder: Path, module: nn.Module, *options: str) -> Bundle:
 
 
 def probabilities_of(module: nn.Module, tokens: Sequence[int]) -> NDArray[np.float64]:
-    """Returns the module's probabilities (V) after the tokens, from its zero state."""
+    """Returns the probabilities, (V), that the module predicts after `tokens`, which it reads from the zero state."""
     with torch.no_grad():
         found: NDArray[np.float64] = torch.softmax(module(torch.tensor(tokens)[:, None])[-1, 0].double(), -1).numpy()
     return found

@@ -83,7 +83,7 @@ def test_other_names_are_recognised_by_shape_or_mapped(tmp_path: Path) -> None:
     assert "first.weight is assumed to be the embedding, by its shape" in notes
     assert "last.weight is assumed to be the head, by its shape" in notes
 
-    alike = Plain(names=("first", "middle", "last"))  # only a head has a bias
+    alike = Plain(names=("first", "middle", "last"))  # of the two matrices of equal shape, only the head has a bias
     path = saved(tmp_path / "alike.pt", alike.state_dict())
     assert assert_same(path, alike) == notes
     mapping = parse_mapping(["embedding=first.weight", "head=last.weight", "head.bias=last.bias"])
@@ -181,7 +181,7 @@ def test_a_layer_over_one_hot_input_is_read_by_its_rows(tmp_path: Path, events: 
     ("names", "bias", "width"),
     [
         *itertools.product((("encoder", "decoder"), ("fc1", "fc2"), ("first", "last")), (True, False), (5, 6)),
-        (("encoder", "decoder"), True, VOCABULARY),  # the bias tells a square matrix from an embedding table
+        (("encoder", "decoder"), True, VOCABULARY),  # a square matrix: it has a bias, so it is not an embedding table
     ],
 )
 def test_a_linear_over_one_hot_input_becomes_an_embedding(
@@ -249,7 +249,7 @@ def test_the_raw_matrices_of_awd_lstm_are_read(tmp_path: Path, after_training: b
     module = AwdLstm().eval()
     tensors = dict(module.state_dict())
     assert "rnns.0.weight_hh_l0_raw" in tensors and "rnns.0.module.weight_ih_l0" in tensors
-    if after_training:  # some versions also save the copy that is left after dropout
+    if after_training:  # some versions also save the copy to which dropout was applied
         for layer in range(3):
             raw = tensors[f"rnns.{layer}.weight_hh_l0_raw"]
             tensors[f"rnns.{layer}.module.weight_hh_l0"] = nn.functional.dropout(raw, 0.5)

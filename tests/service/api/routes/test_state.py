@@ -1,4 +1,4 @@
-"""Tests of the state route over the real server."""
+"""Tests of the route that returns a session's state, with a real server."""
 
 from __future__ import annotations
 

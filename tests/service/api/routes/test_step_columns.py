@@ -141,7 +141,7 @@ def test_a_step_creates_a_session_of_the_given_model(http: httpx.Client) -> None
         ],
     ):
         assert (refused["status"], refused["field"]) == (422, "model")
-    # A session that was deleted starts again with the default model.
+    # A step of a deleted session creates the session again, with the default model.
     http.delete(f"/v1/sessions/{names[1]}").raise_for_status()
     restarted = http.post(f"/v1/sessions/{names[1]}/tokens", json=step).json()
     assert (restarted["model"], restarted["created"]) == ("gated-stable", True)

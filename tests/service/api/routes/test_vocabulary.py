@@ -17,7 +17,7 @@ NAMES = ("coats/07", "coats/08", "shoes/1", "coats/09", "hats", "coats")
 
 @pytest.fixture
 def named(engine: FakeEngine) -> Iterator[list[dict[str, Any]]]:
-    """All entries of the vocabulary of an event model, by ascending id."""
+    """All entries that the route lists for a model of events, by ascending id."""
     engine.vocabulary = vocabulary = name_vocabulary(names=NAMES)
     texts = vocabulary.texts
     yield [{"id": index, "name": name} for index, name in enumerate(texts) if name not in ("<eos>", "<unk>")]
