@@ -98,7 +98,8 @@ class Ranking:
         be listed, returns all of them."""
         if self._candidates is None:
             wanted = min(count + len(self._excluded), self._size)
-            found = result.largest(min(wanted, result.most) if self._excluded else count)
+            asked = min(wanted, result.most) if self._excluded else count
+            found = result.largest(asked) if asked else None
             if found is not None and self._excluded:
                 found = self._kept(found)
                 if len(found.ids) < count and wanted > result.most:
