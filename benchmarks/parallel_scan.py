@@ -252,7 +252,7 @@ class Subject:
                 async with aclosing(pieces):
                     async for piece in pieces:
                         tell(piece.plan)
-                self._keep(kind, name, {**self.pool.gather([slot])})
+                self._keep(kind, name, dict(self.pool.gather([slot])))
 
         async def score() -> None:
             request = ScoreRequest(tuple(self.tokens[1:].tolist()), ScoreMethod.PARALLEL, tolerance)

@@ -120,10 +120,7 @@ def fit_bundle_cache(
     if target is not None:
         with writing(target):
             check_place(target, version, None, replace)
-    corpus = _corpus(source, data)
-    network = Network(manifest.architecture)
-    network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in source.weights().items()})
-    network.eval()
+    corpus, network = corpus_of(source, data), network_of(source)
     windows = [k for k in WINDOWS if k <= max(manifest.max_window, LONGEST_WINDOW)]
     steps = sum(len(corpus.streams[split]) - 1 for split in EVALUATED_SPLITS)
     if target is not None:
@@ -196,7 +193,14 @@ def _fits_table(name: str, fits: CacheFits) -> Table:
     return table
 
 
-def _corpus(bundle: Bundle, data: Path | None) -> Corpus:
+def network_of(bundle: Bundle) -> Network:
+    """Returns a bundle's network with its weights, for evaluation."""
+    network = Network(bundle.manifest.architecture)
+    network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in bundle.weights().items()})
+    return network.eval()
+
+
+def corpus_of(bundle: Bundle, data: Path | None) -> Corpus:
     """Returns the corpus on which the bundle was trained, if `data` (or the download, if `data` is None) has this
     corpus's hashes. Otherwise returns the two halves of `data` as the splits `valid` and `test`."""
     manifest = bundle.manifest

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Role
+from wane.service.runners.outputs import FINITE, Largest, Outputs
 from wane.service.runners.runner import (
     ERROR,
+    HIDDEN,
     HIDDENS,
     LOG_SUM_EXP,
     NEXT,
@@ -28,60 +29,10 @@ from wane.service.runners.runner import (
     TOP_IDS,
     TOP_LOGITS,
     Array,
+    Feeds,
     Runner,
 )
-from wane.service.state.pool import HIDDEN, ZERO, StatePool
-
-FEW = 5
-"""The number of largest logits per row that are read by default. A graph outputs a hundred per row."""
-
-
-class Largest(NamedTuple):
-    """The largest logits of one row in descending order, with their token ids and probabilities. Equal logits are
-    ordered by ascending id."""
-
-    ids: list[int]
-    logits: list[float]
-    logprobs: list[float]
-    probabilities: list[float]
-
-
-class Outputs:
-    """The output arrays of one run by name. Each has the shape (B, ...)."""
-
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self.arrays = arrays
-        self._largest: dict[int, list[Largest]] = {}
-
-    def largest(self, row: int, count: int) -> Largest | None:
-        """Returns at least the `count` largest logits of a row. Returns None if the graph outputs fewer."""
-        few = self._largest.get(FEW)
-        if few is not None and count <= len(few[row].ids):
-            return few[row]
-        ids = self.arrays.get(TOP_IDS)
-        if ids is None or count > ids.shape[1]:
-            return None
-        width = FEW if count <= FEW else count
-        if width not in self._largest:
-            self._largest[width] = self._first(width)
-        return self._largest[width][row]
-
-    def _first(self, width: int) -> list[Largest]:
-        """Returns the `width` largest logits of every row."""
-        arrays = self.arrays
-        logits = arrays[TOP_LOGITS][:, :width].astype(np.float64)
-        # The log-sum-exp is rounded, so the difference of the logit and the log-sum-exp may be above 0 for a token with
-        # a probability near 1.
-        logprobs = np.minimum(logits - arrays[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
-        columns = arrays[TOP_IDS][:, :width], logits, logprobs, np.exp(logprobs)
-        return [*map(Largest._make, zip(*[column.tolist() for column in columns], strict=True))]
-
-    @cached_property
-    def lengths(self) -> list[float]:
-        """The 2-norm of every row of `hidden`."""
-        hidden = self.arrays[HIDDEN].astype(np.float64)
-        lengths: list[float] = np.sqrt(np.einsum("bh,bh->b", hidden, hidden)).tolist()
-        return lengths
+from wane.service.state.pool import ZERO, StatePool
 
 
 class Top(NamedTuple):
@@ -102,12 +53,9 @@ class Top(NamedTuple):
 PADDED_SHARE = 2
 MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_048}
 
-FINITE = ("logits", HIDDEN, "logprobs")
-"""Outputs that must be finite in every answer."""
-
 ANSWERS = (*FINITE, HIDDENS, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
-"""Outputs that a `Row` returns. All other outputs are written to the state pool or become a `Row`'s radius and
-trace."""
+"""Outputs that a `Row` returns. A window's row also returns the outputs of its trace. All other outputs are written to
+the state pool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,22 +105,35 @@ class WindowTrace:
 
 class Row:
     """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), and the largest
-    logits. All values are finite. An output that the graph does not have is None. Each array is a view of the batch's
-    array, created on access.
+    logits. All values are finite. An output that the graph does not have is None. Each array is read on access: it is a
+    view of the batch's array, or a copy if the batch's array is on a device.
 
     radius: the window graph's bound of the effect of earlier tokens. In exact arithmetic, the final hidden state of
     every history that ends in the window's tokens is within this 2-norm distance of `hidden`. None if there is no
-    bound. trace: None if the graph does not output one.
+    bound.
     """
 
-    __slots__ = ("_outputs", "_row", "radius", "trace")
+    __slots__ = ("_outputs", "_row", "_window", "radius")
 
-    def __init__(self, outputs: Outputs, row: int, radius: float | None, trace: WindowTrace | None) -> None:
-        """`row`: the item's index in the `outputs` of its batch."""
+    def __init__(self, outputs: Outputs, row: int, radius: float | None = None, window: int = 0) -> None:
+        """`row`: the item's index in the `outputs` of its batch. `window`: the number of tokens of a window."""
         self._outputs = outputs
         self._row = row
+        self._window = window
         self.radius = radius
-        self.trace = trace
+
+    @property
+    def trace(self) -> WindowTrace | None:
+        """The row's trace. None if the graph does not output one, or if it is not finite."""
+        stream = self.output(STREAM)
+        if stream is None:
+            return None
+        names = [name.removeprefix(ERROR) for name in self._outputs if name.startswith(ERROR)]
+        states = {name: self._outputs.row(NEXT + name, self._row) for name in names}
+        errors = {name: self._outputs.row(ERROR + name, self._row) for name in names}
+        if not all(np.isfinite(values).all() for values in (stream, *states.values(), *errors.values())):
+            return None
+        return WindowTrace(self._window, stream, states, errors)
 
     @property
     def logits(self) -> NDArray[np.float32] | None:
@@ -188,7 +149,12 @@ class Row:
 
     @property
     def top(self) -> Top | None:
-        return Top(self._outputs, self._row) if TOP_IDS in self._outputs.arrays else None
+        return Top(self._outputs, self._row) if TOP_IDS in self._outputs else None
+
+    @property
+    def most(self) -> int:
+        """The number of largest logits that the graph outputs."""
+        return self._outputs.most
 
     def largest(self, count: int) -> Largest | None:
         """Returns at least the `count` largest logits. Returns None if the graph outputs fewer."""
@@ -197,19 +163,18 @@ class Row:
     @property
     def length(self) -> float:
         """The 2-norm of `hidden`. The graph must output `hidden`."""
-        return self._outputs.lengths[self._row]
+        return self._outputs.lengths.item(self._row)
 
     def output(self, name: str) -> Array | None:
         """Returns this row of the output `name`. Returns None if the graph has no such output."""
-        outputs = self._outputs.arrays.get(name)
-        return None if outputs is None else outputs[self._row]
+        return self._outputs.row(name, self._row) if name in self._outputs else None
 
 
 class ColumnBatch:
     """A batch of B one-token steps, stored as one array per field (columns) instead of one `Work` item per step.
 
     slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), when each step was queued, by
-    `time.perf_counter`. The run sets either `outputs` (arrays by name) or `failure` (the error of the run).
+    `time.perf_counter`. The run sets either `outputs` or `failure` (the error of the run).
     """
 
     __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")
@@ -218,7 +183,7 @@ class ColumnBatch:
         self.slots = slots
         self.tokens = tokens
         self.queued_s = queued_s
-        self.outputs: Mapping[str, Array] = {}
+        self.outputs = Outputs({})
         self.failure: Exception | None = None
 
     def __len__(self) -> int:
@@ -232,7 +197,7 @@ class ColumnBatch:
 def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Mapping[str, Array]) -> None:
     """Runs a batch in columns. Does not write the next states to the pool. `room`: see `run`."""
     try:
-        columns.outputs = runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)})
+        columns.outputs = Outputs.of(runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)}))
     except Exception as error:  # the caller runs the steps again as `Work` items, to find the one that fails
         columns.failure = error
 
@@ -266,42 +231,41 @@ def _run(
 ) -> list[Row | Exception]:
     role = works[0].role
     reads = [work.read for work in works]
-    feeds: dict[str, Array]
     if role == "head":
-        feeds = {HIDDEN: _hidden(works, pool)}
+        feeds = _hidden(works, pool)
+        outputs = Outputs.of(runner.run(role, feeds))
+        if HIDDEN not in outputs:
+            outputs = Outputs({**outputs, HIDDEN: feeds[HIDDEN]})
     else:
-        feeds = _tokens(works)
-        if role != "window":
-            feeds |= pool.gather(reads, room)
-    outputs = runner.run(role, feeds)
-    if role != "head":
+        states = {} if role == "window" else pool.gather(reads, room)
+        outputs = Outputs.of(runner.run(role, {**_tokens(works), **states}))
         pool.scatter([work.write for work in works], outputs)
-    answers = {name: outputs[name] for name in ANSWERS if name in outputs}
-    shared = Outputs(answers)
     radii = _radii(outputs, len(works))
-    traces = _traces(works, outputs)
+    finite: list[bool] = outputs.finite.tolist()
+    answers = outputs.only(_answers(outputs))
     return [
-        Row(shared, row, radii[row], traces[row]) if finite else FloatingPointError("the model's output is not finite")
-        for row, finite in enumerate(_finite([answers[name] for name in FINITE if name in answers], len(works)))
+        Row(answers, row, radii[row], work.length)
+        if finite[row]
+        else FloatingPointError("the model's output is not finite")
+        for row, work in enumerate(works)
     ]
 
 
-def _hidden(works: Sequence[Work], pool: StatePool) -> NDArray[np.float32]:
-    """Returns the input of the output layer for each item of a batch of role head: float32 (B, H)."""
+def _answers(outputs: Outputs) -> set[str]:
+    """Returns the names of the outputs that a `Row` returns."""
+    names = {*ANSWERS, STREAM}
+    for name in outputs:
+        if name.startswith(ERROR):
+            names |= {name, NEXT + name.removeprefix(ERROR)}
+    return names
+
+
+def _hidden(works: Sequence[Work], pool: StatePool) -> Feeds:
+    """Returns the input of the output layer for each item of a batch of role head."""
     if all(work.hidden is None for work in works):
         return pool.gather_hidden([work.read for work in works])
-    rows = [pool.gather_hidden([work.read])[0] if work.hidden is None else work.hidden for work in works]
-    return np.stack(rows)
-
-
-def _finite(arrays: Sequence[Array], count: int) -> list[bool]:
-    """Returns, for each of `count` rows, whether all of its values are finite in all arrays. The arrays have the shape
-    (B, ...)."""
-    flags = [np.isfinite(values) for values in arrays]
-    if all(flag.all() for flag in flags):  # the usual case, in which all values are finite
-        return [True] * count
-    rows: list[bool] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0).tolist()
-    return rows
+    rows = [pool.read([work.read])[HIDDEN][0] if work.hidden is None else work.hidden for work in works]
+    return {HIDDEN: np.stack(rows)}
 
 
 def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
@@ -309,28 +273,6 @@ def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
     if RADIUS not in outputs:
         return [None] * count
     return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
-
-
-def _traces(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowTrace | None]:
-    """Returns each row's trace, or None for a row whose trace is missing or not finite."""
-    if STREAM not in outputs:
-        return [None] * len(works)
-    names = [name.removeprefix(ERROR) for name in outputs if name.startswith(ERROR)]
-    stream, states = outputs[STREAM], {name: outputs[NEXT + name] for name in names}
-    errors = {name: outputs[ERROR + name] for name in names}
-    return [
-        WindowTrace(
-            work.length,
-            stream[row],
-            {name: values[row] for name, values in states.items()},
-            {name: values[row] for name, values in errors.items()},
-        )
-        if finite
-        else None
-        for row, (work, finite) in enumerate(
-            zip(works, _finite([stream, *states.values(), *errors.values()], len(works)), strict=True)
-        )
-    ]
 
 
 def _tokens(works: Sequence[Work]) -> dict[str, Array]:

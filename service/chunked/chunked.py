@@ -34,8 +34,8 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket, WorkItem
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.runner import HIDDENS, NEXT, Array
-from wane.service.state.pool import HIDDEN, ZERO, StatePool
+from wane.service.runners.runner import HIDDEN, HIDDENS, NEXT, Array
+from wane.service.state.pool import ZERO, StatePool
 
 States = Mapping[str, Array]
 """The state tensors by name: float32 (n, *shape), with one state in each row."""
@@ -184,14 +184,20 @@ class ChunkPlan:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
-    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run.
-    `hiddens`: float32 (n, H), the output layer's input after each token, if the tokens ran in order and the graph
-    outputs it."""
+    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run. `row`:
+    the output of the last run, if the tokens ran in order."""
 
     done: int
     plan: ChunkPlan
     logprobs: NDArray[np.float64] | None = None
-    hiddens: NDArray[np.float32] | None = None
+    row: Row | None = None
+
+    @property
+    def hiddens(self) -> NDArray[np.float32] | None:
+        """The output layer's input after each token of `logprobs`, float32 (n, H). None if the tokens did not run in
+        order, or if the graph does not output it."""
+        found = None if self.row is None or self.logprobs is None else self.row.output(HIDDENS)
+        return None if found is None or self.logprobs is None else found[: len(self.logprobs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +289,9 @@ class ChunkedRunner:
                 work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
                 row = await self._batcher.submit(work, ticket)
                 logprobs = None if row.logprobs is None else row.logprobs[: stop - start].astype(np.float64)
-                hiddens = row.output(HIDDENS)
-                yield Piece(stop, plan, logprobs, None if hiddens is None else hiddens[: stop - start])
+                yield Piece(stop, plan, logprobs, row)
             else:
-                segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.gather([ZERO]))
+                segment = ChunkBatch(role, layout, tokens[start:stop], part, self._states([ZERO]))
                 with ExitStack() as held:
                     slots = [held.enter_context(self._pool.lease()) for _ in range(layout.chunks)]
                     again = held.enter_context(self._pool.lease())
@@ -304,7 +309,7 @@ class ChunkedRunner:
                         repeated += await self._repair(segment, 0.0, again, slots[-1], ticket)
                         after = plan.then(segment, start, repeated)
                     plan = after
-                    self._copy(slots[-1], write)
+                    self._pool.copy(slots[-1], write)
                 if repeated > REPEATED_CELLS * segment.cells:
                     demand = None
                 elif repeated > REPEATED_CHUNKS * layout.chunks:
@@ -336,13 +341,13 @@ class ChunkedRunner:
         cells = segment.column(column)
         writes = slots[: len(cells)]
         reads = [here, *writes[1:]] if column == 0 else writes
-        segment.started(cells, self._pool.gather(reads))
+        segment.started(cells, self._states(reads))
         works = [
             segment.work(cell, read, write, binding=binding and index == 0)
             for index, (cell, read, write) in enumerate(zip(cells, reads, writes, strict=True))
         ]
         rows = await self._together(works, ticket)
-        segment.ended(cells, self._pool.gather(writes), rows)
+        segment.ended(cells, self._states(writes), rows)
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
@@ -367,7 +372,7 @@ class ChunkedRunner:
             row = await self._batcher.submit(segment.work(cell, again, end, binding=False), ticket)
             here = range(cell, cell + 1)
             segment.started(here, before)
-            segment.ended(here, self._pool.gather([end]), [row])
+            segment.ended(here, self._states([end]), [row])
             repeated, resumed = repeated + 1, cell + 1
         return repeated
 
@@ -385,11 +390,13 @@ class ChunkedRunner:
                 item.cancel()
             raise
 
+    def _states(self, slots: Sequence[int]) -> States:
+        """Returns copies of the states in slots."""
+        states = self._pool.read(slots)
+        del states[HIDDEN]
+        return states
+
     def _put(self, states: States, slot: int) -> None:
         """Writes a state to a slot. The `hidden` of the slot is never read and is set to zeros."""
-        hidden = np.zeros_like(self._pool.gather_hidden([slot]))
+        hidden = np.zeros_like(self._pool.read([slot])[HIDDEN])
         self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
-
-    def _copy(self, slot: int, to: int) -> None:
-        states = {NEXT + name: value for name, value in self._pool.gather([slot]).items()}
-        self._pool.scatter([to], {HIDDEN: self._pool.gather_hidden([slot]), **states})

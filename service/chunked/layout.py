@@ -16,7 +16,7 @@ import numpy as np
 from wane.models.manifest import Manifest, Role
 from wane.service.batching.batch import MOST_POSITIONS, Work
 from wane.service.batching.cost_model import run_seconds
-from wane.service.runners.runner import NEXT, Array, Runner
+from wane.service.runners.runner import HIDDEN, NEXT, Array, Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
 LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -41,7 +41,8 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
     """Compares pairs of runs over the same random tokens. One run starts after random earlier tokens, and the other run
     from the zero state. Yields after each run. Each run blocks."""
     random = np.random.default_rng(4)
-    zeros = pool.gather([ZERO] * ROWS)
+    zeros = pool.read([ZERO] * ROWS)
+    del zeros[HIDDEN]
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
     yield
     both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}

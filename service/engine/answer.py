@@ -178,10 +178,13 @@ class AnswerBuilder:
         Waits for the thread that runs the proofs. The wait ends if the caller is cancelled or its deadline passes.
         """
         result, bound, direction = part.result, part.bound, self.direction
-        if bound is None or bound.runs is None or not bound.state or direction is None or result.trace is None:
+        if bound is None or bound.runs is None or not bound.state or direction is None:
             return part
         leads, mixed = self._leads(plan, result, bound), result.mixed
         if leads and bound.variation <= SMALL_ENOUGH:
+            return part
+        trace = result.trace
+        if trace is None:
             return part
         first: int | None = None
         if not leads and (mixed is None or not mixed.unknown):
@@ -189,7 +192,7 @@ class AnswerBuilder:
         weight, added = (1.0, None) if mixed is None else (mixed.weight, mixed.added)
         ticket.proving = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(
-            self._prover, direction.search, result.trace, first, weight, added, plan.ranking.ids
+            self._prover, direction.search, trace, first, weight, added, plan.ranking.ids
         )
         found = result.bound(bound._replace(variation=variation))
         assert found is not None, "the mixture has no bound although its network has one: this is a bug"
@@ -329,9 +332,7 @@ class AnswerBuilder:
         if not plan.ranking.is_of_all:
             found = plan.ranking.largest(result, 2)
             return self._margin.proves_among(plan.ranking.ids, found, result.logits, result.hidden, bound.runs)
-        if result.has_length:
-            return self._margin.proves_of_row(result.row, bound.runs)
-        return self._margin.proves(result.logits, result.hidden, bound.runs, result.row.top)
+        return self._margin.proves_of_row(result.row, bound.runs)
 
     def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from itertools import compress
@@ -31,7 +31,7 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.aio.deadline import TOO_LATE
 from wane.service.aio.eager import Waiter
 from wane.service.aio.timers import Timer, timers
-from wane.service.batching.batch import FEW, ColumnBatch, Largest
+from wane.service.batching.batch import ColumnBatch
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import bounds
 from wane.service.engine.bounds import Bound
@@ -41,11 +41,11 @@ from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
+from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.state.cache import StateCache
-from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, Owner, StateSource, StepRequest
 
 Float = TypeVar("Float", np.float32, np.float64)
@@ -242,7 +242,8 @@ class StepBatch(ColumnBatch):
         )
         part.slots, part.tokens, part.queued_s = self.slots[rows], self.tokens[rows], self.queued_s[rows]
         part.expected = self.expected[rows]
-        part.outputs = {name: values[rows] for name, values in self.outputs.items()}
+        if len(self.outputs):
+            part.outputs = self.outputs.part(rows)
         return part
 
 
@@ -401,10 +402,7 @@ class StepColumns:
         if batch.failure is not None:
             self._hand_back(batch, entered=True)
             return
-        for name in ("logits", HIDDEN):
-            finite = np.isfinite(batch.outputs[name])
-            if not finite.all():
-                good &= finite.all(axis=1)
+        good &= batch.outputs.finite
         if not good.all():
             asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
             batch = batch.part(good)
@@ -515,7 +513,7 @@ class StepColumns:
             ]
         else:
             results.bounds = [self._bound_of_all] * len(batch)
-        width = min(max(FEW, *batch.top_k) + len(self._unlisted), outputs[TOP_IDS].shape[1])
+        width = min(max(FEW, *batch.top_k) + len(self._unlisted), outputs.most)
         if self._cache is None:
             self._largest(results, outputs, width)
         else:
@@ -528,22 +526,19 @@ class StepColumns:
         results.vocabulary = self._vocabulary
         return results
 
-    def _largest(self, results: StepResults, outputs: Mapping[str, Array], width: int) -> None:
+    def _largest(self, results: StepResults, outputs: Outputs, width: int) -> None:
         """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
-        ids, top_logits = outputs[TOP_IDS][:, :width], outputs[TOP_LOGITS][:, :width]
+        top = outputs.top(width)
         if self._unlisted:
-            ids, top_logits = self._without_unlisted(ids, top_logits)
-        logits = top_logits.astype(np.float64)
-        # Because the log-sum-exp is rounded, the log-probability of a token with a probability near 1 may come out
-        # above 0.
-        logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
-        results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
+            top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
+        logprobs = top.logprobs
+        results.ids, results.logprobs = top.ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
         results.cache_tokens = None
-        results.proved = self._proved(results.bounds, ids, logits, outputs)
+        results.proved = self._proved(results.bounds, top.ids, top.logits, outputs)
 
     def _largest_of_mixtures(
-        self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Mapping[str, Array], width: int
+        self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Outputs, width: int
     ) -> None:
         """Like `_largest`, for mixtures with a cache. Also replaces the networks' bounds in `results` by those of the
         mixtures. `found` holds the cache's part of each row's mixture."""
@@ -584,14 +579,13 @@ class StepColumns:
         found: Sequence[Bound | None],
         ids: NDArray[np.int64],
         logits: NDArray[np.float64],
-        outputs: Mapping[str, Array],
+        outputs: Outputs,
     ) -> list[bool]:
         """Returns, for each row, whether the margin proof succeeds."""
         errors_known = [None if one is None else one.runs for one in found]
         if errors_known.count(None) == len(found):
             return [False] * len(found)
-        hidden = outputs[HIDDEN].astype(np.float64)
-        lengths = np.sqrt(np.einsum("bh,bh->b", hidden, hidden))
+        lengths = outputs.lengths
         if len(found) <= FEW_ROWS:
             return self._proved_one_by_one(errors_known, ids, logits, lengths, outputs)
         known = np.array([error is not None for error in errors_known])
@@ -609,7 +603,7 @@ class StepColumns:
         ids: NDArray[np.int64],
         logits: NDArray[np.float64],
         lengths: NDArray[np.float64],
-        outputs: Mapping[str, Array],
+        outputs: Outputs,
     ) -> list[bool]:
         """Like `_proved`, for few rows, for which Python is faster than some twenty numpy calls."""
         flags: list[bool] = []
@@ -624,8 +618,8 @@ class StepColumns:
             flags.append(settled)
         return flags
 
-    def _has_no_rival(self, outputs: Mapping[str, Array], row: int, first: int, error: float) -> bool:
-        logits, hidden = outputs["logits"][row], outputs[HIDDEN][row]
+    def _has_no_rival(self, outputs: Outputs, row: int, first: int, error: float) -> bool:
+        logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
         return self._margin.has_no_rival(logits, hidden, error, first, among=self._ranking.ids)
 
     def _count(self, results: StepResults, batch: StepBatch) -> None:

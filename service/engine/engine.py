@@ -149,6 +149,7 @@ class Engine:
             manifest.architecture.hidden,
             settings.state_budget_bytes,
             metrics.states_evicted.labels(name).inc,
+            runner.memory,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self.batcher = Batcher(

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture, TopTokens
-from wane.service.batching.batch import FEW, Largest, Outputs, Row, WindowTrace, Work
+from wane.service.batching.batch import Row, WindowTrace, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.engine.bounds import Bound, of_mixture
-from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS
-from wane.service.state.pool import HIDDEN, ZERO, StatePool
+from wane.service.runners.outputs import FEW, Largest, Outputs
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
+from wane.service.state.pool import ZERO, StatePool
 
 # Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests and the
 # intermediate values small.
@@ -92,14 +93,12 @@ class RunResult:
     distribution.
     """
 
-    __slots__ = ("_hidden", "mixed", "row")
+    __slots__ = ("mixed", "row")
 
-    def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None, mixed: Mixed | None = None) -> None:
-        """`row` must be from a run that outputs logits. `hidden` is the output layer's input. It is given only if the
-        row does not contain it."""
+    def __init__(self, row: Row, mixed: Mixed | None = None) -> None:
+        """`row` must be from a run that outputs logits."""
         self.row = row
         self.mixed = mixed
-        self._hidden = hidden
 
     def mix(self, cache: CacheMixture | None, history: Sequence[int] | NDArray[np.int64], known: int) -> RunResult:
         """Returns this result mixed with the `cache`, or unchanged if `cache` is None. `known` is the number of the
@@ -107,12 +106,12 @@ class RunResult:
         as many as the cache can hold."""
         if cache is None:
             return self
-        return RunResult(self.row, self._hidden, Mixed(cache, history, self.network_logits, self.row, known))
+        return RunResult(self.row, Mixed(cache, history, self.network_logits, self.row, known))
 
     @classmethod
     def of(cls, logits: NDArray[np.float32], hidden: NDArray[np.float32], radius: float | None = None) -> RunResult:
         """Returns a result from arrays outside of a batch: logits (V), hidden (H)."""
-        return cls(Row(Outputs({"logits": logits[None], HIDDEN: hidden[None]}), 0, radius, None))
+        return cls(Row(Outputs({"logits": logits[None], HIDDEN: hidden[None]}), 0, radius))
 
     @property
     def logits(self) -> NDArray[np.float32]:
@@ -138,8 +137,7 @@ class RunResult:
     def most(self) -> int:
         """The largest `count` for which `largest` returns tokens. It is the number of largest logits that the graph
         outputs."""
-        ids = self.row.output(TOP_IDS)
-        return 0 if ids is None else len(ids)
+        return self.row.most
 
     @property
     def log_sum_exp(self) -> float | None:
@@ -155,7 +153,7 @@ class RunResult:
     @property
     def hidden(self) -> NDArray[np.float32]:
         """The output layer's input: float32 (H)."""
-        return _present(self.row.hidden) if self._hidden is None else self._hidden
+        return _present(self.row.hidden)
 
     @property
     def radius(self) -> float | None:
@@ -166,11 +164,6 @@ class RunResult:
     def trace(self) -> WindowTrace | None:
         """The input of the gradient proof; None if the graph does not output it."""
         return self.row.trace
-
-    @property
-    def has_length(self) -> bool:
-        """Whether the row has `hidden`, and therefore the 2-norm of `hidden`."""
-        return self._hidden is None
 
 
 class Forward:
@@ -221,7 +214,7 @@ class Forward:
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
         """Returns the output for the state in `slot`, without running a token."""
         row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
-        return RunResult(row, self._pool.gather_hidden([slot])[0])
+        return RunResult(row)
 
 
 def sequence(start_tokens: Sequence[int], tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.batch import Largest
 from wane.service.engine.forward import RunResult
+from wane.service.runners.outputs import Largest
 from wane.service.types import NO_FILTER, Filter, Prediction
 
 _made = partial(tuple.__new__, Prediction)

@@ -28,9 +28,8 @@ from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.forward import RunResult, tail
 from wane.service.engine.stats import Stats
-from wane.service.runners.runner import NEXT, RADIUS, Array
+from wane.service.runners.runner import HIDDEN, NEXT, RADIUS, Array
 from wane.service.runners.subprocess import RunnerLost
-from wane.service.state.pool import HIDDEN
 from wane.service.types import Agreement, Latency, Mode
 
 logger = logging.getLogger("wane.engine")

@@ -58,7 +58,8 @@ from wane.models.certificate.top1 import Top1, variation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
-from wane.service.batching.batch import Largest, Row, Top, WindowTrace
+from wane.service.batching.batch import Row, Top, WindowTrace
+from wane.service.runners.outputs import Largest
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # unit roundoff of float32

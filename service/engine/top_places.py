@@ -95,8 +95,8 @@ class TopPlaces:
                 for index, hidden in enumerate(rows):
                     work = Work("head", hidden=hidden)
                     items.append(self._batcher.submit(work, others if index else ticket))
-                for hidden, item in zip(rows, items, strict=True):
-                    yield RunResult(await item, hidden)
+                for item in items:
+                    yield RunResult(await item)
             except BaseException:
                 for item in items:
                     item.cancel()

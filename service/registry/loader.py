@@ -16,12 +16,14 @@ from pathlib import Path
 
 from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.bundle_checks import MANIFEST
-from wane.models.manifest import Certificate
+from wane.models.manifest import Certificate, Role
 from wane.models.parity import compare_bits
 from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.onnx_device import DeviceRunner, open_runner
+from wane.service.runners.runner import Array
 from wane.service.runners.subprocess import SubprocessRunner
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
@@ -38,7 +40,7 @@ class LoadedBundle:
     bundle: Bundle
     margin: MarginProof
     direction: DirectionProof | None
-    runner: OnnxRunner
+    runner: OnnxRunner | DeviceRunner
     shadow: SubprocessRunner | None
     bits: bytes
 
@@ -67,14 +69,18 @@ def read(path: Path) -> Bundle:
 def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
     """Opens a bundle's graphs and verifies their results against the oracle. Blocks. Raises BundleError,
     DeviceError."""
-    runner = OnnxRunner(bundle, settings.device, settings.threads)
+    runner = open_runner(bundle, settings.device, settings.threads)
+
+    def run(role: Role, feeds: dict[str, Array]) -> dict[str, Array]:
+        return dict(runner.run(role, feeds))
+
     try:
         try:
-            verify_graphs(bundle, runner.run)
+            verify_graphs(bundle, run)
         except CertificateError as error:
             bundle = uncertified(bundle, error)
         manifest = bundle.manifest
-        bits = compare_bits(manifest.architecture, runner.run, settings.max_batch_size)
+        bits = compare_bits(manifest.architecture, run, settings.max_batch_size)
         if bits.differ is not None:
             logger.warning(
                 "no answer of model %s has the error bound 0, "

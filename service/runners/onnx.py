@@ -1,18 +1,20 @@
-"""Runs a bundle's graphs on onnxruntime. No other file imports onnxruntime."""
+"""Runs a bundle's graphs on onnxruntime with states in the memory of the host."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import onnxruntime
 
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
-from wane.service.runners.runner import Array, DeviceError
+from wane.service.runners.memory import HostMemory
+from wane.service.runners.runner import Array, DeviceError, Feeds, Shapes, StateMemory
 
 logger = logging.getLogger("wane.runner")
 
@@ -26,9 +28,9 @@ FIRST_REGION_BYTES = 64 * 2**20
 _sharing = threading.Lock()
 
 
-class OnnxRunner:
-    """Runs one onnxruntime inference session for each graph of a bundle. The graphs refer to offsets in the bundle's
-    weights file, so the runs use exactly the verified bytes."""
+class OnnxSessions:
+    """One onnxruntime inference session for each graph of a bundle. The graphs refer to offsets in the bundle's weights
+    file, so the runs use exactly the verified bytes."""
 
     def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
         """Opens every graph of `bundle`. `threads` is the number of threads that one run uses.
@@ -48,7 +50,7 @@ class OnnxRunner:
         self._outputs: dict[Role, list[str]] = {}
         wants_cuda = device != "cpu" and available
         for role in bundle.manifest.graphs:
-            session = _open(bundle, role, wants_cuda, threads)
+            session = self._open(bundle, role, wants_cuda, threads)
             if wants_cuda and session.get_providers()[0] != CUDA:
                 # onnxruntime drops a provider that fails to start. It reports the failure only on stderr.
                 if device == "cuda":
@@ -61,6 +63,10 @@ class OnnxRunner:
             self._sessions[role] = session
             self._outputs[role] = [output.name for output in session.get_outputs()]
         self._device = "cuda" if wants_cuda else "cpu"
+
+    def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
+        """Opens an inference session for one of the bundle's graphs."""
+        return open_session(bundle.graph_path(role), cuda, threads)
 
     @property
     def device(self) -> str:
@@ -75,7 +81,16 @@ class OnnxRunner:
         """Frees the graphs. `run` must not be called afterwards."""
         self._sessions.clear()
 
-    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+
+class OnnxRunner(OnnxSessions):
+    """Runs a bundle's graphs from states in the memory of the host."""
+
+    def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
+        """Returns memory for `capacity` states. The memory is numpy arrays, and every run copies states from and to
+        these arrays."""
+        return HostMemory(shapes, capacity)
+
+    def run(self, role: Role, feeds: Feeds) -> dict[str, Array]:
         """Runs one graph and returns its outputs by name. See `Runner` for the shapes."""
         names = self._outputs[role]
         return dict(zip(names, self._sessions[role].run(names, dict(feeds)), strict=True))
@@ -96,8 +111,11 @@ def _share_arena() -> None:
     onnxruntime.create_and_register_allocator(place, growth)
 
 
-def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
-    """Opens an inference session for one graph."""
+def open_session(
+    model: Path | bytes, cuda: bool, threads: int, weights: Path | None = None
+) -> onnxruntime.InferenceSession:
+    """Opens an inference session for one graph, which is a file or the bytes of a file. weights: the folder of the
+    weights file, if `model` is bytes."""
     options = onnxruntime.SessionOptions()
     # A run is a chain of small matrix products. More than two threads cost more in synchronisation than they gain.
     # Parallelism comes from batching and replicas.
@@ -113,9 +131,11 @@ def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.I
         options.add_session_config_entry("session.use_env_allocators", "1")
         # Allocates weights outside the arena, so that closing a graph frees them.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    if weights is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
     # Hides warnings about graph rewrites, which concern only the export. Errors are raised anyway.
     options.log_severity_level = 3
     # Disables TensorFloat-32. It keeps ten mantissa bits of each factor, too few for the certified agreement and
     # bounds.
     providers: list[Any] = [(CUDA, {"device_id": CUDA_DEVICE, "use_tf32": "0"}), CPU] if cuda else [CPU]
-    return onnxruntime.InferenceSession(bundle.graph_path(role), options, providers=providers)
+    return onnxruntime.InferenceSession(model, options, providers=providers)

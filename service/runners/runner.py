@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Role
 
 Array = NDArray[Any]
+
+Feeds = Mapping[str, Any]
+"""The inputs of a run by name. A value is an array, or a value on the runner's device from `StateMemory.gather`."""
+
+HIDDEN = "hidden"
 NEXT = "next."  # prefix of outputs: a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
 RADIUS = "radius"
 HIDDENS = "hiddens"
@@ -18,8 +24,54 @@ STREAM = "stream"
 ERROR = "error."  # prefix of outputs: a graph's output `error.layers.0.s` is the error bound of the state `layers.0.s`
 
 
+Slots = Sequence[int] | NDArray[np.intp]
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of one state by tensor name. The last entry is `hidden`, the output layer's input."""
+
+
 class DeviceError(Exception):
     """The requested device is not available. The message is for the operator. The process exits after this error."""
+
+
+class StateMemory(Protocol):
+    """The values of all slots, in the memory of the runner's device. All values are float32, and initially zero.
+
+    `gather` and `write` may run on two threads at the same time, for different slots.
+    """
+
+    def room(self, rows: int) -> Mapping[str, Array]:
+        """Returns buffers for the states of `rows` slots, for `gather`."""
+        ...
+
+    def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
+        """Returns the inputs of a run that starts from the states in B slots. They are valid until the next use of
+        `room`."""
+        ...
+
+    def gather_hidden(self, slots: Slots) -> Feeds:
+        """Returns the inputs of a run of the output layer for the states in B slots."""
+        ...
+
+    def read(self, slots: Slots) -> dict[str, Array]:
+        """Returns copies of the values in B slots on the host: for each tensor's name and `hidden`, (B, *shape)."""
+        ...
+
+    def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
+        """Writes the outputs `next.<name>` and `hidden` of a run to slots. rows: the rows of the outputs, one for each
+        slot. None: all rows."""
+        ...
+
+    def copy(self, slot: int, to: int) -> None:
+        """Copies the values in `slot` to another slot."""
+        ...
+
+    def close(self) -> None:
+        """Frees the memory."""
+        ...
+
+
+MakeMemory = Callable[[Shapes, int], StateMemory]
+"""Returns the memory of states with these shapes. The second argument is the number of slots."""
 
 
 class Runner(Protocol):
@@ -55,8 +107,13 @@ class Runner(Protocol):
         """The device that the graphs run on, `cpu` or `cuda`."""
         ...
 
-    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Runs one graph and returns its outputs by name."""
+    def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
+        """Runs one graph and returns its outputs by name. If the outputs are on a device, reading an output copies it
+        to the host. `feeds` may contain the result of `StateMemory.gather` of this runner's memory."""
+        ...
+
+    def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
+        """Returns memory for `capacity` states on the runner's device: see `MakeMemory`."""
         ...
 
     def outputs(self, role: Role) -> Sequence[str]:

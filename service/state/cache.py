@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import StateTensor
-from wane.service.runners.runner import Array
+from wane.service.runners.memory import HostMemory
+from wane.service.runners.runner import Array, MakeMemory
 from wane.service.state.pool import RESERVED, StatePool
 
 NEXT_TO_EVICT = 64  # number of least recently used states whose order is verified by each check
@@ -52,9 +53,10 @@ class StateCache(StatePool):
         hidden: int,
         budget_bytes: int,
         on_evict: Callable[[], object] = lambda: None,
+        memory: MakeMemory = HostMemory,
     ) -> None:
         """See `StatePool`. `on_evict` is called for every evicted state."""
-        super().__init__(state, hidden, budget_bytes)
+        super().__init__(state, hidden, budget_bytes, memory)
         self._on_evict = on_evict
         self.order: OrderedDict[str, int] = OrderedDict()  # session id to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__

@@ -1,10 +1,10 @@
-"""Allocates memory for states: one contiguous array for each state tensor, with a row ("slot") for each state.
+"""Allocates slots for states. A slot is one row of each array of the states' memory (`StateMemory`).
 
 Slots are reference-counted: users retain and release a slot. A slot without users is free. A new state is written to a
 new slot, and replaces the earlier state when it is committed. A failed run therefore changes nothing.
 
-Slots are counted on the event loop's thread. `gather` and `scatter` may run on the runner's thread, because these two
-only access slots that are retained for the batch.
+Slots are counted on the event loop's thread. The methods that read and write values may run on the runner's thread,
+because they only access slots that are retained for the batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from wane.models.manifest import StateTensor
 from wane.service.errors import Overloaded
-from wane.service.runners.runner import NEXT, Array
+from wane.service.runners.memory import HostMemory, output_name
+from wane.service.runners.runner import HIDDEN, Array, Feeds, MakeMemory, Slots
 
 ZERO: Final = 0  # the slot that holds the zero state
 START: Final = 1  # the slot that holds the state at the start of every sequence: after <eos>, or the zero state
 RESERVED: Final = 2
-HIDDEN: Final = "hidden"
 FLOAT32_BYTES: Final = 4
 FEWEST_SLOTS: Final = 8
 
@@ -33,12 +33,15 @@ FEWEST_SLOTS: Final = 8
 class StatePool:
     """Slots for states, within a budget in bytes."""
 
-    def __init__(self, state: Sequence[StateTensor], hidden: int, budget_bytes: int) -> None:
-        """`hidden` is the width of the output layer's input, which is stored with every state.
+    def __init__(
+        self, state: Sequence[StateTensor], hidden: int, budget_bytes: int, memory: MakeMemory = HostMemory
+    ) -> None:
+        """`hidden` is the width of the output layer's input, which is stored with every state. `memory` allocates the
+        memory of the states, on the device of the runner that runs from them.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
-        shapes = {tensor.name: tensor.shape for tensor in state} | {HIDDEN: (hidden,)}
+        self._shapes = shapes = {tensor.name: tensor.shape for tensor in state} | {HIDDEN: (hidden,)}
         self.slot_bytes = FLOAT32_BYTES * sum(int(np.prod(shape)) for shape in shapes.values())
         self.capacity = budget_bytes // self.slot_bytes
         if self.capacity < FEWEST_SLOTS:
@@ -46,12 +49,7 @@ class StatePool:
                 f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {self.slot_bytes} bytes "
                 f"need {FEWEST_SLOTS * self.slot_bytes}"
             )
-        self._names = [tensor.name for tensor in state]
-        # The operating system commits zeroed memory only when it is first written. An idle server therefore does not
-        # use its budget.
-        self.arrays: dict[str, Array] = {
-            name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()
-        }
+        self.memory = memory(shapes, self.capacity)
         self._writes = np.zeros(self.capacity, np.uint32)  # number of writes to each slot
         self.users = array("i", bytes(4 * RESERVED))  # number of users of each slot that was ever used
         self.free = array("i")
@@ -140,53 +138,45 @@ class StatePool:
 
     # Values
 
-    def room(self, rows: int) -> dict[str, Array]:
-        """Returns buffers for the states of `rows` slots, for `gather`."""
-        return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
+    def room(self, rows: int) -> Mapping[str, Array]:
+        """See `StateMemory`."""
+        return self.memory.room(rows)
 
-    def gather(
-        self, slots: Sequence[int] | NDArray[np.intp], room: Mapping[str, Array] | None = None
-    ) -> dict[str, Array]:
-        """Returns copies of the states in B slots: for each tensor's name, float32 (B, *shape).
+    def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
+        """See `StateMemory`."""
+        return self.memory.gather(slots, room)
 
-        If `room` is given, the copies are written to these buffers, and are valid until the next use of the buffers.
-        This is faster, because allocating memory takes longer than copying the states.
-        """
-        rows = np.asarray(slots, np.intp)
-        if room is None:
-            return {name: self.arrays[name].take(rows, 0) for name in self._names}
-        states = {name: room[name][: len(rows)] for name in self._names}
-        for name, values in states.items():
-            # `take` with `out` makes an additional copy in all modes except "clip" and "wrap".
-            self.arrays[name].take(rows, 0, values, "clip")
-        return states
+    def gather_hidden(self, slots: Slots) -> Feeds:
+        """See `StateMemory`."""
+        return self.memory.gather_hidden(slots)
 
-    def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:
-        """Returns a copy of the output layer's input in B slots: float32 (B, H)."""
-        hidden: NDArray[np.float32] = self.arrays[HIDDEN][np.asarray(slots, np.intp)]
-        return hidden
+    def read(self, slots: Slots) -> dict[str, Array]:
+        """See `StateMemory`."""
+        return self.memory.read(slots)
 
     def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
         """Writes the rows of a run's outputs `next.<name>` and `hidden` to B slots. A row is skipped if its slot is
         None."""
         kept = [row for row, slot in enumerate(slots) if slot is not None]
-        if not kept:
-            return
-        if len(kept) < len(slots):
-            outputs = {name: outputs[name][kept] for name in (HIDDEN, *(NEXT + name for name in self._names))}
-        self.write(np.array([slot for slot in slots if slot is not None], np.intp), outputs)
+        if kept:
+            to = np.array([slot for slot in slots if slot is not None], np.intp)
+            self.write(to, outputs, kept if len(kept) < len(slots) else None)
 
-    def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array]) -> None:
-        """Like `scatter`, without skipped rows."""
+    def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
+        """See `StateMemory`."""
         assert slots.min() != ZERO, "the slot of the zero state is written to: this is a bug"
-        for name in self._names:
-            self.arrays[name][slots] = outputs[NEXT + name]
-        self.arrays[HIDDEN][slots] = outputs[HIDDEN]
+        self.memory.write(slots, outputs, rows)
         self._writes[slots] += 1
+
+    def copy(self, slot: int, to: int) -> None:
+        """See `StateMemory`."""
+        assert to not in (ZERO, START), "a reserved slot is written to: this is a bug"
+        self.memory.copy(slot, to)
+        self._writes[to] += 1
 
     def pack(self, slot: int) -> bytes:
         """Returns a slot's values as bytes."""
-        return b"".join([values[slot].tobytes() for values in self.arrays.values()])
+        return b"".join([values.tobytes() for values in self.read([slot]).values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
         """Writes the result of `pack` to a slot. Raises ValueError if the result does not have the size of this model's
@@ -194,12 +184,13 @@ class StatePool:
         if len(packed) != self.slot_bytes:
             raise ValueError(f"the state has {len(packed)} bytes, but this model's states have {self.slot_bytes}")
         assert slot not in (ZERO, START), "a reserved slot is written to: this is a bug"
-        offset = 0
-        for values in self.arrays.values():
-            row = values[slot]
-            row.reshape(-1)[:] = np.frombuffer(packed, np.float32, row.size, offset)
+        offset, values = 0, dict[str, Array]()
+        for name, shape in self._shapes.items():
+            size = int(np.prod(shape))
+            row = np.frombuffer(packed, np.float32, size, offset).reshape(1, *shape)
+            values[output_name(name)] = row
             offset += row.nbytes
-        self._writes[slot] += 1
+        self.write(np.array([slot], np.intp), values)
 
     def written(self, slot: int) -> int:
         """Returns the number of writes to a slot, modulo 2^32."""
@@ -207,14 +198,11 @@ class StatePool:
 
     def checksum(self, slot: int) -> int:
         """Returns the CRC-32 of a slot's values."""
-        value = 0
-        for values in self.arrays.values():
-            value = zlib.crc32(values[slot], value)
-        return value
+        return zlib.crc32(self.pack(slot))
 
     def close(self) -> None:
         """Frees the memory. The pool must not be used afterwards."""
-        self.arrays.clear()
+        self.memory.close()
 
     # Integrity
 
@@ -233,7 +221,7 @@ class StatePool:
             "a slot is both in use and free": (users[is_free] > 0).any(),
             "a slot is neither in use nor free": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
             "the number of used slots is wrong": np.count_nonzero(users) != self.used,
-            "the zero state was written to": any(values[ZERO].any() for values in self.arrays.values()),
+            "the zero state was written to": any(values.any() for values in self.read([ZERO]).values()),
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]
 
@@ -242,5 +230,5 @@ class StatePool:
         for slot in range(RESERVED, self._untouched):
             self.users[slot] = max(self.users[slot], 0)
         self.free = array("i", [slot for slot in range(RESERVED, self._untouched) if not self.users[slot]])
-        for values in self.arrays.values():
-            values[ZERO] = 0
+        zeros = {output_name(name): np.zeros_like(values) for name, values in self.read([ZERO]).items()}
+        self.memory.write(np.array([ZERO], np.intp), zeros)

@@ -24,7 +24,8 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
+from wane.service.runners.memory import HostMemory
+from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner, Shapes
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
@@ -50,6 +51,12 @@ def known(values: Sequence[float | None]) -> list[float]:
     found = [value for value in values if value is not None]
     assert len(found) == len(values)
     return found
+
+
+def host_arrays(pool: StatePool) -> dict[str, Array]:
+    """Returns the arrays of a pool whose states are in the memory of the host."""
+    assert isinstance(pool.memory, HostMemory)
+    return pool.memory.arrays
 
 
 def byte_vocabulary() -> Vocabulary:
@@ -140,6 +147,9 @@ class FakeRunner:
             return ["logprobs", "hidden", *([HIDDENS] if self.puts_out_hiddens else [])]
         assert role == "window"
         return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS, STREAM]
+
+    def memory(self, shapes: Shapes, capacity: int) -> HostMemory:
+        return HostMemory(shapes, capacity)
 
     def close(self) -> None:
         """Does nothing."""

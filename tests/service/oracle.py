@@ -21,7 +21,8 @@ from wane.models.weights import head_weight
 from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
+from wane.service.runners.memory import HostMemory
+from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array, Shapes
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
@@ -57,6 +58,9 @@ class OracleRunner:
         if self._radius is not None:
             names += [RADIUS, STREAM] if self._gated else [RADIUS]
         return names
+
+    def memory(self, shapes: Shapes, capacity: int) -> HostMemory:
+        return HostMemory(shapes, capacity)
 
     def close(self) -> None:
         """Does nothing."""

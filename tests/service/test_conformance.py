@@ -294,11 +294,12 @@ async def test_a_first_step_that_is_cancelled_in_the_queue_creates_no_session(
     blocking = await block(harness)
     call = await queued(harness, entrance.send("new", tokens=[6], create=True))
     await call.disconnect()
-    await until(lambda: harness.sample("wane_queue_dropped_total", reason="abandoned") == 1)
+    await entrance.none_in_flight()
     harness.runner.gate.set()
     await blocking
     with pytest.raises(UnknownSession):
         await harness.engine.get_session("new")
+    assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
 async def test_a_creation_is_sent_again_before_the_first_step(entrance: Entrance, harness: EngineHarness) -> None:

@@ -20,7 +20,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded, Overloaded, PositionConflict, WaneError
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import Array, Runner
+from wane.service.runners.runner import Array, Feeds, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED
@@ -39,9 +39,10 @@ class Counted:
         self._runner = runner
         self.device = runner.device
         self.outputs = runner.outputs
+        self.memory = runner.memory
         self.rows: Counter[tuple[Role, int]] = Counter()
 
-    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
         self.rows[role, len(next(iter(feeds.values())))] += 1
         return self._runner.run(role, feeds)
 

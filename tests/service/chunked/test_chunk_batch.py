@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wane.service.batching.batch import Outputs, Row
+from wane.service.batching.batch import Row
 from wane.service.chunked.chunked import ChunkBatch
 from wane.service.chunked.layout import ChunkLayout
+from wane.service.runners.outputs import Outputs
 
 LAYOUT = ChunkLayout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
 TOKENS = np.arange(21)  # six cells; a cell is the part of a chunk that one run reads; the last cell has one token
@@ -18,7 +19,7 @@ def states(*values: float) -> dict[str, np.ndarray]:
 
 def rows(count: int) -> list[Row]:
     """Returns result rows without outputs, like the result rows of the graph "advance"."""
-    return [Row(Outputs({}), row, None, None) for row in range(count)]
+    return [Row(Outputs({}), row) for row in range(count)]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.service.engine.test_step import expected, start
-from tests.service.engine_harness import EngineHarness, MakeHarness, listed
+from tests.service.engine_harness import EngineHarness, MakeHarness, host_arrays, listed
 from wane.service.engine import housekeeping
 from wane.service.engine.housekeeping import SLOTS_AT_ONCE
 from wane.service.errors import Unavailable
@@ -38,7 +38,7 @@ async def test_each_inspection_checks_some_states_and_counts_full_rounds(harness
     assert await integrity(harness) == (1, 0)
     slot = slot_of(harness, sessions[-1])
     assert slot >= RESERVED + SLOTS_AT_ONCE
-    harness.engine.state_cache.arrays["hidden"][slot] = 7.0
+    host_arrays(harness.engine.state_cache)["hidden"][slot] = 7.0
     await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 0)
     await harness.engine.housekeeper.look()
@@ -50,7 +50,7 @@ async def test_a_corrupt_state_is_rebuilt_by_the_next_token(
 ) -> None:
     spoilt, other = await start(harness, 5, 6), await start(harness, 5, 7)
     await harness.engine.housekeeper.look()
-    harness.engine.state_cache.arrays["layers.0.c"][slot_of(harness, spoilt)] += 1.0
+    host_arrays(harness.engine.state_cache)["layers.0.c"][slot_of(harness, spoilt)] += 1.0
     await harness.engine.housekeeper.look()
     assert "a resident state changed without a write" in caplog.text
     for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from tests.service.engine_harness import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
 from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
-from wane.service.batching.batch import Outputs, Row, Work
+from wane.service.batching.batch import Row, Work
 from wane.service.engine.forward import RunResult
 from wane.service.engine.logits import Ranking, listed, log_softmax
+from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
 from wane.service.types import Prediction
@@ -37,7 +38,7 @@ def graph_outputs(logits: NDArray[np.float32]) -> dict[str, Array]:
 
 def predictions(logits: NDArray[np.float32], count: int, top: dict[str, Array] | None = None) -> tuple[Prediction, ...]:
     """Returns the predictions of a run that output these logits and the arrays `top`."""
-    row = Row(Outputs({"logits": logits[None], **(top or {})}), 0, None, None)
+    row = Row(Outputs({"logits": logits[None], **(top or {})}), 0)
     return listed(Ranking(len(logits)).largest(RunResult(row), count), count, VOCABULARY)
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from wane.service.batching.batch import Outputs, Row, Top
+from wane.service.batching.batch import Row, Top
 from wane.service.engine.top1_proof import MarginProof
-from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
-from wane.service.state.pool import HIDDEN
+from wane.service.runners.outputs import Outputs
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
 
 CASES = 3000
 SIZE, WIDTH = 40, 8
@@ -127,7 +127,7 @@ def test_the_two_most_probable_tokens_decide_most_answers(seed: int) -> None:
         put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
         settled = margin.at_a_look(logits, hidden, error)
         assert margin.at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
-        assert margin.proves_of_row(Row(put_out, 0, None, None), error) is margin.proves(logits, hidden, error)
+        assert margin.proves_of_row(Row(put_out, 0), error) is margin.proves(logits, hidden, error)
         assert settled in (None, margin.has_no_rival(logits, hidden, error, int(ids[0])))
         counts[settled] += 1
     assert counts[True] and counts[False]

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness
 from wane.models.manifest import StateTensor
-from wane.service.runners.runner import NEXT, Array
+from wane.service.runners.runner import HIDDEN, NEXT, Array
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import RECENT, ResidentSessions
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
 from wane.service.state.cache import CachedState, StateCache
-from wane.service.state.pool import HIDDEN
 from wane.service.types import Mode, StepRequest
 
 TTL_S, HISTORY, BUDGET_BYTES = 64.0, 40, 2**20

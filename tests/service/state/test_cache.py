@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.service.engine_harness import host_arrays
 from tests.service.state.test_pool import SLOT_BYTES, STATE
 from wane.service.errors import Overloaded
 from wane.service.state.cache import CachedState, Fault, StateCache
@@ -152,7 +153,7 @@ def test_a_resident_state_that_changed_since_its_last_check_is_found() -> None:
     keep(state_cache, "a", value=1.0)
     slot = keep(state_cache, "b", value=2.0)
     state_cache.check_integrity()
-    state_cache.arrays["b"][slot, 1, 0] = 2.5
+    host_arrays(state_cache)["b"][slot, 1, 0] = 2.5
     faults = state_cache.faults()
     assert faults == [Fault("a resident state changed without a write", "b")]
     state_cache.mend(faults)
@@ -164,6 +165,6 @@ def test_only_the_given_slots_are_checked() -> None:
     state_cache = make_residents()
     first, second = keep(state_cache, "a"), keep(state_cache, "b")
     state_cache.check_integrity()
-    state_cache.arrays["a"][second, 0] = 9.0
+    host_arrays(state_cache)["a"][second, 0] = 9.0
     assert state_cache.faults(range(first, second)) == []
     assert [fault.session for fault in state_cache.faults(range(second, second + 1))] == ["b"]

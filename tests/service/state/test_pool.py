@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.service.engine_harness import host_arrays
 from wane.models.manifest import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
@@ -41,7 +42,7 @@ def test_gather_returns_the_rows_that_scatter_wrote() -> None:
     values = pool.gather([first, ZERO, second])
     assert values["a"].tolist() == [[5, 6], [0, 0], [1, 2]]
     assert values["b"][:, :, 0].tolist() == [[6, 7, 8], [0, 0, 0], [0, 1, 2]]
-    assert pool.gather_hidden([second, first]).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert pool.read([second, first])["hidden"].tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
     assert pool.miscounts() == []
 
 
@@ -60,7 +61,7 @@ def test_a_packed_state_is_unpacked_in_another_pool() -> None:
     assert other.written(there) == 1
     assert other.checksum(there) == pool.checksum(here)
     assert all((other.gather([there])[name] == outputs[f"next.{name}"]).all() for name in "ab")
-    assert (other.gather_hidden([there]) == outputs["hidden"]).all()
+    assert (other.read([there])["hidden"] == outputs["hidden"]).all()
 
 
 def test_unpacking_a_state_of_another_size_fails() -> None:
@@ -148,7 +149,7 @@ def test_a_write_changes_the_checksum_and_the_write_count() -> None:
         (lambda pool: pool.users.__setitem__(5, 1), "both in use and free"),
         (lambda pool: pool.users.__setitem__(4, -1), "released once too often"),
         (lambda pool: pool.users.__setitem__(4, 0), "neither in use nor free"),
-        (lambda pool: pool.arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
+        (lambda pool: host_arrays(pool)["b"].__setitem__(ZERO, 1.0), "zero state"),
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
 )

@@ -1,0 +1,67 @@
+"""The memory of a model's states: one array for each state tensor, with a row ("slot") for each state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.service.runners.runner import HIDDEN, NEXT, Array, Feeds, Shapes, Slots
+
+
+def output_name(name: str) -> str:
+    """Returns the name of the output of a run that is written to the array `name`."""
+    return name if name == HIDDEN else NEXT + name
+
+
+class HostMemory:
+    """A `StateMemory` in numpy arrays. A run copies the states to buffers and back."""
+
+    def __init__(self, shapes: Shapes, capacity: int) -> None:
+        # The operating system commits zeroed memory only when it is first written. An idle server therefore does not
+        # use its budget.
+        self.arrays: dict[str, Array] = {
+            name: np.zeros((capacity, *shape), np.float32) for name, shape in shapes.items()
+        }
+        self._names = [name for name in shapes if name != HIDDEN]
+
+    def room(self, rows: int) -> Mapping[str, Array]:
+        """See `StateMemory`."""
+        return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
+
+    def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
+        """See `StateMemory`. The inputs are copies of the states. With `room` this is faster, because allocating memory
+        takes longer than copying the states."""
+        rows = np.asarray(slots, np.intp)
+        if room is None:
+            return {name: self.arrays[name].take(rows, 0) for name in self._names}
+        states = {name: room[name][: len(rows)] for name in self._names}
+        for name, values in states.items():
+            # `take` with `out` makes an additional copy in all modes except "clip" and "wrap".
+            self.arrays[name].take(rows, 0, values, "clip")
+        return states
+
+    def gather_hidden(self, slots: Slots) -> Feeds:
+        """See `StateMemory`."""
+        return {HIDDEN: self.arrays[HIDDEN].take(np.asarray(slots, np.intp), 0)}
+
+    def read(self, slots: Slots) -> dict[str, Array]:
+        """See `StateMemory`."""
+        rows = np.asarray(slots, np.intp)
+        return {name: values.take(rows, 0) for name, values in self.arrays.items()}
+
+    def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
+        """See `StateMemory`."""
+        for name, values in self.arrays.items():
+            found = outputs[output_name(name)]
+            values[slots] = found if rows is None else found[rows]
+
+    def copy(self, slot: int, to: int) -> None:
+        """See `StateMemory`."""
+        for values in self.arrays.values():
+            values[to] = values[slot]
+
+    def close(self) -> None:
+        """See `StateMemory`."""
+        self.arrays.clear()

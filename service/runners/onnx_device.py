@@ -1,0 +1,324 @@
+"""Runs a bundle's graphs on onnxruntime with states that stay on the device.
+
+The states of all slots are `OrtValue`s in the device's memory. The graphs read the states from their slots, and a graph
+of its own writes the results of a run to slots (`models/slot_graphs.py`). Tokens and slot numbers are copied to the
+device, and only the outputs that are read are copied to the host. The number of copied bytes of a step therefore does
+not depend on the size of a state.
+
+The same code runs on every execution provider of onnxruntime. On the CPU, where nothing needs to be copied between
+devices, `OnnxRunner` is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from wane.models.bundle import Bundle
+from wane.models.manifest import Role
+from wane.service.runners.memory import output_name
+from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, OnnxSessions, open_session
+from wane.service.runners.outputs import FEW, Outputs, TopColumns
+from wane.service.runners.runner import (
+    HIDDEN,
+    LOG_SUM_EXP,
+    RADIUS,
+    TOP_IDS,
+    Array,
+    DeviceError,
+    Feeds,
+    Shapes,
+    Slots,
+    StateMemory,
+)
+
+IN_SLOTS = "slots."  # prefix of inputs: the array of all slots from which a graph gathers its input
+SLOTS = "slots"
+CHECK, LENGTH, FEW_LOGITS, FEW_IDS = "check", "length", "few_logits", "few_ids"
+ADDED = (CHECK, LENGTH, FEW_LOGITS, FEW_IDS)
+
+COPIED = (*ADDED, LOG_SUM_EXP, RADIUS, "logprobs")
+"""Outputs that every run copies to the host. The other outputs are copied when they are read."""
+
+BUCKETED: tuple[Role, ...] = ("step", "head")
+"""Graphs whose batch is padded to a bucket. The other graphs contain a loop, which a CUDA graph cannot contain."""
+
+
+def bucket(rows: int) -> int:
+    """Returns the size to which a batch of `rows` items is padded: the next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+class Device(NamedTuple):
+    """A device of onnxruntime. name: `cpu` or `cuda`. threads: the number of CPU threads that one run uses."""
+
+    name: str
+    threads: int
+
+    def open(self, graph: bytes) -> onnxruntime.InferenceSession:
+        """Opens a session for a graph without weights."""
+        return open_session(graph, self.name == "cuda", self.threads)
+
+    def bind_output(self, binding: onnxruntime.IOBinding, name: str) -> None:
+        """Makes an output of a run a value on the device."""
+        binding.bind_output(name, self.name, CUDA_DEVICE if self.name == "cuda" else 0)
+
+    def zeros(self, shape: Sequence[int]) -> onnxruntime.OrtValue:
+        """Returns float32 zeros on the device. On the CPU, the operating system commits their memory when it is first
+        written."""
+        return onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32), self.name, CUDA_DEVICE)
+
+
+def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None:
+    """Makes an array of the host an input of a run. onnxruntime copies it to the device if the graph reads it there."""
+    binding.bind_cpu_input(name, np.ascontiguousarray(values))
+
+
+class DeviceOutputs(Outputs):
+    """The outputs of one run on a device. The names are those of the bundle's graph.
+
+    Reading an output copies it to the host: all rows with `outputs[name]`, and one row with `row`. The outputs of
+    COPIED are already on the host.
+    """
+
+    def __init__(
+        self,
+        on_device: Mapping[str, onnxruntime.OrtValue],
+        copied: Mapping[str, Array],
+        rows: NDArray[np.int64],
+        take: onnxruntime.InferenceSession,
+    ) -> None:
+        """on_device and copied: the outputs on the device and on the host, with padding. rows: int64 (B), the rows of
+        the batch's items. take: the session of `rows_graph`."""
+        super().__init__({})
+        self.on_device = on_device
+        self.rows = rows
+        self._copied = copied
+        self._take = take
+        self._names = [*on_device, *(name for name in copied if name not in ADDED)]
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._arrays:
+            values = self.on_device[name].numpy() if name in self.on_device else self._copied[name]
+            self._arrays = {**self._arrays, name: values[self.rows]}
+        return self._arrays[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def row(self, name: str, row: int) -> Array:
+        """See `Outputs`. Copies only this row to the host."""
+        if name in self._arrays or name not in self.on_device or name == TOP_IDS:
+            found: Array = self[name][row]
+            return found
+        binding = self._take.io_binding()
+        binding.bind_ortvalue_input("values", self.on_device[name])
+        bind_array(binding, "rows", self.rows[row : row + 1])
+        binding.bind_output("found", "cpu")
+        self._take.run_with_iobinding(binding)
+        taken: Array = binding.get_outputs()[0].numpy()[0]
+        return taken
+
+    def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
+        """See `Outputs`. Copies nothing."""
+        return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take)
+
+    def only(self, names: Collection[str]) -> Outputs:
+        """See `Outputs`. Copies nothing."""
+        values = {name: value for name, value in self.on_device.items() if name in names}
+        copied = {name: value for name, value in self._copied.items() if name in names or name in ADDED}
+        return DeviceOutputs(values, copied, self.rows, self._take)
+
+    @cached_property
+    def finite(self) -> NDArray[np.bool_]:
+        """See `Outputs`. The graph computes it."""
+        found: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
+        return found
+
+    @cached_property
+    def lengths(self) -> NDArray[np.float64]:
+        """See `Outputs`. The graph computes it."""
+        found: NDArray[np.float64] = self._copied[LENGTH][self.rows]
+        return found
+
+    @property
+    def most(self) -> int:
+        """See `Outputs`."""
+        return int(self.on_device[TOP_IDS].shape()[1]) if TOP_IDS in self.on_device else 0
+
+    def top(self, count: int) -> TopColumns:
+        """See `Outputs`. Copies the largest logits to the host if there are more than FEW."""
+        if count > FEW:
+            return super().top(count)
+        sums = self[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1)
+        ids, logits = (self._copied[name][self.rows, :count] for name in (FEW_IDS, FEW_LOGITS))
+        return TopColumns(ids, logits.astype(np.float64), sums)
+
+
+class DeviceMemory:
+    """A `StateMemory` on a device."""
+
+    def __init__(self, shapes: Shapes, capacity: int, device: Device) -> None:
+        # The package onnx is needed only here and in `DeviceRunner`.
+        from wane.models.slot_graphs import read_graph, write_graph
+
+        self._values = {name: device.zeros((capacity, *shape)) for name, shape in shapes.items()}
+        self._write = device.open(write_graph(shapes))
+        self._read = device.open(read_graph(shapes))
+
+    def room(self, rows: int) -> Mapping[str, Array]:  # noqa: ARG002
+        """See `StateMemory`. The graphs gather the states themselves and need no buffers."""
+        return {}
+
+    def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:  # noqa: ARG002
+        """See `StateMemory`. Copies nothing: the graphs gather the states."""
+        return self._feeds(slots, [name for name in self._values if name != HIDDEN])
+
+    def gather_hidden(self, slots: Slots) -> Feeds:
+        """See `StateMemory`. Copies nothing."""
+        return self._feeds(slots, [HIDDEN])
+
+    def _feeds(self, slots: Slots, names: Sequence[str]) -> Feeds:
+        return {SLOTS: np.asarray(slots, np.int64), **{IN_SLOTS + name: self._values[name] for name in names}}
+
+    def read(self, slots: Slots) -> dict[str, Array]:
+        """See `StateMemory`. Copies only the values of these slots."""
+        binding = self._read.io_binding()
+        bind_array(binding, SLOTS, np.asarray(slots, np.int64))
+        for name, value in self._values.items():
+            binding.bind_ortvalue_input(IN_SLOTS + name, value)
+            binding.bind_output(name, "cpu")
+        self._read.run_with_iobinding(binding)
+        return {name: value.numpy() for name, value in zip(self._values, binding.get_outputs(), strict=True)}
+
+    def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
+        """See `StateMemory`. Outputs of a run on this device are not copied to the host."""
+        found = np.arange(len(slots)) if rows is None else np.array(rows)
+        results: Mapping[str, Any] = outputs
+        if isinstance(outputs, DeviceOutputs):
+            results, found = outputs.on_device, outputs.rows[found]
+        self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, found)
+
+    def copy(self, slot: int, to: int) -> None:
+        """See `StateMemory`."""
+        self._write_rows(np.array([to]), self._values, np.array([slot]))
+
+    def _write_rows(self, slots: NDArray[np.intp], values: Mapping[str, Any], rows: NDArray[np.intp]) -> None:
+        """Writes rows of `values` to slots. The values are arrays of the host or values on the device."""
+        binding = self._write.io_binding()
+        bind_array(binding, "rows", rows.astype(np.int64))
+        bind_array(binding, "to", slots.astype(np.int64).reshape(-1, 1))
+        for name, value in self._values.items():
+            binding.bind_ortvalue_input(IN_SLOTS + name, value)
+            binding.bind_ortvalue_output(f"written.{name}", value)
+            if isinstance(values[name], onnxruntime.OrtValue):
+                binding.bind_ortvalue_input(f"next.{name}", values[name])
+            else:
+                bind_array(binding, f"next.{name}", np.asarray(values[name], np.float32))
+        self._write.run_with_iobinding(binding)
+
+    def close(self) -> None:
+        """See `StateMemory`."""
+        self._values.clear()
+
+
+class DeviceRunner(OnnxSessions):
+    """Runs a bundle's graphs from states that stay on the device."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: Literal["auto", "cpu", "cuda"],
+        threads: int,
+        *,
+        padded: bool | None = None,
+    ) -> None:
+        """See `OnnxSessions`. padded: whether the batches of the graphs of BUCKETED are padded to a bucket, so that a
+        CUDA graph can be captured for each bucket. By default they are padded on CUDA only, because the padding takes
+        time on a CPU."""
+        from wane.models.slot_graphs import rows_graph
+
+        self._states = [tensor.name for tensor in bundle.manifest.state]
+        super().__init__(bundle, device, threads)
+        self._on = Device(self.device, threads)
+        self._padded = self.device == "cuda" if padded is None else padded
+        self._take = self._on.open(rows_graph())
+
+    def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
+        from wane.models.slot_graphs import from_slots
+
+        graph = from_slots(bundle.graph_path(role), self._inputs(role))
+        return open_session(graph, cuda, threads, bundle.path)
+
+    def _inputs(self, role: Role) -> Sequence[str]:
+        """Returns the names of the inputs that a graph gathers from slots."""
+        if role == "window":
+            return []
+        return [HIDDEN] if role == "head" else self._states
+
+    def outputs(self, role: Role) -> Sequence[str]:
+        """Returns the names of the outputs of the bundle's graph."""
+        return [name for name in super().outputs(role) if name not in ADDED]
+
+    def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
+        """Returns memory for `capacity` states on the device."""
+        return DeviceMemory(shapes, capacity, self._on)
+
+    def run(self, role: Role, feeds: Feeds) -> Outputs:
+        """Runs one graph and returns its outputs by name. See `Runner` for the shapes. The state is either arrays of
+        the host, or the result of `DeviceMemory.gather`."""
+        session = self._sessions[role]
+        binding = session.io_binding()
+        inputs = dict(feeds)
+        for name in self._inputs(role):
+            if name in inputs:  # the rows of an array of the host are its slots
+                inputs[IN_SLOTS + name] = inputs.pop(name)
+                inputs.setdefault(SLOTS, np.arange(len(inputs[IN_SLOTS + name])))
+        count = len(inputs[SLOTS] if role == "head" else inputs["tokens"])
+        if self._padded and role in BUCKETED:
+            # The padding reads slot 0, and its outputs are never read.
+            missing = bucket(count) - count
+            inputs |= {name: np.pad(inputs[name], (0, missing)) for name in ("tokens", SLOTS) if name in inputs}
+        for name, value in inputs.items():
+            if isinstance(value, onnxruntime.OrtValue):
+                binding.bind_ortvalue_input(name, value)
+            else:
+                bind_array(binding, name, value)
+        names = self._outputs[role]
+        for name in names:
+            if name in COPIED:
+                binding.bind_output(name, "cpu")
+            else:
+                self._on.bind_output(binding, name)
+        session.run_with_iobinding(binding)
+        found = dict(zip(names, binding.get_outputs(), strict=True))
+        copied = {name: found.pop(name).numpy() for name in names if name in COPIED}
+        return DeviceOutputs(found, copied, np.arange(count), self._take)
+
+
+def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:
+    """Returns the fastest runner of a bundle: on CUDA a `DeviceRunner`, and on the CPU an `OnnxRunner`.
+
+    See `OnnxSessions` for the arguments. Raises DeviceError.
+    """
+    if device != "cpu" and CUDA in onnxruntime.get_available_providers():
+        if find_spec("onnx") is None:
+            raise DeviceError("states on a GPU need the package onnx: install it, or choose cpu")
+        runner = DeviceRunner(bundle, device, threads)
+        if runner.device == "cuda":
+            return runner
+        runner.close()
+        device = "cpu"
+    return OnnxRunner(bundle, device, threads)

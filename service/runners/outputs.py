@@ -1,0 +1,124 @@
+"""The outputs of one run of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
+
+FEW = 5
+"""The number of largest logits per row that are read by default. A graph outputs `TOP` per row."""
+
+FINITE = ("logits", HIDDEN, "logprobs")
+"""Outputs that must be finite in every answer."""
+
+
+class Largest(NamedTuple):
+    """The largest logits of one row in descending order, with their token ids and probabilities. Equal logits are
+    ordered by ascending id."""
+
+    ids: list[int]
+    logits: list[float]
+    logprobs: list[float]
+    probabilities: list[float]
+
+
+class TopColumns(NamedTuple):
+    """The largest logits of every row, in descending order: ids int64 (B, K), logits float64 (B, K), and log_sum_exp
+    float64 (B, 1), the logarithm of the sum of exp over all logits of a row."""
+
+    ids: NDArray[np.int64]
+    logits: NDArray[np.float64]
+    log_sum_exp: NDArray[np.float64]
+
+    @property
+    def logprobs(self) -> NDArray[np.float64]:
+        """The natural logarithm of each token's probability: float64 (B, K)."""
+        # The log-sum-exp is rounded, so the difference of the logit and the log-sum-exp may be above 0 for a token with
+        # a probability near 1.
+        return np.minimum(self.logits - self.log_sum_exp, 0.0)
+
+
+class Outputs(Mapping[str, Array]):
+    """The output arrays of one run by name, on the host. Each has the shape (B, ...)."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = arrays
+        self._largest: dict[int, list[Largest]] = {}
+
+    @classmethod
+    def of(cls, found: Mapping[str, Array]) -> Outputs:
+        """Returns what a runner returned as `Outputs`."""
+        return found if isinstance(found, Outputs) else Outputs(found)
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def row(self, name: str, row: int) -> Array:
+        """Returns one row of the output `name`."""
+        found: Array = self._arrays[name][row]
+        return found
+
+    def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
+        """Returns the outputs of the selected rows. rows: indices, or bool (B)."""
+        return Outputs({name: values[rows] for name, values in self._arrays.items()})
+
+    def only(self, names: Collection[str]) -> Outputs:
+        """Returns the outputs with these names. The memory of the other outputs can then be freed."""
+        return Outputs({name: values for name, values in self._arrays.items() if name in names})
+
+    @cached_property
+    def finite(self) -> NDArray[np.bool_]:
+        """Whether all values of a row are finite in every output of FINITE: bool (B)."""
+        flags = [np.isfinite(self._arrays[name]) for name in FINITE if name in self._arrays]
+        count = len(flags[0])
+        if all(flag.all() for flag in flags):  # the usual case, in which all values are finite
+            return np.ones(count, np.bool_)
+        found: NDArray[np.bool_] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0)
+        return found
+
+    @cached_property
+    def lengths(self) -> NDArray[np.float64]:
+        """The 2-norm of every row of `hidden`: float64 (B)."""
+        hidden = self._arrays[HIDDEN].astype(np.float64)
+        lengths: NDArray[np.float64] = np.sqrt(np.einsum("bh,bh->b", hidden, hidden))
+        return lengths
+
+    @property
+    def most(self) -> int:
+        """The number of largest logits per row that the graph outputs."""
+        return self._arrays[TOP_IDS].shape[1] if TOP_IDS in self._arrays else 0
+
+    def top(self, count: int) -> TopColumns:
+        """Returns the `count` largest logits of every row, or `most` of them if the graph outputs fewer."""
+        sums = self[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1)
+        return TopColumns(self[TOP_IDS][:, :count], self[TOP_LOGITS][:, :count].astype(np.float64), sums)
+
+    def largest(self, row: int, count: int) -> Largest | None:
+        """Returns at least the `count` largest logits of a row. Returns None if the graph outputs fewer."""
+        few = self._largest.get(FEW)
+        if few is not None and count <= len(few[row].ids):
+            return few[row]
+        if count > self.most:
+            return None
+        width = FEW if count <= FEW else count
+        if width not in self._largest:
+            top = self.top(width)
+            logprobs = top.logprobs
+            columns = top.ids, top.logits, logprobs, np.exp(logprobs)
+            self._largest[width] = [*map(Largest._make, zip(*[column.tolist() for column in columns], strict=True))]
+        return self._largest[width][row]

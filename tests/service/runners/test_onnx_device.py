@@ -1,0 +1,390 @@
+"""Tests of runs whose states stay on the device. On a machine with a GPU the tests also run on CUDA."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+
+from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.random_models import architecture, random_weights
+from tests.service.engine_harness import InOrder
+from tests.service.runners.test_onnx import NoSession
+from tests.service.shipped import PATHS, each_bundle, opened
+from wane.models.bundle import Bundle, verify_graphs
+from wane.models.export import export_bundle
+from wane.models.parity import log_softmax
+from wane.models.reference import Reference
+from wane.service.batching import batch
+from wane.service.batching.batch import ColumnBatch, Row, Work
+from wane.service.batching.warm_up import warm_up
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import MarginProof
+from wane.service.observability.metrics import Metrics
+from wane.service.runners import onnx_device
+from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
+from wane.service.runners.onnx_device import DeviceRunner, bucket, open_runner
+from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.state.pool import RESERVED, START, ZERO, StatePool
+from wane.service.types import Answer, Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
+
+LOGPROB = 1e-4  # the tolerance of `models/parity.py`
+SLOTS = 24
+
+Device = Literal["cpu", "cuda"]
+
+
+def has_gpu() -> bool:
+    """Returns whether onnxruntime has the CUDA provider and the machine has a GPU."""
+    if CUDA not in onnxruntime.get_available_providers():
+        return False
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
+    except OSError:
+        return False
+
+
+on_cuda = pytest.mark.skipif(not has_gpu(), reason="no GPU, or this onnxruntime has no CUDA provider")
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+
+
+@cache
+def on_device(path: Path, device: Device = "cpu") -> tuple[Bundle, DeviceRunner]:
+    """Returns a bundle and its runner, with padded batches. All tests share one copy."""
+    bundle = opened(path)[0]
+    return bundle, DeviceRunner(bundle, device, threads=1, padded=True)
+
+
+def make_pool(bundle: Bundle, runner: Runner) -> StatePool:
+    manifest = bundle.manifest
+    hidden = manifest.architecture.hidden
+    floats = hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
+    return StatePool(manifest.state, hidden, 4 * SLOTS * floats, runner.memory)
+
+
+def run(works: list[Work], pool: StatePool, runner: Runner) -> list[Row]:
+    """Runs a batch. Fails if an item fails."""
+    rows = batch.run(works, pool, runner, pool.room(len(works)))
+    found = [row for row in rows if isinstance(row, Row)]
+    assert len(found) == len(works), rows
+    return found
+
+
+def random_tokens(bundle: Bundle, *shape: int, seed: int = 1) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(bundle.manifest.vocabulary.size, size=shape)
+
+
+# The graphs
+
+
+@each_device
+@each_bundle
+def test_the_graphs_agree_with_the_oracle(path: Path, device: Device) -> None:
+    bundle, runner = on_device(path, device)
+    verify_graphs(bundle, lambda role, feeds: dict(runner.run(role, feeds)))
+    assert list(runner.outputs("step")) == list(opened(path)[1].outputs("step"))
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (65, 128)])
+def test_a_bucket_is_the_next_power_of_two(rows: int, padded: int) -> None:
+    assert bucket(rows) == padded
+
+
+@each_device
+@each_bundle
+def test_slots_are_equal_to_those_of_the_host_after_runs_of_every_graph(path: Path, device: Device) -> None:
+    """The host's runner computes the same float32 products in another batch size, so the last bits may differ."""
+    bundle, there = on_device(path, device)
+    here = opened(path)[1]
+    tokens = random_tokens(bundle, 5, 12)
+    runners: list[Runner] = [here, there]
+    pools = [make_pool(bundle, runner) for runner in runners]
+    found: list[list[Row]] = []
+    for pool, runner in zip(pools, runners, strict=True):
+        slots = [pool.acquire() for _ in range(6)]
+        rows = run([Work("advance", tokens[0, :1], read=ZERO, write=START)], pool, runner)
+        windows = [Work("window", tokens[row, : 4 + row], write=slots[row]) for row in range(3)]
+        rows += run(windows, pool, runner)
+        rows += run([Work("advance", tokens[3], read=slots[0], write=slots[3])], pool, runner)
+        rows += run([Work("scan", tokens[4], tokens[3], read=slots[3], write=slots[4])], pool, runner)
+        steps = [Work("step", (int(tokens[0, row]),), read=slots[row], write=slots[row]) for row in range(3)]
+        rows += run([*steps, Work("step", (3,), read=START, write=None)], pool, runner)
+        rows += run([Work("head", read=slots[1]), Work("head", read=slots[4])], pool, runner)
+        pool.copy(slots[2], slots[5])
+        found.append(rows)
+    values, others = (pool.read(range(SLOTS)) for pool in pools)
+    for name, array in values.items():
+        np.testing.assert_allclose(others[name], array, rtol=1e-4, atol=1e-4, err_msg=name)
+        assert not others[name][ZERO].any() and not others[name][RESERVED + 6 :].any()
+    for row, other in zip(*found, strict=True):
+        assert (row.radius is None, row.trace is None) == (other.radius is None, other.trace is None)
+        for name in ("logits", "logprobs", HIDDEN):
+            one, two = row.output(name), other.output(name)
+            assert (one is None) == (two is None) or name == HIDDEN
+            if one is not None and two is not None:
+                np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-4)
+        if row.top is not None:
+            for count in (5, 16):
+                one_top, two_top = row.largest(count), other.largest(count)
+                assert one_top is not None and two_top is not None
+                assert two_top.logprobs == pytest.approx(one_top.logprobs, abs=LOGPROB)
+            assert other.length == pytest.approx(row.length, rel=1e-5)
+
+
+def test_padding_changes_neither_an_answer_nor_a_slot() -> None:
+    bundle, padded = on_device(PATHS[0])
+    bare = DeviceRunner(bundle, "cpu", threads=1, padded=False)
+    pool, other = make_pool(bundle, padded), make_pool(bundle, bare)
+    slots = np.array([pool.acquire() for _ in range(5)])
+    for one in (pool, other):
+        ones = {name: np.ones((SLOTS, *values.shape[1:])) for name, values in one.read([ZERO]).items()}
+        renamed = {name if name == HIDDEN else NEXT + name: values for name, values in ones.items()}
+        one.memory.write(np.arange(SLOTS), renamed)
+    tokens = random_tokens(bundle, 5)
+    outputs = [
+        runner.run("step", {"tokens": tokens, **one.gather(slots)}) for runner, one in ((padded, pool), (bare, other))
+    ]
+    for name in ("logits", "top_ids", HIDDEN):
+        assert outputs[0][name].shape == outputs[1][name].shape
+        np.testing.assert_allclose(outputs[0][name], outputs[1][name], rtol=1e-5, atol=1e-5)
+    pool.write(slots, outputs[0])
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    assert all((values == 1).all() for values in pool.read(untouched).values())
+    assert all((values != 1).any() for values in pool.read(slots).values())
+
+
+def test_a_row_with_a_state_that_is_not_finite_fails_alone() -> None:
+    bundle, runner = on_device(PATHS[0])
+    pool = make_pool(bundle, runner)
+    slots = [pool.acquire() for _ in range(3)]
+    poison = {name if name == HIDDEN else NEXT + name: values + np.nan for name, values in pool.read([ZERO]).items()}
+    pool.write(np.array([slots[1]]), poison)
+    rows = batch.run([Work("step", (3,), read=slot) for slot in slots], pool, runner)
+    assert [type(row) for row in rows] == [Row, FloatingPointError, Row]
+
+
+def test_a_part_of_a_batch_writes_and_answers_its_own_rows() -> None:
+    bundle, runner = on_device(PATHS[0])
+    pool = make_pool(bundle, runner)
+    slots = np.array([pool.acquire() for _ in range(3)])
+    columns = ColumnBatch(slots, random_tokens(bundle, 3), np.zeros(3))
+    batch.run_columns(columns, pool, runner, pool.room(3))
+    assert columns.failure is None
+    whole = {name: columns.outputs[name] for name in ("logits", "top_ids", HIDDEN)}
+    part = columns.outputs.part(np.array([False, True, True]))
+    for name, values in whole.items():
+        assert (part[name] == values[1:]).all()
+        assert (part.row(name, 1) == values[2]).all()
+    assert (part.lengths == columns.outputs.lengths[1:]).all()
+    assert (part.top(2).ids == whole["top_ids"][1:, :2]).all()
+    pool.write(slots[1:], part)
+    assert (pool.read(slots)[HIDDEN] == np.concatenate([np.zeros_like(whole[HIDDEN][:1]), whole[HIDDEN][1:]])).all()
+
+
+def test_a_packed_state_is_unpacked_in_the_memory_of_the_other_kind() -> None:
+    bundle, there = on_device(PATHS[0])
+    here = opened(PATHS[0])[1]
+    pool, other = make_pool(bundle, there), make_pool(bundle, here)
+    slot, to = pool.acquire(), other.acquire()
+    run([Work("window", random_tokens(bundle, 9), write=slot)], pool, there)
+    packed = pool.pack(slot)
+    other.unpack(to, packed)
+    assert (other.pack(to), other.checksum(to)) == (packed, pool.checksum(slot))
+    back = pool.acquire()
+    pool.unpack(back, packed)
+    assert pool.pack(back) == packed
+    assert pool.miscounts() == []
+
+
+def test_the_device_path_serves_cuda_and_the_host_path_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = opened(PATHS[0])[0]
+    assert type(open_runner(bundle, "cpu", 1)) is OnnxRunner
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
+    assert type(open_runner(bundle, "auto", 1)) is OnnxRunner
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", NoSession)
+    assert type(open_runner(bundle, "auto", 1)) is OnnxRunner  # CUDA does not start
+    with pytest.raises(DeviceError, match="did not start"):
+        open_runner(bundle, "cuda", 1)
+    monkeypatch.setattr(onnx_device, "find_spec", lambda _: None)
+    with pytest.raises(DeviceError, match="need the package onnx"):
+        open_runner(bundle, "auto", 1)
+
+
+@on_cuda
+def test_the_service_keeps_states_on_the_gpu() -> None:
+    runner = open_runner(opened(PATHS[0])[0], "cuda", 1)
+    assert (type(runner), runner.device) == (DeviceRunner, "cuda")
+
+
+# The engine
+
+
+MakeEngine = Callable[[Bundle, DeviceRunner], Engine]
+
+
+@pytest.fixture
+async def make_engine() -> AsyncIterator[MakeEngine]:
+    engines: list[Engine] = []
+
+    def make(bundle: Bundle, runner: DeviceRunner) -> Engine:
+        settings = Settings(max_batch_size=8, state_budget_bytes=2**20, inline_batch_max_us=0)
+        store = MemoryStore(4096, settings.session_ttl_s, settings.session_budget_bytes)
+        margin = MarginProof(bundle.weights())
+        profile = InOrder()
+        engine = Engine(
+            bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics(), throughput=profile
+        )
+        warm_up(runner, engine.state_cache, bundle.manifest, max_batch_size=8)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        await engine.drain()
+
+
+def check(answer: Answer, expected: NDArray[np.float64]) -> None:
+    """Compares an answer with the oracle's log-probabilities (V)."""
+    found = {one.token_id: one.logprob for one in answer.predictions}
+    assert found == pytest.approx({token: expected[token] for token in found}, abs=LOGPROB)
+    assert max(found.values()) == pytest.approx(expected.max(), abs=LOGPROB)
+
+
+@each_device
+@each_bundle
+async def test_answers_agree_with_the_oracle(path: Path, device: Device, make_engine: MakeEngine) -> None:
+    bundle, runner = on_device(path, device)
+    engine = make_engine(bundle, runner)
+    reference = Reference(bundle.manifest.architecture, bundle.weights())
+    tokens = random_tokens(bundle, 3, 10, seed=2)
+    sessions = [(await engine.create_session(mode=Mode.RECURRENT)).session for _ in tokens]
+    start = np.full(len(tokens), bundle.vocabulary.eos_id)
+    expected, _, state = reference.step(start, reference.zero_state(len(tokens)))
+    every = [log_softmax(expected)]
+    for column in tokens.T:
+        expected, _, state = reference.step(column, state)
+        every.append(log_softmax(expected))
+
+    async def step(session: str, *new: int) -> Answer:
+        return await engine.submit(StepRequest(session, new))
+
+    for index, column in enumerate(tokens.T[:6], 1):
+        answers = await asyncio.gather(*[step(*one) for one in zip(sessions, column.tolist(), strict=True)])
+        for answer, row in zip(answers, every[index], strict=True):
+            check(answer, row)
+            assert answer.state is StateSource.RESIDENT
+    engine.state_cache.check_integrity(idle=True)
+    engine.state_cache.drop(sessions[0])
+    answer = await step(sessions[0], int(tokens[0, 6]))
+    check(answer, every[7][0])
+    assert answer.state is StateSource.REBUILT
+    check(await step(sessions[1], *tokens[1, 6:].tolist()), every[10][1])
+    for mode, window in ((Mode.WINDOW, 64), (Mode.RECURRENT, None)):
+        answer = await engine.submit(PredictRequest(tuple(tokens[2].tolist()), mode=mode, window=window, top_k=20))
+        check(answer, every[10][2])
+    score = await engine.score(ScoreRequest(tuple(tokens[2].tolist())))
+    wanted = [every[index][2, token] for index, token in enumerate(tokens[2].tolist())]
+    assert list(score.logprobs) == pytest.approx(wanted, abs=LOGPROB)
+    engine.state_cache.check_integrity(idle=True)
+
+
+# Bytes between the host and the device
+
+
+class Copies:
+    """Counts the bytes that are copied between the host and the device. It stands in for the functions of onnxruntime
+    that copy arrays, and fails if a run passes arrays of the host in another way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.to_device = self.to_host = 0
+        bind, fetch = onnxruntime.IOBinding.bind_cpu_input, onnxruntime.OrtValue.numpy
+
+        def counted_bind(binding: onnxruntime.IOBinding, name: str, values: NDArray[Any]) -> None:
+            self.to_device += values.nbytes
+            bind(binding, name, values)
+
+        def counted_fetch(value: onnxruntime.OrtValue) -> NDArray[Any]:
+            found: NDArray[Any] = fetch(value)
+            self.to_host += found.nbytes
+            return found
+
+        def no_run(*_: object) -> None:
+            raise AssertionError("a run without I/O binding copies every input and output")
+
+        monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", counted_bind)
+        monkeypatch.setattr(onnxruntime.OrtValue, "numpy", counted_fetch)
+        monkeypatch.setattr(onnxruntime.InferenceSession, "run", no_run)
+
+    def take(self) -> tuple[int, int]:
+        """Returns the bytes copied to the device and to the host since the last call."""
+        found = self.to_device, self.to_host
+        self.to_device = self.to_host = 0
+        return found
+
+
+def random_bundle(path: Path, hidden: int) -> Bundle:
+    """Returns a model with random weights and the given width."""
+    model = architecture("lstm", layers=2, hidden=hidden, embedding=hidden)
+    sample = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
+    export_bundle(
+        path,
+        architecture=model,
+        weights=random_weights(model, seed=1),
+        vocabulary_kind="words",
+        tokenizer_json=words_tokenizer(),
+        name="model",
+        version="1",
+        description="",
+        window=8,
+        max_window=32,
+        quality=None,
+        provenance=PROVENANCE,
+        sample_tokens=sample,
+    )
+    return Bundle.open(path)
+
+
+async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
+    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[dict[str, tuple[int, int]]] = []
+    for hidden in (8, 72):
+        bundle = random_bundle(tmp_path / str(hidden), hidden)
+        engine = make_engine(bundle, DeviceRunner(bundle, "cpu", threads=1, padded=True))
+        session = (await engine.create_session(mode=Mode.RECURRENT)).session
+        await engine.submit(StepRequest(session, (3,)))
+        found: dict[str, tuple[int, int]] = {}
+        with monkeypatch.context() as patched:
+            copies = Copies(patched)
+            await engine.submit(StepRequest(session, (3,)))
+            found["step"] = copies.take()
+            await engine.submit(StepRequest(session, (3, 4, 5)))
+            found["step of three tokens"] = copies.take()
+            engine.state_cache.drop(session)
+            await engine.submit(StepRequest(session, (3,)))
+            found["rebuilt session"] = copies.take()
+            await engine.submit(PredictRequest((3, 4, 5), mode=Mode.WINDOW))
+            found["window"] = copies.take()
+            await engine.score(ScoreRequest((3, 4, 5, 6)))
+            found["scan"] = copies.take()
+            await engine.submit(PredictRequest(session=session))
+            found["head"] = copies.take()
+            slot = engine.state_cache.slot_of(session)
+            assert slot is not None
+            assert len(engine.state_cache.pack(slot)) == engine.state_cache.slot_bytes
+            assert copies.take() == (8, engine.state_cache.slot_bytes)
+        counted.append(found)
+    assert counted[0] == counted[1]
+    few = 5 * (4 + 8)
+    assert counted[0]["step"] == (4 * 8, few + 4 + 4 + 8)
