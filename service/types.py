@@ -511,8 +511,8 @@ class Prediction(NamedTuple):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Returns the schema of a JSON object, because pydantic would describe a named tuple as an array. The class is a
-        named tuple because a tuple is created faster than a dataclass."""
+        """Returns the schema of a JSON object, because pydantic would describe a named tuple as an array. The class is
+        a named tuple because a tuple is created faster than a dataclass."""
         return handler(PredictionDocument)
 
 
@@ -529,8 +529,8 @@ class Latency(NamedTuple):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Returns the schema of a JSON object, because pydantic would describe a named tuple as an array. The class is a
-        named tuple because a tuple is created faster than a dataclass."""
+        """Returns the schema of a JSON object, because pydantic would describe a named tuple as an array. The class is
+        a named tuple because a tuple is created faster than a dataclass."""
         return handler(LatencyDocument)
 
 

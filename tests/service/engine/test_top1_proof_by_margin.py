@@ -1,5 +1,5 @@
-"""Tests that compare the margin proof with a check of every token. A proved token must stay the most probable one if the
-hidden vector is moved by the whole error in the worst direction."""
+"""Tests that compare the margin proof with a check of every token. A proved token must stay the most probable one if
+the hidden vector is moved by the whole error in the worst direction."""
 
 from __future__ import annotations
 
