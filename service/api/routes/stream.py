@@ -99,8 +99,8 @@ async def stream(socket: WebSocket, session: str) -> None:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # a session with an invalid id cannot exist
             return
         running = Stream(socket, engine, name).run()
-        # Without CHANNEL, the stream uses the framework's channel, which may wait for futures that need an asyncio.Task.
-        # The stream then runs in the current task.
+        # Without CHANNEL, the stream uses the framework's channel. This channel may wait for futures that need an
+        # asyncio.Task, so the stream then runs in the current task.
         await (EagerTask(running, copy_context()) if CHANNEL in socket.scope else running)
 
 
