@@ -46,6 +46,7 @@ from wane.service.types import (
     ScoreProgress,
     ScoreRequest,
     ScoreSummary,
+    SessionState,
     SessionView,
     StateSource,
     StepRequest,
@@ -271,6 +272,10 @@ class FakeEngine:
     async def get_session(self, session: str) -> SessionView:
         await self._ask(session)
         return self._view(session)
+
+    async def session_state(self, session: str, deadline: float | None = None) -> SessionState:
+        await self._ask(session)
+        return SessionState(*self.identity, id_of(session), 0, StateSource.RESIDENT, (0.0,), 0.0)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         await self._ask(session)
