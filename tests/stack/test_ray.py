@@ -66,6 +66,8 @@ async def asks_for_a_key(client: SessionClient) -> None:
     assert answer.json()["position"] == client.position
     for keys, code in (({}, POLICY), (OTHERS, NO_SESSION)):
         async with connect(f"ws://127.0.0.1:{client.port}{path}/stream", additional_headers=keys) as socket:
+            if code == NO_SESSION:  # the first message may create a session, so the server waits for it
+                await socket.send('{"tokens": [5]}')
             assert "error" in json.loads(await socket.recv())
             await socket.wait_closed()
         assert socket.close_code == code
