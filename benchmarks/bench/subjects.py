@@ -22,7 +22,7 @@ MODELS = {LSTM: WORK / "models" / LSTM, SHIPPED: ROOT / "models" / "bundles" / S
 
 def export_lstm() -> None:
     """Exports the LSTM's bundle if it is missing or the code has changed."""
-    sources = hashed([*sorted((ROOT / "models").rglob("*.py")), ROOT / "benchmarks" / "lstm256.py"])
+    sources = hashed([*sorted((ROOT / "models").rglob("*.py")), ROOT / "benchmarks" / "bench" / "lstm256.py"])
     stamp = MODELS[LSTM].parent / f"{LSTM}.sources"
     if not MODELS[LSTM].exists() or not stamp.exists() or stamp.read_text() != sources:
         shutil.rmtree(MODELS[LSTM], ignore_errors=True)
