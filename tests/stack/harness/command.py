@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping
-from queue import Queue
+from queue import Empty, Queue
 from threading import Thread
 
 from deploy.stack.local import ROOT
@@ -42,7 +42,10 @@ class Command:
         """Returns the next lines, up to the first line for which `wanted` is true."""
         lines: list[str] = []
         while not lines or not wanted(lines[-1]):
-            line = self._printed.get(timeout=WAIT_S)
+            try:
+                line = self._printed.get(timeout=WAIT_S)
+            except Empty:
+                raise AssertionError(f"the command printed nothing for {WAIT_S} s after its output {lines}") from None
             assert line, f"the command exited before it printed the expected output; its output is {lines}"
             lines.append(line)
         return lines

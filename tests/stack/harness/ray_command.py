@@ -29,6 +29,8 @@ KEYS = f"{OWNER}:the-key-of-{OWNER}-in-tests,bob:the-key-of-bob-in-tests"
 REPLICA = re.compile(r"\w+ \(pid (\d+), RUNNING\)")
 STORE = re.compile(r"sessions are in (\S+) \(pid (\d+)\)\n")
 READY = ": ready at "
+REPLICAS = 2
+"""The number of replicas at the start."""
 
 
 class RayCommand(Command):
@@ -44,7 +46,7 @@ class RayCommand(Command):
         self.port = free_port()
         self.folder = folder
         self.configuration = folder / "serve.yaml"
-        self.configuration.write_text(CONFIGURATION.read_text(encoding="utf-8"), encoding="utf-8")
+        self._write(REPLICAS, CONFIGURATION)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         super().__init__(
             "scripts/ray",
@@ -75,12 +77,17 @@ class RayCommand(Command):
 
     def scale(self, replicas: int) -> None:
         """Writes the configuration with this number of replicas, and makes the command read it."""
-        document: Any = yaml.safe_load(self.configuration.read_text(encoding="utf-8"))
+        self._write(replicas, self.configuration)
+        self.process.send_signal(signal.SIGHUP)
+        self.until_said("is read again")
+
+    def _write(self, replicas: int, source: Path) -> None:
+        """Writes the configuration in `source` with a fixed number of replicas. Ray's autoscaler does not add replicas
+        then, which it does on a slow machine."""
+        document: Any = yaml.safe_load(source.read_text(encoding="utf-8"))
         for deployment in document["applications"][0]["deployments"]:
             deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}
         self.configuration.write_text(yaml.safe_dump(document), encoding="utf-8")
-        self.process.send_signal(signal.SIGHUP)
-        self.until_said("is read again")
 
     def processes(self) -> list[int]:
         """Returns the process id of every process of the command. Ray's processes have their own process sessions, so
