@@ -184,9 +184,12 @@ def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Sett
     """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. A pydantic model would
     validate the items of a list before its length, and a list may have a million items. If `partial` is true,
     `document` is the beginning of a body, and its last list may be incomplete."""
-    for name, at_most in shape(model).longest.items():
-        found, most = document.get(name), at_most.value(settings)
-        if not isinstance(found, list) or most is None or len(found) <= most:
+    longest = shape(model).longest
+    for name, found in document.items():
+        if not isinstance(found, list) or (at_most := longest.get(name)) is None:
+            continue
+        most = at_most.value(settings)
+        if most is None or len(found) <= most:
             continue
         count = f"at least {len(found)}" if partial else str(len(found))
         if at_most.of_tokens:
