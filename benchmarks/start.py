@@ -38,7 +38,7 @@ from benchmarks.summary import Spread, provenance, write_json
 
 ROOT = Path(__file__).parents[1]
 BUNDLES = ROOT / "models" / "bundles"
-SERVED = {"all models": BUNDLES, "gated-stable": BUNDLES / "gated-stable"}
+SERVED = {"all models": BUNDLES, "gated-stable-64": BUNDLES / "gated-stable-64"}
 CONNECTIONS = 32
 SETTLED_S = 5.0  # The server makes measurements after it is ready. This time is longer than those measurements.
 SAMPLE_S = 0.1

@@ -9,7 +9,7 @@ many as the window or the model's cache needs. The answer's whole distribution i
 never-interrupted run in float64, mixed with the same cache. A bound is violated if the observed total variation exceeds
 `error_bound`. A proof is wrong if `top1_proved` is true and the two most probable tokens differ.
 
-The bundles are in `research/bundles`. The added time is measured at `--timed` of the positions. There, one request with
+The added time is measured at `--timed` of the positions. There, one request with
 `prove` and one without it run one after the other, in alternating order, without other requests. The figures are the
 medians of the two times and of their difference.
 
@@ -48,7 +48,7 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest
 
-BUNDLES = Path("research/bundles")
+BUNDLES = Path("models/bundles")
 SERVED = (("gated-stable-64", 64), ("gated-stable-128", 128))
 """The measured bundles, with the length k of their windows."""
 

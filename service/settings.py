@@ -82,9 +82,9 @@ class Settings(BaseModel):
         "none: new versions are loaded only on request",
     )
     default_model: str = Field(
-        default="gated-stable",
+        default="gated-stable-64",
         description="the model for requests without a model name; if this is not set, the only model, else "
-        "gated-stable, else the first model by name",
+        "gated-stable-64, else the first model by name",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
@@ -139,7 +139,9 @@ class Settings(BaseModel):
         "for its largest window or its cache, that larger number is used",
     )
     state_budget_bytes: int = Field(
-        default=256 * 2**20, ge=1, description="memory for the resident states of each model"
+        default=256 * 2**20,
+        ge=1,
+        description="memory for the resident states of each model, and for the contents of their caches",
     )
     state_ttl_s: float | None = Field(
         default=None,

@@ -144,12 +144,14 @@ class Engine:
         self._max_batch = settings.max_batch_size
         self._limits = Limits(manifest, settings, vocabulary.never_drawn)
         self.events = EventNames(manifest, vocabulary, settings)
+        cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
         self.state_cache = pool = StateCache(
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
             metrics.states_evicted.labels(name).inc,
             runner.memory,
+            cache_bytes=0 if cache is None else cache.ring_bytes,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self.batcher = Batcher(
@@ -181,7 +183,6 @@ class Engine:
         )
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
-        cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
         places = TopPlaces(
             self.batcher,
             self.forward,

@@ -54,9 +54,11 @@ class StateCache(StatePool):
         budget_bytes: int,
         on_evict: Callable[[], object] = lambda: None,
         memory: MakeMemory = HostMemory,
+        *,
+        cache_bytes: int = 0,
     ) -> None:
         """See `StatePool`. `on_evict` is called for every evicted state."""
-        super().__init__(state, hidden, budget_bytes, memory)
+        super().__init__(state, hidden, budget_bytes, memory, cache_bytes=cache_bytes)
         self._on_evict = on_evict
         self.order: OrderedDict[str, int] = OrderedDict()  # session id to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__

@@ -35,20 +35,28 @@ class StatePool:
     """Slots for states, within a budget in bytes."""
 
     def __init__(
-        self, state: Sequence[StateTensor], hidden: int, budget_bytes: int, memory: MakeMemory = HostMemory
+        self,
+        state: Sequence[StateTensor],
+        hidden: int,
+        budget_bytes: int,
+        memory: MakeMemory = HostMemory,
+        *,
+        cache_bytes: int = 0,
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. `memory` allocates the
-        memory of the states, on the device of the runner that runs from them.
+        memory of the states, on the device of the runner that runs from them. `cache_bytes` is the size of the ring
+        buffer that a model with a cache keeps for each slot (`CacheMixture.ring_bytes`). It counts towards the budget.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
         self._shapes = shapes = {tensor.name: tensor.shape for tensor in state} | {HIDDEN: (hidden,)}
         self.slot_bytes = FLOAT32_BYTES * sum(int(np.prod(shape)) for shape in shapes.values())
-        self.capacity = budget_bytes // self.slot_bytes
+        self._budgeted_bytes = self.slot_bytes + cache_bytes
+        self.capacity = budget_bytes // self._budgeted_bytes
         if self.capacity < FEWEST_SLOTS:
             raise ValueError(
-                f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {self.slot_bytes} bytes "
-                f"need {FEWEST_SLOTS * self.slot_bytes}"
+                f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {self._budgeted_bytes} bytes "
+                f"need {FEWEST_SLOTS * self._budgeted_bytes}"
             )
         self.memory = memory(shapes, self.capacity)
         self._writes = np.zeros(self.capacity, np.uint32)  # number of writes to each slot
@@ -135,7 +143,7 @@ class StatePool:
     @property
     def used_bytes(self) -> int:
         """Memory of the slots in use, in bytes."""
-        return self.slot_bytes * self.used
+        return self._budgeted_bytes * self.used
 
     # Values
 

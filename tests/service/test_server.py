@@ -223,7 +223,7 @@ def test_requests_wait_for_models_that_are_being_loaded() -> None:
     with starting_server() as server, ThreadPoolExecutor(len(names)) as pool:
         url = server.read_until("listening")["url"]
         answers = pool.map(ask, reversed(names))
-        assert httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"] == "gated-stable"
+        assert httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"] == "gated-stable-64"
         assert list(answers) == [((200, 200, 200), name) for name in reversed(names)]
         server.read_until("ready")
         document = httpx.get(f"{url}/readyz").json()

@@ -215,7 +215,7 @@ async def test_a_registry_lists_no_models_before_loading_or_after_closing(tmp_pa
 
 async def test_models_are_found_by_name_and_the_alphabetically_first_is_the_default(registry: ModelRegistry) -> None:
     names = sorted(engine.name for engine in registry.list())
-    assert registry.default == ("gated-stable" if "gated-stable" in names else names[0])
+    assert registry.default == ("gated-stable-64" if "gated-stable-64" in names else names[0])
     assert registry.list()[0] is registry.get() is registry.get(registry.default)
     with pytest.raises(UnknownModel, match=f"no model 'nobody'; there are {names[0]}"):
         registry.get("nobody")
@@ -298,7 +298,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     await closing
     await loading
     assert (registry.ready, registry.status, registry.served, registry.loading) == (False, "draining", [], [])
-    assert gate.names == ["gated-stable"], "no other load may start after the first one"
+    assert gate.names == ["gated-stable-64"], "no other load may start after the first one"
     await after.load()
     assert await after.engine_for(session) is after.get()
     await after.close()
@@ -348,7 +348,7 @@ async def test_a_default_model_that_is_set_must_exist() -> None:
         (["shop"], {"default_model": "shop"}, "shop: set by default_model"),
         (["shop", "log"], {}, "log: the first by name; set default_model to choose another"),
         (["shop", "log"], {"default_model": "shop"}, "shop: set by default_model"),
-        (["shop", "gated-stable", "a"], {}, "gated-stable: set default_model to choose another"),
+        (["shop", "gated-stable-64", "a"], {}, "gated-stable-64: set default_model to choose another"),
     ],
 )
 async def test_the_server_logs_the_default_model_and_lists_it_first(
