@@ -28,12 +28,12 @@ class Session:
 
     def __init__(self, http: httpx.Client, name: str) -> None:
         self.http, self.name, self.events = http, name, list[str]()
-        self.post("/v1/sessions", {"session": name})
 
     def step(self, event: str, recommended: int = 3) -> dict[str, Any]:
         """Appends an event. Returns the answer, which lists the `recommended` most probable next events that are not in
         the session."""
-        body = {"events": [event], "exclude_seen": True, "top_k": recommended}
+        # With `create`, the first step creates the session.
+        body = {"events": [event], "create": True, "exclude_seen": True, "top_k": recommended}
         # With `expected_position`, the server does not append the event twice if the step is retried.
         position = {"expected_position": len(self.events)}
         answer = self.post(f"/v1/sessions/{self.name}/tokens", body | position)

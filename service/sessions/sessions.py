@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
@@ -361,8 +362,9 @@ class Sessions:
                 return rewound
 
     async def delete(self, session: str) -> None:
-        """Deletes a session. Raises UnknownSession."""
-        await self.read(session)
+        """Deletes a session, which may be of another tokenizer. Raises UnknownSession."""
+        with suppress(TokenizerChanged):
+            await self.read(session)
         self._state_cache.drop(session)
         if not await self._store.delete(session):
             raise UnknownSession(f"there is no session {id_of(session)!r}")

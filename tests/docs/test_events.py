@@ -98,7 +98,7 @@ def page(tmp_path: Path) -> Page:
 
 
 def test_a_model_of_clicks_is_trained_served_replaced_and_survives_a_killed_replica(page: Page) -> None:
-    assert len(page) == 12
+    assert len(page) == 13
     assert "best possible" in page.run("clickstream.py", "--sessions 2000")
     page.run("wane train")
     table = page.run("wane evaluate", "--positions 200")
@@ -121,6 +121,8 @@ def test_a_model_of_clicks_is_trained_served_replaced_and_survives_a_killed_repl
             before, after = STEP.fullmatch(last), STEP.fullmatch(first)
             assert before is not None and after is not None
             assert int(after[1]) in (int(before[1]) + 1, 1)
+            page.run("wane rollback")
+            client.until_said("version 1 recommends")
         finally:
             client.end()
     with page.running("scripts/stack", options(page)) as stack:

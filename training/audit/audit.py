@@ -49,8 +49,8 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
     stream = truncate_text(subject, options.tokens)
     windows = [k for k in window_grid(options.max_window) if 4 * k <= len(stream)]
-    if max(windows, default=0) < min(LEAST_WINDOW, options.max_window):
-        raise RunError(f"the text has {len(stream)} tokens, too few for windows of {LEAST_WINDOW}")
+    if len(stream) < 4 * (needed := min(LEAST_WINDOW, options.max_window)):
+        raise RunError(f"the text has {len(stream)} tokens, but windows of {needed} tokens need at least {4 * needed}")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         proving = bar.add_task("proving", total=None)

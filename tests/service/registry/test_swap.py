@@ -225,6 +225,10 @@ async def test_sessions_of_another_tokenizer_stay_on_their_version(folder: Path,
     assert await registry.engine_for(fresh) is new
     with pytest.raises(TokenizerChanged, match="another tokenizer than that of version 2 of model small"):
         await new.submit(StepRequest(session, (9,)))
+    other = (await old.create_session()).session
+    await new.delete_session(other)
+    with pytest.raises(UnknownSession):
+        await old.get_session(other)
     index = await registry.index()
     assert index == [
         IndexEntry(MODEL, "1", "READY", "serves only the sessions of its tokenizer"),

@@ -69,6 +69,11 @@ def audited(folder: Path, *options: str) -> AuditReport:
     return AuditReport.model_validate_json((folder / "audits" / "model" / "audit.json").read_text())
 
 
+def test_the_largest_window_may_be_shorter_than_eight_tokens(folder: Path) -> None:
+    saved(folder / "model.pt", {"state_dict": Plain("gru").state_dict()})
+    assert max(one.k for one in audited(folder, "--max-window", "5").windows) <= 5
+
+
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
 def test_an_exported_bundle_predicts_like_the_torch_model(folder: Path, cell: Cell) -> None:
     module = Plain(cell, num_layers=2)
@@ -346,7 +351,7 @@ def test_a_text_model_is_audited_on_a_folder_of_text(folder: Path) -> None:
             ["--data", "events.jsonl", "--vocabulary", "short.json"],
             "short.json has 3 tokens, but model.pt: embedding.weight has 13 rows: the model was trained with another",
         ),
-        (["--data", "short.jsonl", "--vocabulary", "names.json"], "the text has 6 tokens, too few for windows of 8"),
+        (["--data", "short.jsonl", "--vocabulary", "names.json"], "the text has 6 tokens, but windows of 8 tokens need at least 32"),
         (["--data", "events.jsonl", "--vocabulary", "names.json", "--map", "x=y"], "--map x=y: expected NAME=THEIRS"),
         (["--data", "bad.jsonl", "--vocabulary", "names.json"], "bad.jsonl, line 2: not JSON"),
         (["--data", ".", "--vocabulary", "names.json"], "holds both text and events (JSON lines, such as bad.jsonl)"),
