@@ -284,8 +284,8 @@ LARGE_BYTES = 1 << 15
 milliseconds."""
 
 MOST_FIELDS = 24
-"""An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of the
-fields' values, without token ids."""
+"""An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of values in
+these fields, except token ids."""
 
 
 class Decoder:
@@ -293,7 +293,7 @@ class Decoder:
 
     Decoding holds the interpreter lock on any thread. Therefore, if a large body exceeds a limit, the decoder decodes
     only the part before the excess. The decoder never decodes two large bodies at the same time. The thread ends when
-    the decoder closes.
+    the decoder is garbage-collected.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -325,7 +325,10 @@ class Decoder:
             return self.decode_now(data, model)
         place, most = over
         self._check_part(data[:place], model)
-        limit = "the limit follows from max_input_tokens, max_scored_tokens, max_filter_events and max_batch_inputs"
+        limit = (
+            "the limit follows from the settings max_input_tokens, max_scored_tokens, max_filter_events and "
+            "max_batch_inputs"
+        )
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
@@ -490,7 +493,7 @@ async def tokens_of(
 
 
 def filter_of(engine: Engine, body: RankedBody) -> Filter:
-    """Returns the filter of the tokens that the answer to a body lists. Raises InvalidRequest."""
+    """Returns the filter that selects the tokens that the answer may list. Raises InvalidRequest."""
     if body.exclude is None and body.candidates is None and not (body.exclude_seen or body.include_end):
         return NO_FILTER
     return engine.events.filter(

@@ -40,8 +40,8 @@ class Channel(Protocol):
 
 
 def channel_of(socket: WebSocket) -> Channel:
-    """Returns the server's own protocol if it handles the WebSocket. Otherwise returns a channel through the
-    framework."""
+    """Returns the server's own protocol object if this object handles the WebSocket. Otherwise returns a channel that
+    uses the framework."""
     native: Channel | None = socket.scope.get(CHANNEL)
     return AsgiChannel(socket) if native is None else native
 

@@ -36,7 +36,7 @@ class Dispatcher:
         self._app = app
         self._policy = policy
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
-        assert len(found) == len(endpoints), "an endpoint without a route: this is a bug"
+        assert len(found) == len(endpoints), "an endpoint has no route: this is a bug"
         self._by_path = {route.path: route for route in found if not route.param_convertors}
         self._by_pattern = [route for route in found if route.param_convertors]
         self.max_body_bytes = min(LARGE_BYTES, policy.max_body_bytes)

@@ -1,4 +1,4 @@
-"""Handles one HTTP request from its head to its response, for every path that a request can take through the server.
+"""Handles one HTTP request, or one message of a WebSocket, from its arrival to its answer.
 
 Before the endpoint runs, an exchange reads the request id (x-request-id, traceparent), checks the path (404) and the
 API key (401, 403, 429), and sets the deadline (x-request-timeout-ms). After the endpoint has ended, the exchange adds
@@ -151,7 +151,8 @@ class RequestPolicy:
     cross_origin: CrossOrigin | None = None
 
     def timeout_s(self, here: RequestContext) -> float:
-        """Returns the request's timeout. Raises InvalidRequest if the header's value is not a positive integer."""
+        """Returns the request's timeout. Raises InvalidRequest if the value of the header `x-request-timeout-ms` is not
+        a positive integer."""
         given = here.headers.get(TIMEOUT_HEADER_BYTES)
         if given is None:  # most requests
             return self.request_timeout_ms / 1000

@@ -200,7 +200,7 @@ def _texts(name: str, count: int, binary: memoryview) -> list[str]:
         start = place + LENGTH_BYTES
         place = start + int.from_bytes(binary[place:start], "little")
         if start > len(binary) or place > len(binary):
-            raise InvalidRequest(f"{name}: value {index} ends beyond its {BINARY_SIZE} of {len(binary)}", name)
+            raise InvalidRequest(f"{name}: value {index} ends beyond the tensor's {BINARY_SIZE} of {len(binary)}", name)
         try:
             texts.append(str(binary[start:place], "utf-8"))
         except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""A small HTTP client of the native protocol, for `wane compare` and `wane report`. It uses httpx."""
+"""A small client of Wane's HTTP API, for `wane compare` and `wane report`. It uses httpx."""
 
 from __future__ import annotations
 

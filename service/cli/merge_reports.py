@@ -130,8 +130,8 @@ def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Any]], Any]) 
 
 
 def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Returns the rate over all parts. Converts each part's rate to a whole number of items first, so that the sum of
-    items is exact."""
+    """Returns the rate over the comparisons of all parts. First converts each part's rate to a whole number of
+    comparisons, so that the sum of these numbers is exact."""
     total = sum(counts)
     return sum(round((rate or 0) * count) for rate, count in zip(rates, counts, strict=True)) / total if total else None
 

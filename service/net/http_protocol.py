@@ -182,7 +182,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.in_flight: InFlight | None = None  # the request that the dispatcher is answering
         self.last_whole: object = None  # the scope of the last request that was received whole
         self.completed = False  # whether the latest bytes completed a request
-        # number of received bytes of an incomplete head; a read that also completed the previous request is not counted
+        # number of received bytes of an incomplete head, without the bytes of a read that also completed the previous
+        # request
         self.head_bytes = 0
         self.head_end = b""  # the last bytes of the incomplete head
         self.framing_bytes = 0  # number of bytes received since the last byte of an incomplete body's content
@@ -379,7 +380,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         middleware rejects such a body."""
         self.measured = self.scope
         most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
-        if 2 * taken <= most:  # any body fits, because the largest allowed body is half of the budget
+        if 2 * taken <= most:  # any body fits, because the largest allowed body is at most half of the budget
             return True
         declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
         length = int(declared) if declared.isdigit() else 0

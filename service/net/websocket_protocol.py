@@ -126,7 +126,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     def look(self) -> None:
         """Closes the WebSocket if the receive budget has no room for the received bytes. Starts the timer if a message
-        is incomplete, and stops the timer otherwise."""
+        is incomplete and reading is not paused, and stops the timer otherwise."""
         if self.discarding or not self.has_room():
             return
         if not self.in_message or self.read_paused:

@@ -23,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.stats import Report
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
-"""The bounds on the total variation for which a model's document gives `k_epsilon`."""
+"""The bounds for which a model's document gives `k_epsilon` (see `ModelFactsDocument`)."""
 
 router = APIRouter(tags=["models"])
 
@@ -31,8 +31,8 @@ router = APIRouter(tags=["models"])
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelListDocument)
 async def models(request: Request) -> Response:
-    """Lists every model with its family, k, certificate (without its curve) and quality. The default model is the
-    first.
+    """Lists every model with its family, k (the length of its window), quality, and certificate without the
+    certificate's curve. The default model is the first.
 
     Waits until every model has loaded or failed.
     """

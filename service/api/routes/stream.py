@@ -159,7 +159,7 @@ class Stream:
         return message["bytes"] if text is None else text
 
     def check_idle(self) -> None:
-        """Interrupts the wait for a message if the client was idle for the idle time. Otherwise restarts the timer."""
+        """Interrupts the wait for a message if the client was idle for `idle_s`. Otherwise restarts the timer."""
         ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
         if ends_s > self.loop.time():
             self.idle_timer = timers().at(ends_s, self.check_idle)

@@ -50,7 +50,7 @@ class OutputTensor(Body):
 
 
 class InferParameters(Body):
-    """The parameters of an inference. `PredictBody` describes the parameters that also exist in the native protocol."""
+    """The parameters of an inference. `PredictBody` describes the parameters that /v1/predict has, too."""
 
     mode: WireMode | None = Field(
         default=None, description="the mode, as in /v1/predict; default: auto, or the mode of the sequence's session"
@@ -204,7 +204,7 @@ class ConfiguredOutputDocument(TypedDict):
 
 
 class VersionsDocument(TypedDict):
-    """The rule that selects the versions to serve."""
+    """The versions that are served."""
 
     versions: list[int]
 

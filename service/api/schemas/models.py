@@ -23,7 +23,7 @@ class IndexBody(Body):
 
 
 class LoadParameters(Body):
-    """The parameters of a load. There are none, because the bundle describes the model."""
+    """The parameters of a request to load a model. There are none, because the bundle describes the model."""
 
 
 class LoadBody(Body):
@@ -37,7 +37,7 @@ class LoadBody(Body):
 
 
 class UnloadParameters(Body):
-    """The parameters of an unload that the protocol's own clients send."""
+    """The parameters of a request to unload a model. The protocol's own clients send them."""
 
     unload_dependents: bool = Field(default=False, description="ignored: no model depends on another")
 
@@ -53,9 +53,9 @@ class UnloadBody(Body):
 
 
 class ModelFactsDocument(TypedDict):
-    """A model, with OpenAI's fields and the fields of its manifest. `k_epsilon` gives the sufficient window size for
-    each bound on the total variation: the smallest k such that windows of k tokens and all larger windows satisfy the
-    bound. The value for a bound is null if there is no such k."""
+    """A model, with OpenAI's fields and the fields of its manifest. `k_epsilon` has a number k for each bound on the
+    total variation between the predictions of window mode and recurrent mode. k is the smallest number of tokens such
+    that all windows of k or more tokens satisfy the bound, or null if there is no such number."""
 
     id: str
     object: Literal["model"]

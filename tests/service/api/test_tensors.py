@@ -135,7 +135,7 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "a text that ends beyond its size": (
         tensor("text", (1,), "BYTES", parameters={"binary_data_size": 5}),
         struct.pack("<I", 2**32 - 1) + b"a",
-        "text: value 0 ends beyond its binary_data_size of 5",
+        "text: value 0 ends beyond the tensor's binary_data_size of 5",
     ),
     "a second text that ends beyond its size": (
         tensor("text", (2,), "BYTES", parameters={"binary_data_size": 9}),
