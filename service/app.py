@@ -80,7 +80,8 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
 a function, `BY_PATH` selects the function by the request's path."""
 
 BY_PATH: dict[str, Shape] = {"/v1/": problem_with_error, "/v2/": inference_error, "": problem}
-"""The functions that build the responses to failures at all other paths, by path prefix."""
+"""The functions that build the responses to failures at the paths for which `ENVELOPES` has no function, by path
+prefix."""
 
 ROUTERS = tuple(router for router, _ in ENVELOPES)
 
@@ -181,7 +182,7 @@ def create_app(
         exception_handlers={HTTPException: answer_problem},
         responses={"default": PROBLEM},
         redirect_slashes=False,
-        docs_url=None,  # the framework's pages load scripts from other sites
+        docs_url=None,  # the framework's documentation pages load scripts from other sites
         redoc_url=None,
     )
     app.state.registry = registry

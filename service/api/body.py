@@ -1,7 +1,8 @@
 """Reads request bodies. Enforces a deadline and a size limit for each body, parses it strictly, and names the invalid
 field in errors.
 
-**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists.
+**Values are counted, and a body with too many is rejected, before the body is decoded.** A JSON decoder takes a second
+for four megabytes of empty lists.
 During this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a
 few milliseconds and releases the lock, so the event loop can run.
 
@@ -84,8 +85,7 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even or
-    0."""
+    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
@@ -313,8 +313,8 @@ class Decoder:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
     async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
-        """Calls `function`, which processes a part of a body, on the decoder's thread. Raises DeadlineExceeded and the
-        function's errors."""
+        """Calls `function`, which processes a large body or a part of it, on the decoder's thread. Raises
+        DeadlineExceeded and the function's errors."""
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
@@ -424,8 +424,8 @@ PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
 
 def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
     """Returns the steps of a call, and whether the call requests the format `columns`. Returns None if the body is
-    invalid, has more than `most` steps, has a step with other options, or has two steps of one session. Most calls have
-    only plain steps, and this function is faster than a pydantic model."""
+    invalid, has more than `most` steps, has a step with an option that `PlainStep` lacks, or has two steps of one
+    session. Most calls have only plain steps, and this function is faster than a pydantic model."""
     try:
         document = orjson.loads(raw)
     except ValueError:

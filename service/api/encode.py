@@ -222,10 +222,11 @@ COLUMNS = (
     "top1_proved",
     "cache_tokens",
 )
-"""Columns of the answers to many steps. Each column has the name of a field of `Answer`."""
+"""The columns that each have the values of one field of `Answer`, under the field's name."""
 
 SELDOM = ("unknown", "seen_tokens")
-"""The columns of the answer to many steps that are omitted if no step has a value for them. Few calls have such values.
+"""The columns with the values of fields of `Answer` that few calls have. Such a column is omitted if no step has a
+value for it.
 """
 
 LATENCY = ("queue_ms", "compute_ms", "total_ms")

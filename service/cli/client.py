@@ -23,7 +23,7 @@ PARENT_VARIABLE = "TRACEPARENT"
 
 
 class CommandError(Exception):
-    """The command line is invalid. The message says why."""
+    """The command failed because of its arguments, its input or a server. The message says why."""
 
 
 class ClientError(Exception):

@@ -25,9 +25,9 @@ class MergeError(Exception):
 
 
 def merge(reports: Sequence[Document]) -> Document:
-    """Returns the merged report. The field `replicas` of the merged report and of each model is the number of reports
-    that were merged. The merged report omits `costs`, because costs are valid for one machine only. Raises MergeError
-    if histograms have different buckets.
+    """Returns the merged report. The field `replicas` of the merged report is the number of merged reports. The field
+    `replicas` of a model is the number of reports that contain the model. The merged report omits `costs`, because
+    costs are valid for one machine only. Raises MergeError if histograms have different buckets.
     """
     assert reports, "there are no reports to merge: this is a bug"
     models: dict[str, list[Document]] = {}

@@ -101,7 +101,7 @@ class BufferedTransport:
 
 
 class InFlight(Protocol):
-    """A request that a dispatcher answers, from its start to its response."""
+    """A request that a dispatcher answers, from its start to its response. `over` is true once the response is ready."""
 
     over: bool
 
@@ -216,7 +216,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         cast(BufferedTransport, self.transport).let_go()
         self.share.is_now(0)
         self.drop_requests()
-        # if the connection failed, uvicorn keeps the keep-alive timer, which refers to this protocol
+        # if the connection failed, uvicorn does not stop the keep-alive timer, which would keep this protocol in memory
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         in_flight, self.in_flight = self.in_flight, None
@@ -308,7 +308,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # A new parser is needed, because a parser that has read `Connection: close` rejects further bytes.
+                    # A new parser reads the rest. The old parser rejects further bytes if it has read `Connection:
+                    # close`.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
@@ -352,7 +353,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return found < 0 or found - len(before) > self.settings.max_header_bytes - self.head_bytes
 
     def begin_timer(self) -> None:
-        """Starts the timer for a head."""
+        """Starts the timer for an incomplete head or body."""
         self.grace_used = False
         self.timer = self.loop.call_later(self.settings.header_timeout_s, self.too_slow)
 

@@ -75,7 +75,8 @@ class AtMost:
 
 
 Name = Annotated[str, Field(max_length=64)]
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # the range keeps the error messages that quote the number short
+# without this range, an error message could quote a very long number
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Natural = Annotated[Integer, says(minimum=0)]
 Positive = Annotated[Integer, says(minimum=1)]
 Model = Annotated[

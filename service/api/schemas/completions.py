@@ -105,14 +105,15 @@ class CompletionBody(Body):
     frequency_penalty: Penalty | None = Field(default=None, description="default: 0")
     logit_bias: LogitBias | None = Field(
         default=None,
-        description="by token id as text, a number that is added to the token's log-probability, -100 to 100. If a "
-        "token has 100, only tokens with 100 are generated. A token with -100 is never generated",
+        description="for each token id (as text), a number from -100 to 100 that is added to the token's "
+        "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
     )
     user: str | None = Field(default=None, description="ignored")
     session: SessionId | None = Field(
         default=None,
         description="not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "
-        "The completion is not appended. The request must also have `expected_position` or the header `Idempotency-Key`",
+        "The completion is not appended. The request must also have `expected_position` or the header "
+        "`Idempotency-Key`",
     )
     expected_position: Natural | None = Field(
         default=None,

@@ -115,8 +115,8 @@ class GenerateBody(SequenceBody):
     )
     logit_bias: LogitBias | None = Field(
         default=None,
-        description="by token id as text, a number that is added to the token's log-probability, -100 to 100. If a "
-        "token has 100, only tokens with 100 are generated. A token with -100 is never generated",
+        description="for each token id (as text), a number from -100 to 100 that is added to the token's "
+        "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
     )
     top_logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None,
