@@ -101,7 +101,7 @@ class BufferedTransport:
 
 
 class InFlight(Protocol):
-    """A request that a dispatcher answers, from its start to its response. `over` is true once the response is ready."""
+    """A request that a dispatcher answers, from its start to its response. `over`: whether the response is ready."""
 
     over: bool
 
@@ -308,8 +308,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # A new parser reads the rest. The old parser rejects further bytes if it has read `Connection:
-                    # close`.
+                    # A new parser reads the head without Upgrade. The old parser would reject this head if it has read
+                    # `Connection: close`.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
@@ -470,7 +470,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
         """Rejects the connection. After the earlier requests are answered, writes a last response with `status` and
         closes the connection. Later calls have no effect. Writes no last response if the response to the rejected
-        request has already started, or if the earlier request asked to close the connection."""
+        request has already started, or if an earlier, unanswered request asked to close the connection."""
         if self.discarding or self.transport.is_closing():
             return
         self.at_ease()

@@ -84,7 +84,8 @@ class ModelCardDocument(ModelFactsDocument):
 
 
 class CertificateSummary(BaseModel, from_attributes=True):
-    """The certificate without its curve. `reason` explains why a model is not certified."""
+    """The certificate without its lists of error bounds (`state_error` and `error_bound`). `reason` explains why a
+    model is not certified."""
 
     contractive: bool
     certified: bool
