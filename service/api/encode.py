@@ -222,11 +222,12 @@ COLUMNS = (
     "top1_proved",
     "cache_tokens",
 )
-"""The columns that each have the values of one field of `Answer`, under the field's name."""
+"""The columns of the answers to many steps that have the name of a field of `Answer`. Such a column lists the field's
+value in each answer."""
 
 SELDOM = ("unknown", "seen_tokens")
-"""The columns with the values of fields of `Answer` that few calls have. Such a column is omitted if no step has a
-value for it.
+"""Further columns with the names of fields of `Answer`. Such a column is omitted if no step has a value for it, as in
+most calls.
 """
 
 LATENCY = ("queue_ms", "compute_ms", "total_ms")

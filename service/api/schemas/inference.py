@@ -157,13 +157,13 @@ class ServerDocument(TypedDict):
 
 
 class ServerLiveDocument(TypedDict):
-    """The process is alive."""
+    """The answer to a liveness probe while the process is alive."""
 
     live: bool
 
 
 class ServerReadyDocument(TypedDict):
-    """Every model has loaded or failed, and the session store is reachable."""
+    """The answer to a readiness probe if every model has loaded or failed, and the session store is reachable."""
 
     ready: bool
 

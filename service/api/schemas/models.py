@@ -96,7 +96,7 @@ class CertificateSummary(BaseModel, from_attributes=True):
 
 
 class ModelSummaryDocument(ModelFactsDocument):
-    """A model in the list."""
+    """A model in the list of models."""
 
     certificate: CertificateSummary
 
@@ -123,7 +123,7 @@ class VocabularyDocument(TypedDict):
 
 
 class LoadedDocument(TypedDict):
-    """The answer to a load."""
+    """The answer to a request to load a model."""
 
     name: str
     version: str
@@ -131,14 +131,14 @@ class LoadedDocument(TypedDict):
 
 
 class UnloadedDocument(TypedDict):
-    """The answer to an unload."""
+    """The answer to a request to unload a model."""
 
     name: str
     state: Condition
 
 
 class ModelReadyDocument(TypedDict):
-    """The answer of a ready model."""
+    """The answer to a readiness probe for a model that is ready."""
 
     name: str
     ready: bool

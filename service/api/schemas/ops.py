@@ -10,7 +10,7 @@ from wane.service.types import ModelDocument
 
 
 class LivenessDocument(TypedDict):
-    """The process is alive."""
+    """The answer to a liveness probe while the process is alive."""
 
     live: bool
 
