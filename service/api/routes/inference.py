@@ -266,8 +266,8 @@ class InferResults:
 
     @property
     def latency(self) -> Latency:
-        """The largest latency of a row's prediction or score. The predictions of all rows run at the same time, so this
-        is also the latency of all predictions together."""
+        """The latency of the prediction or score that took longest. For predictions, this is the latency of the whole
+        batch, because the predictions of all rows run at the same time."""
         found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
