@@ -206,7 +206,7 @@ def create_app(
 
 
 async def answer_problem(request: Request, error: Exception) -> Response:
-    """Converts the framework's own errors to responses in the format of the request's path."""
+    """Converts the framework's own errors to responses in the error format of the request's path (see `Envelopes`)."""
     if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         error = HTTPException(error.status_code, headers={"allow": ", ".join(sorted(methods_at(request)))})
     policy: RequestPolicy = request.app.state.policy

@@ -2,8 +2,7 @@
 
     WaneError                     code                  status  retryable
     ├── NotJson                   not_json              400     no
-    ├── Unauthorized              unauthorized          401     no   (carries `basic`: whether the client may be a
-    browser)
+    ├── Unauthorized              unauthorized          401     no   (carries `basic`)
     ├── Forbidden                 forbidden             403     no
     ├── InvalidRequest            invalid_request       422     no
     ├── NotFound                  not_found             404     no
