@@ -55,9 +55,9 @@ from wane.service.settings import Settings
 VERSION = "0.1.0"
 
 DESCRIPTION = (
-    "Next-token prediction with recurrent models whose memory provably fades. A prediction is computed from a "
-    "session's state or from a window of the last k tokens. The answer says how far the two predictions can be apart. "
-    "Every failure is a problem document (RFC 9457)."
+    "Next-token prediction with recurrent models whose memory provably fades. A prediction is computed in recurrent "
+    "mode from all tokens, or in window mode from the last k tokens. The answer says how far the predictions of the "
+    "two modes can be apart. Every failure is a problem document (RFC 9457)."
 )
 
 ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
@@ -76,11 +76,12 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (repository.router, inference_error),
     (ops.router, None),
 )
-"""Every router, with the function that builds the responses to failures at its routes. If the function is None, the
-path's prefix selects it from `BY_PATH`."""
+"""Every router, with the function that builds the responses to failures at its routes. If a router has None instead of
+a function, `BY_PATH` selects the function by the request's path."""
 
 BY_PATH: dict[str, Shape] = {"/v1/": problem_with_error, "/v2/": inference_error, "": problem}
-"""The functions that build the responses to failures at paths without a router, by path prefix."""
+"""The functions that build the responses to failures at the paths for which `ENVELOPES` has no function, by path
+prefix."""
 
 ROUTERS = tuple(router for router, _ in ENVELOPES)
 
@@ -97,8 +98,8 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI with the project's OpenAPI description. The description contains every route. Requests that
-    `service/api/dispatch.py` does not answer are answered by this application."""
+    """FastAPI with the project's OpenAPI description. The description contains every route. The dispatcher
+    (`service/api/dispatch.py`) answers the requests to the most frequent routes, and FastAPI answers all others."""
 
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
@@ -181,7 +182,7 @@ def create_app(
         exception_handlers={HTTPException: answer_problem},
         responses={"default": PROBLEM},
         redirect_slashes=False,
-        docs_url=None,  # the framework's pages load scripts from other sites
+        docs_url=None,  # the framework's documentation pages load scripts from other sites
         redoc_url=None,
     )
     app.state.registry = registry
@@ -205,7 +206,7 @@ def create_app(
 
 
 async def answer_problem(request: Request, error: Exception) -> Response:
-    """Converts the framework's own errors to problem documents."""
+    """Converts the framework's own errors to responses in the error format of the request's path (see `Envelopes`)."""
     if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         error = HTTPException(error.status_code, headers={"allow": ", ".join(sorted(methods_at(request)))})
     policy: RequestPolicy = request.app.state.policy

@@ -2,7 +2,7 @@
 
     WaneError                     code                  status  retryable
     ├── NotJson                   not_json              400     no
-    ├── Unauthorized              unauthorized          401     no   (carries `basic`: whether a browser may ask)
+    ├── Unauthorized              unauthorized          401     no   (carries `basic`)
     ├── Forbidden                 forbidden             403     no
     ├── InvalidRequest            invalid_request       422     no
     ├── NotFound                  not_found             404     no
@@ -25,9 +25,9 @@
     ├── DeadlineExceeded          deadline_exceeded     504     yes
     └── Abandoned                 abandoned             499     no   (the client has disconnected)
 
-This module imports no framework. Each protocol has one function that converts these exceptions to its own error format.
-`BundleError` (models/bundle.py) and `DeviceError` (service/runners) are not in this hierarchy, because they end the
-process at startup.
+This module imports no framework. For each format of errors (problem documents, OpenAI's format, the Open Inference
+Protocol's), one function converts these exceptions to that format. `BundleError` (models/bundle.py) and `DeviceError`
+(service/runners) are not in this hierarchy, because they end the process at startup.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPR_MAX_CHARACTERS = 64
 
 def truncate_repr(value: object) -> str:
     """Returns the repr of a client's value for an error message. Truncates the repr, because the value may be as long
-    as a body."""
+    as the request's body."""
     text = repr(value[: REPR_MAX_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= REPR_MAX_CHARACTERS + 2 else f"{text[:REPR_MAX_CHARACTERS]}..."
 
@@ -154,8 +154,8 @@ class EarlierStepFailed(Conflict):
 
 
 class TokenizerChanged(Conflict):
-    """The session's tokens are from another tokenizer than that of the served model version. No version of the model on
-    this server can run them."""
+    """The session's tokens are from another tokenizer than that of the served model version. No loaded version of the
+    model can run these tokens."""
 
     code = "tokenizer_changed"
 
@@ -214,8 +214,8 @@ class RateLimited(Overloaded):
 
 
 class QuotaExceeded(Overloaded):
-    """The owner has reached its quota of sessions. A session must be deleted or expire before the owner can create
-    another."""
+    """The owner of the request's API key has reached its quota of sessions. A session must be deleted or expire before
+    the owner can create another."""
 
     code = "quota_exceeded"
 

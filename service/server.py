@@ -90,8 +90,8 @@ async def drain(registry: ModelRegistry, notice_s: float) -> None:
 
 
 def refuse_more_workers(environment: Mapping[str, str]) -> None:
-    """Raises SettingsError if uvicorn's variable WEB_CONCURRENCY requests several workers. One process must serve all
-    requests, because sessions are in the memory of one process."""
+    """Raises SettingsError if uvicorn's variable WEB_CONCURRENCY requests several workers. uvicorn's workers would
+    share one port, but a session's requests must reach the process that has the session in memory."""
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
         raise SettingsError(

@@ -1,7 +1,8 @@
 """Reads request bodies. Enforces a deadline and a size limit for each body, parses it strictly, and names the invalid
 field in errors.
 
-**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists.
+**Values are counted, and a body with too many is rejected, before the body is decoded.** A JSON decoder takes a second
+for four megabytes of empty lists.
 During this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a
 few milliseconds and releases the lock, so the event loop can run.
 
@@ -84,8 +85,7 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even or
-    0."""
+    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
@@ -287,8 +287,8 @@ LARGE_BYTES = 1 << 15
 milliseconds."""
 
 MOST_FIELDS = 24
-"""An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of the
-fields' values, without token ids."""
+"""An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of values in
+these fields, except token ids."""
 
 
 class Decoder:
@@ -296,7 +296,7 @@ class Decoder:
 
     Decoding holds the interpreter lock on any thread. Therefore, if a large body exceeds a limit, the decoder decodes
     only the part before the excess. The decoder never decodes two large bodies at the same time. The thread ends when
-    the decoder closes.
+    the decoder is garbage-collected.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -316,8 +316,8 @@ class Decoder:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
     async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
-        """Calls `function`, which processes a part of a body, on the decoder's thread. Raises DeadlineExceeded and the
-        function's errors."""
+        """Calls `function`, which processes a large body or a part of it, on the decoder's thread. Raises
+        DeadlineExceeded and the function's errors."""
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
@@ -328,7 +328,10 @@ class Decoder:
             return self.decode_now(data, model)
         place, most = over
         self._check_part(data[:place], model)
-        limit = "the limit follows from max_input_tokens, max_scored_tokens, max_filter_events and max_batch_inputs"
+        limit = (
+            "the limit follows from the settings max_input_tokens, max_scored_tokens, max_filter_events and "
+            "max_batch_inputs"
+        )
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
@@ -424,8 +427,8 @@ PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
 
 def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
     """Returns the steps of a call, and whether the call requests the format `columns`. Returns None if the body is
-    invalid, has more than `most` steps, has a step with other options, or has two steps of one session. Most calls have
-    only plain steps, and this function is faster than a pydantic model."""
+    invalid, has more than `most` steps, has a step with an option that `PlainStep` lacks, or has two steps of one
+    session. Most calls have only plain steps, and this function is faster than a pydantic model."""
     try:
         document = orjson.loads(raw)
     except ValueError:
@@ -493,7 +496,7 @@ async def tokens_of(
 
 
 def filter_of(engine: Engine, body: RankedBody) -> Filter:
-    """Returns the filter of the tokens that the answer to a body lists. Raises InvalidRequest."""
+    """Returns the filter that selects the tokens that the answer may list. Raises InvalidRequest."""
     if body.exclude is None and body.candidates is None and not (body.exclude_seen or body.include_end):
         return NO_FILTER
     return engine.events.filter(

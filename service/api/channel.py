@@ -1,7 +1,8 @@
 """Sends and receives the messages of a WebSocket.
 
-In the framework, every ASGI message passes through each layer of the framework twice. If the server's own protocol
-(`service/net/websocket_protocol.py`) handles the WebSocket, the route uses that protocol directly as its channel.
+In the framework, every ASGI message passes through several layers of functions, which takes time. If the server's own
+protocol (`service/net/websocket_protocol.py`) handles the WebSocket, the route uses that protocol directly as its
+channel.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Channel(Protocol):
 
 
 def channel_of(socket: WebSocket) -> Channel:
-    """Returns the server's own protocol if it handles the WebSocket. Otherwise returns a channel through the
-    framework."""
+    """Returns the server's own protocol object if this object handles the WebSocket. Otherwise returns a channel that
+    uses the framework."""
     native: Channel | None = socket.scope.get(CHANNEL)
     return AsgiChannel(socket) if native is None else native
 

@@ -1,11 +1,13 @@
 """Calls the endpoints of the most frequent routes without the framework.
 
 The framework's routing takes several times as long as the endpoint itself. The `Dispatcher` finds these endpoints by
-method and path. It calls each endpoint as the framework does, with the request and the path's parameters:
+method and path. It calls each endpoint as the framework does, with the request and the path's parameters. The
+dispatcher is called in one of two ways:
 
 - The HTTP protocol calls `dispatch` for a request whose whole body arrived with its head. The endpoint starts
 immediately, in an `EagerTask`.
-- For all other requests, the dispatcher is an ASGI application behind the same middleware as the framework.
+- For all other requests to these endpoints, the dispatcher is an ASGI application behind the same middleware as the
+framework.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Dispatcher:
         self._app = app
         self._policy = policy
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
-        assert len(found) == len(endpoints), "an endpoint without a route: this is a bug"
+        assert len(found) == len(endpoints), "an endpoint has no route: this is a bug"
         self._by_path = {route.path: route for route in found if not route.param_convertors}
         self._by_pattern = [route for route in found if route.param_convertors]
         self.max_body_bytes = min(LARGE_BYTES, policy.max_body_bytes)

@@ -41,8 +41,9 @@ PAGE = """<!doctype html>
 </html>
 """
 FIRST = """<h1>Wane</h1>
-<p>Wane serves recurrent next-token and next-event models. A prediction is computed from a
-session's state or from the last k tokens. The answer says how far the two predictions can be apart.</p>
+<p>Wane serves recurrent next-token and next-event models. A prediction is computed in recurrent
+mode from all tokens, or in window mode from the last k tokens. The answer says how far the predictions of the two
+modes can be apart.</p>
 <ul><li><a href="docs">Routes, fields and examples</a> (<a href="openapi.json">OpenAPI</a>)</li>
 <li><a href="v1/models">Models</a></li><li><a href="v1/report">Report: latency and agreement</a></li>
 <li><a href="metrics">Metrics for Prometheus</a></li></ul>"""
@@ -61,7 +62,7 @@ CLOSES = (
     (1012, "the server is loading or stopping: connect again"),
     (1013, "the key exceeded its rate limit, or the server receives too many bytes: connect again later"),
     (4404, "the session does not exist"),
-    (4409, "the session is not at the message's position, or the idempotency key was used for another step"),
+    (4409, "the session is not at the message's expected position, or the idempotency key was used for another step"),
 )
 """Close codes of the WebSocket route."""
 

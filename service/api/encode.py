@@ -60,7 +60,8 @@ def json_bytes(value: object) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Converts a value that orjson cannot encode, or would not encode as the fields in `service/types.py` require."""
+    """Converts a value that orjson does not encode. Dataclasses are among these values, because orjson would also
+    encode the fields that `members` omits."""
     if isinstance(value, Prediction):
         return prediction(value)
     if isinstance(value, Latency):
@@ -221,10 +222,12 @@ COLUMNS = (
     "top1_proved",
     "cache_tokens",
 )
-"""Columns of the answers to many steps. Each column has the name of a field of `Answer`."""
+"""The columns of the answers to many steps that have the name of a field of `Answer`. Such a column lists the field's
+value in each answer."""
 
 SELDOM = ("unknown", "seen_tokens")
-"""The columns of the answer to many steps that are omitted if no step has a value for them. Few calls have such values.
+"""Further columns with the names of fields of `Answer`. Such a column is omitted if no step has a value for it, as in
+most calls.
 """
 
 LATENCY = ("queue_ms", "compute_ms", "total_ms")

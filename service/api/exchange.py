@@ -1,9 +1,9 @@
-"""Handles one HTTP request from its head to its response, for every path that a request can take through the server.
+"""Handles one HTTP request, or one message of a WebSocket, from its arrival to its answer.
 
-Before the endpoint runs, an exchange reads the request id (x-request-id, traceparent), checks the path (404) and the
-API key (401, 403, 429), and sets the deadline (x-request-timeout-ms). After the endpoint has ended, the exchange adds
-x-request-id and security headers, converts an exception to a problem document, updates the metrics, ends the span, and
-writes one line to the access log.
+For an HTTP request, the exchange does the following. Before the endpoint runs, the exchange reads the request id
+(x-request-id, traceparent), checks the path (404) and the API key (401, 403, 429), and sets the deadline
+(x-request-timeout-ms). After the endpoint has ended, the exchange adds x-request-id and security headers, converts an
+exception to a response, updates the metrics, ends the span, and writes one line to the access log.
 
 One of three sinks sends the response: ASGI's `send` (`middleware.py`), a single write of the HTTP protocol
 (`dispatch.py`), or a WebSocket frame (`routes/stream.py`).
@@ -151,7 +151,8 @@ class RequestPolicy:
     cross_origin: CrossOrigin | None = None
 
     def timeout_s(self, here: RequestContext) -> float:
-        """Returns the request's timeout. Raises InvalidRequest if the header's value is not a positive integer."""
+        """Returns the request's timeout. Raises InvalidRequest if the value of the header `x-request-timeout-ms` is not
+        a positive integer."""
         given = here.headers.get(TIMEOUT_HEADER_BYTES)
         if given is None:  # most requests
             return self.request_timeout_ms / 1000
@@ -262,7 +263,7 @@ class MessageExchange(Exchange):
 
 
 class HttpExchange(Exchange):
-    """One HTTP request. The HTTP protocol sends its response in a single write, or ASGI's `send` sends it."""
+    """One HTTP request. The response is sent by the HTTP protocol in a single write, or by ASGI's `send`."""
 
     __slots__ = ("_has_hung_up", "_task", "over")
 

@@ -134,7 +134,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
             engine.check_tokens(rows[-1].tokens, where, document=document)
         total += len(rows[-1].tokens)
         if total > limits.max_scored_tokens:
-            raise TooLarge(f"{name} has more than {limits.max_scored_tokens} tokens")
+            raise TooLarge(f"{name} holds more than {limits.max_scored_tokens} tokens, which is the limit")
     return rows
 
 
@@ -148,7 +148,7 @@ def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
     if count != rows:
         raise InvalidRequest(f"{LENGTHS} has {count} values, but {name} has {rows} rows", LENGTHS)
     found = given[LENGTHS].values
-    assert not isinstance(found, list), "lengths are INT64: this is a bug"
+    assert not isinstance(found, list), "the values of lengths are texts, not INT64: this is a bug"
     lengths: list[int] = found.tolist()
     for index, length in enumerate(lengths):
         if not 1 <= length <= longest:

@@ -3,7 +3,7 @@ requests that may succeed.
 
     {"error": {"message": "...", "type": "invalid_request_error", "param": "max_tokens", "code": "invalid_request"}}
 
-An error with status 422 in the native protocol has status 400 in this format. `param` is the name of the invalid field
+An error with status 422 in a problem document has status 400 in this format. `param` is the name of the invalid field
 in OpenAI's API.
 """
 
@@ -41,7 +41,7 @@ def openai_response(failure: Failure, request_id: str) -> Response:  # noqa: ARG
 
 def problem_with_error(failure: Failure, request_id: str) -> Response:
     """Returns a problem document with the additional member `error`, which is the failure in OpenAI's format. It is the
-    answer to a failure at a native route that OpenAI's clients call."""
+    answer to a failure at one of Wane's own routes that OpenAI's clients call, too."""
     document = failure.body(request_id) | document_of(failure)
     return Response(json.dumps(document), failure.status, headers_of(failure), PROBLEM_TYPE)
 

@@ -1,15 +1,15 @@
 """Converts failures to responses in the format of the request path's protocol.
 
-The native protocol uses a problem document (RFC 9457, application/problem+json).
+A failure at one of Wane's own routes is a problem document (RFC 9457, application/problem+json).
 
     {"type": "urn:wane:error:position_conflict", "title": "Position conflict", "status": 409,
      "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
      "request_id": "...", "position": 12}
 
-Every failure of a native route has this format, including an unknown path, an unknown method and an unexpected error.
-OpenAI's routes have their own format (`openai_error.py`).
-Under /v2, failures have the format of the Open Inference Protocol, whose clients read the text in `error`. That
-protocol has no status 422, so an error with status 422 in the native protocol has status 400 under /v2.
+Every failure at these routes has this format, including an unknown path, an unknown method and an unexpected error.
+OpenAI's routes have their own format (`openai_error.py`). Under /v2, failures have the format of the Open Inference
+Protocol, whose clients read the text in `error`. That protocol has no status 422, so an error with status 422 in a
+problem document has status 400 under /v2.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -101,7 +101,7 @@ def describe(error: Exception) -> Failure:
 
 
 def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
-    """Returns the problem document for one failed item of a batch."""
+    """Returns the problem document for a failed item of a batch, or for a failure during a stream of events."""
     return described(scope, error).body(context(scope).request_id)
 
 

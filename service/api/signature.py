@@ -1,7 +1,7 @@
 """The signature (inputs and outputs) of models in the Open Inference Protocol, and the documents that describe a model.
 
 All models have the same inputs and outputs. Only two sizes differ between models: V is the size of the vocabulary, and
-K is the number of listed tokens. K is the smallest of 16, the vocabulary's size and the setting `top_k_limit`.
+K is the number of tokens in `top_ids` (see `listed`).
 
     inputs    tokens INT64 [-1, -1] | text BYTES [-1] | events BYTES [-1, -1];  lengths INT64 [-1]
     outputs   top_ids INT64 [-1, K], top_logprobs FP32 [-1, K], logits FP32 [-1, V], token_logprobs FP32 [-1, -1],
@@ -50,8 +50,8 @@ TYPES = {"BYTES": "TYPE_STRING", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32", "BO
 
 
 def listed(engine: Engine, settings: Settings) -> int:
-    """Returns K, the number of tokens in `top_ids`. Of a vocabulary of events, neither `<eos>` nor `<unk>` is
-    listed."""
+    """Returns K, the number of tokens in `top_ids`. K is the smallest of 16, the setting `top_k_limit`, and the size of
+    the vocabulary. In a vocabulary of events, `<eos>` and `<unk>` do not count, because they are never listed."""
     vocabulary = engine.vocabulary
     return min(MOST_LISTED, vocabulary.size - len(vocabulary.unlisted), settings.top_k_limit)
 

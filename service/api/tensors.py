@@ -94,7 +94,8 @@ def divided(raw: bytes, header_length: str | None) -> tuple[bytes, memoryview]:
         return raw, memoryview(b"")
     if DIGITS.fullmatch(header_length) is None or int(header_length) == 0:
         raise InvalidRequest(
-            f"{HEADER_LENGTH} must be a whole number of bytes from 1, not {truncate_repr(header_length)}", HEADER_LENGTH
+            f"{HEADER_LENGTH} must be a whole number of bytes, at least 1, not {truncate_repr(header_length)}",
+            HEADER_LENGTH,
         )
     length = int(header_length)
     if length > len(raw):
@@ -200,13 +201,15 @@ def _texts(name: str, count: int, binary: memoryview) -> list[str]:
         start = place + LENGTH_BYTES
         place = start + int.from_bytes(binary[place:start], "little")
         if start > len(binary) or place > len(binary):
-            raise InvalidRequest(f"{name}: value {index} ends beyond its {BINARY_SIZE} of {len(binary)}", name)
+            raise InvalidRequest(f"{name}: value {index} ends beyond the tensor's {BINARY_SIZE} of {len(binary)}", name)
         try:
             texts.append(str(binary[start:place], "utf-8"))
         except UnicodeDecodeError as error:
             raise InvalidRequest(f"{name}: value {index} is not UTF-8: {error.reason}", name) from error
     if place != len(binary):
-        raise InvalidRequest(f"{name}: {BINARY_SIZE} is {len(binary)}, but its {count} values take {place} bytes", name)
+        raise InvalidRequest(
+            f"{name}: {BINARY_SIZE} is {len(binary)}, but the tensor's {count} values take {place} bytes", name
+        )
     return texts
 
 

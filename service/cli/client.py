@@ -1,4 +1,4 @@
-"""A small HTTP client of the native protocol, for `wane compare` and `wane report`. It uses httpx."""
+"""A small client of Wane's HTTP API, for `wane compare` and `wane report`. It uses httpx."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARENT_VARIABLE = "TRACEPARENT"
 
 
 class CommandError(Exception):
-    """The command line is invalid. The message says why."""
+    """The command failed because of its arguments, its input or a server. The message says why."""
 
 
 class ClientError(Exception):

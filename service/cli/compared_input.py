@@ -11,8 +11,8 @@ from typing import Any
 from wane.service.cli.client import Client, CommandError, Document
 
 SAMPLE = Path(__file__).with_name("sample.txt")
-# An upper bound on the average number of characters per token of a text. The client sends only this many characters per
-# token to the tokeniser.
+# An upper bound on the average number of characters per token of a text. For N tokens, the client sends at most N times
+# this number of characters to the server.
 CHARACTERS_OF_A_TOKEN = 32
 NAMES = 5  # the number of unknown events that a message names
 

@@ -25,9 +25,9 @@ class MergeError(Exception):
 
 
 def merge(reports: Sequence[Document]) -> Document:
-    """Returns the merged report. The field `replicas` of the merged report and of each model is the number of reports
-    that were merged. The merged report omits `costs`, because costs are valid for one machine only. Raises MergeError
-    if histograms have different buckets.
+    """Returns the merged report. The field `replicas` of the merged report is the number of merged reports. The field
+    `replicas` of a model is the number of reports that contain the model. The merged report omits `costs`, because
+    costs are valid for one machine only. Raises MergeError if histograms have different buckets.
     """
     assert reports, "there are no reports to merge: this is a bug"
     models: dict[str, list[Document]] = {}
@@ -130,8 +130,8 @@ def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Any]], Any]) 
 
 
 def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Returns the rate over all parts. Converts each part's rate to a whole number of items first, so that the sum of
-    items is exact."""
+    """Returns the rate over the comparisons of all parts. First converts each part's rate to a whole number of
+    comparisons, so that the sum of these numbers is exact."""
     total = sum(counts)
     return sum(round((rate or 0) * count) for rate, count in zip(rates, counts, strict=True)) / total if total else None
 

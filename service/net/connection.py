@@ -71,7 +71,7 @@ class RejectReason(StrEnum):
     SLOW_BODY = "slow_body"
     FULL = "full"  # 429 or 1013: the receive budget has no room for the received bytes
     MALFORMED = "malformed"  # 400: invalid HTTP; 1002: an invalid frame; 1007: invalid UTF-8
-    # 400, 405, 414, 426 or 431: the WebSocket handshake is invalid, or the client sent data before its answer
+    # 400, 405, 414, 426 or 431: the WebSocket handshake is invalid, or the client sent data before the server's answer
     HANDSHAKE = "handshake"
     UNREAD = "unread"  # no status: the client read nothing, and the kernel aborted the connection
     FRAMES = "frames"  # 1008: too many WebSocket frames without a complete message

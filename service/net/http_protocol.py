@@ -101,7 +101,7 @@ class BufferedTransport:
 
 
 class InFlight(Protocol):
-    """A request that a dispatcher answers, from its start to its response."""
+    """A request that a dispatcher answers, from its start to its response. `over`: whether the response is ready."""
 
     over: bool
 
@@ -182,7 +182,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.in_flight: InFlight | None = None  # the request that the dispatcher is answering
         self.last_whole: object = None  # the scope of the last request that was received whole
         self.completed = False  # whether the latest bytes completed a request
-        # number of received bytes of an incomplete head; a read that also completed the previous request is not counted
+        # number of received bytes of an incomplete head, without the bytes of a read that also completed the previous
+        # request
         self.head_bytes = 0
         self.head_end = b""  # the last bytes of the incomplete head
         self.framing_bytes = 0  # number of bytes received since the last byte of an incomplete body's content
@@ -215,7 +216,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         cast(BufferedTransport, self.transport).let_go()
         self.share.is_now(0)
         self.drop_requests()
-        # if the connection failed, uvicorn keeps the keep-alive timer, which refers to this protocol
+        # if the connection failed, uvicorn does not stop the keep-alive timer, which would keep this protocol in memory
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         in_flight, self.in_flight = self.in_flight, None
@@ -307,7 +308,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # A new parser is needed, because a parser that has read `Connection: close` rejects further bytes.
+                    # A new parser reads the head without Upgrade. The old parser would reject this head if it has read
+                    # `Connection: close`.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
@@ -351,7 +353,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return found < 0 or found - len(before) > self.settings.max_header_bytes - self.head_bytes
 
     def begin_timer(self) -> None:
-        """Starts the timer for a head."""
+        """Starts the timer for an incomplete head or body."""
         self.grace_used = False
         self.timer = self.loop.call_later(self.settings.header_timeout_s, self.too_slow)
 
@@ -379,7 +381,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         middleware rejects such a body."""
         self.measured = self.scope
         most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
-        if 2 * taken <= most:  # any body fits, because the largest allowed body is half of the budget
+        if 2 * taken <= most:  # any body fits, because the largest allowed body is at most half of the budget
             return True
         declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
         length = int(declared) if declared.isdigit() else 0
@@ -468,7 +470,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
         """Rejects the connection. After the earlier requests are answered, writes a last response with `status` and
         closes the connection. Later calls have no effect. Writes no last response if the response to the rejected
-        request has already started, or if the earlier request asked to close the connection."""
+        request has already started, or if an earlier, unanswered request asked to close the connection."""
         if self.discarding or self.transport.is_closing():
             return
         self.at_ease()

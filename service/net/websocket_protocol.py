@@ -26,7 +26,7 @@ MASKED = 0x80  # the bit of a frame's second byte that marks a masked frame; the
 # the longest payload in bytes whose length fits in the second byte, and the longest whose length fits in the next two
 # bytes
 SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF
-# the number of bytes of the separate length field, by the short length in the second byte
+# a short length of 126 or 127 means that the length is in a separate field of this many bytes
 LENGTH_BYTES = {126: 2, 127: 8}
 MASK_BYTES = 4
 
@@ -126,7 +126,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     def look(self) -> None:
         """Closes the WebSocket if the receive budget has no room for the received bytes. Starts the timer if a message
-        is incomplete, and stops the timer otherwise."""
+        is incomplete and reading is not paused, and stops the timer otherwise."""
         if self.discarding or not self.has_room():
             return
         if not self.in_message or self.read_paused:

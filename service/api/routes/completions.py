@@ -200,7 +200,7 @@ class Completion:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     async def aclose(self) -> None:
-        """Closes the generations, even if tokens remain."""
+        """Closes the generations, even those that have not ended."""
         for one in self.generations:
             await one.aclose()
 
@@ -396,8 +396,8 @@ def generation(
     session: str | None = None,
     position: int | None = None,
 ) -> GenerateRequest:
-    """Returns the engine's request for one sample, which continues `tokens` or `session`. `sample` is the index of the
-    sample. Raises InvalidRequest."""
+    """Returns the engine's request for one sample. The sample continues the tokens of `given`, or the session `session`
+    at `position`. `sample` is the index of the sample among those of the same prompt. Raises InvalidRequest."""
     stop = body.stop or []
     return GenerateRequest(
         tokens=given.tokens,

@@ -78,7 +78,7 @@ INFER: dict[str, Any] = INFER_BODY | headers(
             "the length in bytes of the JSON header, which precedes the binary tensors",
             {"pattern": anchored("0*[1-9][0-9]{0,14}")},
         ),
-        ENCODING: ("of the body", {"enum": ["gzip", "deflate", "identity"]}),
+        ENCODING: ("the compression of the body", {"enum": ["gzip", "deflate", "identity"]}),
     }
 )
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -266,14 +266,14 @@ class InferResults:
 
     @property
     def latency(self) -> Latency:
-        """The largest latency of a row's prediction or score. The predictions of all rows run at the same time, so this
-        is also the latency of all predictions together."""
+        """The latency of the prediction or score that took longest. For predictions, this is the latency of the whole
+        batch, because the predictions of all rows run at the same time."""
         found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
     def arrays(self, asked: InferCall, limits: Any) -> dict[str, NDArray[Any]]:
-        """Returns the values of the requested outputs, by name. Raises InvalidRequest if a model with a zero start has
-        no event to predict from."""
+        """Returns the values of the requested outputs, by name. Raises InvalidRequest if a row has no known event and
+        the model predicts nothing before the first event."""
         answers, names = self.answers, asked.names
         if names & PREDICTED and not all(answer.predictions for answer in answers):
             raise InvalidRequest(

@@ -23,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.stats import Report
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
-"""The bounds on the total variation for which a model's document gives `k_epsilon`."""
+"""The bounds for which a model's document gives `k_epsilon` (see `ModelFactsDocument`)."""
 
 router = APIRouter(tags=["models"])
 
@@ -31,8 +31,8 @@ router = APIRouter(tags=["models"])
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelListDocument)
 async def models(request: Request) -> Response:
-    """Lists every model with its family, k, certificate (without its curve) and quality. The default model is the
-    first.
+    """Lists every model with its family, k (the length of its window), quality, and certificate without the lists of
+    error bounds. The default model is the first.
 
     Waits until every model has loaded or failed.
     """
@@ -43,8 +43,8 @@ async def models(request: Request) -> Response:
 @router.head("/v1/models/{name}", include_in_schema=False)
 @router.get("/v1/models/{name}", response_model=ModelCardDocument)
 async def model(request: Request, name: str) -> Response:
-    """Returns one model with its certificate's curve. The curve gives the error bound of a window of k tokens for every
-    k."""
+    """Returns one model with its whole certificate. The certificate's list `error_bound` has the error bound of windows
+    of k tokens for each k."""
     engine = await model_engine(request, name)
     card: ModelCardDocument = {
         **_facts(engine),

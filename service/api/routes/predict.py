@@ -1,4 +1,4 @@
-"""Serves the routes `predict` and `compare`, for a sequence that the client sends."""
+"""Serves the routes `/v1/predict` and `/v1/compare`."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ async def score(request: Request) -> Response:
     """Returns the log-probability of every token of a text. The model runs over the text in order or in concurrent
     chunks.
 
-    If `stream` is true, the answer is a sequence of events. `progress` has `done` and `total`. `tokens` has `position`,
-    `tokens` and `logprobs`, with `truncated` also `error_bounds`, and with `top_k` also `predictions`. `tokens` events
-    are sent in the order of the tokens, each as soon as its values are final. The last event is `finish`. A failure is
-    an event `error`.
+    If `stream` is true, the answer is a sequence of events. An event `progress` has the fields `done` and `total`. An
+    event `tokens` has the fields `position`, `tokens` and `logprobs`. It also has `error_bounds` if the request has
+    `truncated`, and `predictions` if the request has `top_k`. The events `tokens` are sent in the order of the tokens,
+    each as soon as its values are final. The last event is `finish`. A failure is an event `error`.
     """
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)

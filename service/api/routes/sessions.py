@@ -58,7 +58,8 @@ from wane.service.types import (
     name_within,
 )
 
-# The engine rejects an invalid id. A rejection by the framework would not be a problem document.
+# This pattern is only for the OpenAPI description. `name_within` rejects an invalid id, because a rejection by the
+# framework would not be a problem document.
 PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
 SessionId = Annotated[str, Path(examples=["demo"], description="the session's id", json_schema_extra=PATTERN)]
 POSITION = "x-wane-position"
@@ -301,8 +302,8 @@ async def append_many(request: Request) -> Response:
 
 
 async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
-    """Runs plain steps of different sessions, and passes them to each engine as columns. `_step_many` runs the steps
-    that an engine cannot process as columns."""
+    """Runs plain steps (see `PlainStep`) of different sessions. Passes them to the sessions' engines with
+    `Engine.take_step`. `_step_many` runs the steps that `take_step` refuses."""
     models, here = registry(request), context(request.scope)
     prefix = here.owner.name + SLASH if here.owner.name else ""
     call, engines = StepCall(), dict[int, Engine]()

@@ -1,4 +1,4 @@
-"""Serves the output layer's input of a session, for a ranker or an index outside of the server."""
+"""Serves the input of a model's output layer after a session's tokens, for a ranker or an index outside the server."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ document:
     1013   the key exceeded its rate limit when the socket was opened; * the server receives too many bytes: try again
     4404   an unknown or deleted session. The server sends this code after the socket's first message, because that
            message may create the session
-    4409   the session is not at the expected position, or the idempotency key of the last step was sent with another
-           step; in both cases the steps that the client sends next would be wrong, too
+    4409   the session is not at the expected position, the idempotency key of the last step was sent with another step,
+           or the session's tokens are from another tokenizer than that of the served version
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Stream:
         return message["bytes"] if text is None else text
 
     def check_idle(self) -> None:
-        """Interrupts the wait for a message if the client was idle for the idle time. Otherwise restarts the timer."""
+        """Interrupts the wait for a message if the client was idle for `idle_s`. Otherwise restarts the timer."""
         ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
         if ends_s > self.loop.time():
             self.idle_timer = timers().at(ends_s, self.check_idle)

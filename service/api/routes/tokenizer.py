@@ -33,7 +33,7 @@ CLASS = "PreTrainedTokenizerFast"
 @router.post("/tokenize", response_model=TokenizeDocument, openapi_extra=json_body(TokenizeBody))
 async def tokenize(request: Request) -> Response:
     """Returns the token ids of a text. Each `<eos>` in the text becomes the id of the token `<eos>`. For a model of
-    events, every other line of the text is the name of an event."""
+    events, each remaining line of the text is the name of an event."""
     body = await decode(request, TokenizeBody)
     engine = await model_engine(request, body.model)
     tokens: list[int] = []

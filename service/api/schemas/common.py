@@ -1,8 +1,9 @@
-"""Request bodies of the native protocol. They are strict models that reject unknown fields.
+"""The base class of request bodies, and the types of their fields. A body is a strict pydantic model that rejects
+unknown fields.
 
 A strict model converts nothing: "5" and 5.0 are not integers, and true is not a number. The models reject NaN and
 Infinity, which JSON does not have, but which some encoders write. The models do not check ranges, because
-`wane.service.types` and the engine check them for every protocol. The OpenAPI description still shows the ranges.
+`wane.service.types` and the engine check them for every route. The OpenAPI description still shows the ranges.
 
 Validation of a list stops at its first invalid item, because a list may have a million invalid items.
 """
@@ -31,7 +32,7 @@ HISTORY = "The history of the"
 
 IDEMPOTENCY = (
     "a key for this step. A retry with the key of the session's last step, the same tokens and the same position (if "
-    "it gives one) gets the same answer and appends nothing. A retry with other tokens or another position answers 409 "
+    "it gives one) gets the same answer and appends nothing. A retry with other tokens or another position gets 409 "
     "idempotency_key_reused"
 )
 AT_MOST = "x-at-most"
@@ -74,7 +75,8 @@ class AtMost:
 
 
 Name = Annotated[str, Field(max_length=64)]
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # keeps error messages short, because they quote the number
+# without this range, an error message could quote a very long number
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Natural = Annotated[Integer, says(minimum=0)]
 Positive = Annotated[Integer, says(minimum=1)]
 Model = Annotated[
@@ -92,17 +94,17 @@ Events = Annotated[
     list[Event],
     Field(
         fail_fast=True,
-        description='names of events, for a model of events, such as ["coats/08", "coats/09"]; an integer is the name '
-        "with its decimal digits",
+        description='names of events, for a model of events, such as ["coats/08", "coats/09"]; an integer stands for '
+        "the name that consists of its decimal digits",
     ),
     says(minItems=1),
 ]
 UnknownEvents = Annotated[
     Unknown,
     Field(
-        description="what becomes of an event that the vocabulary lacks. refuse: the answer is 422. skip: it is left "
-        "out, and the answer lists it in `unknown`. token: it is read as the token <unk>, and the answer lists it in "
-        "`unknown`. default: the model's own"
+        description="how to treat an event that the vocabulary lacks. refuse: the answer is 422. skip: the event is "
+        "left out, and the answer lists it in `unknown`. token: the event is read as <unk>, and the answer lists it in "
+        "`unknown`. default: the value of `unknown` in the model's document in /v1/models"
     ),
 ]
 TopK = Annotated[
@@ -114,11 +116,9 @@ Tolerance = Annotated[
     float, Field(description="the largest accepted error bound, as total variation, 0 to 1"), says(minimum=0, maximum=1)
 ]
 AUTO = (
-    "auto without a `tolerance`: runs the given `window`; without a `window`, runs a window of the "
-    "model's own k if the "
-    "certificate's error bound for k is at most 1e-3, and otherwise all tokens. auto with a "
-    "`tolerance`: runs a window whose "
-    "error bound is within the tolerance, or all tokens if there is no such window"
+    "auto without a `tolerance`: runs the given `window`; without a `window`, runs a window of the model's own k if "
+    "the certificate's error bound for k is at most 1e-3, and otherwise all tokens. auto with a `tolerance`: runs a "
+    "window whose error bound is within the tolerance, or all tokens if there is no such window"
 )
 Truncated = Annotated[
     bool,
@@ -131,12 +131,11 @@ Truncated = Annotated[
 Prove = Annotated[
     bool,
     Field(
-        description="true: if tokens were left out, search for a proof of the most probable token and for a smaller "
-        "error_bound. The search takes several times as long as the run of a window, and each model "
-        "runs one search at a "
-        "time. The search is only for models that compute the error bound from a window's tokens. "
-        "false: top1_proved is the result of "
-        "the margin between the first two predictions, and error_bound comes from the certificate or the window's run"
+        description="true: if the window leaves out tokens, search for a proof that recurrent mode has the same most "
+        "probable token, and for a smaller error_bound. The search takes several times as long as the run of a window, "
+        "and each model runs one search at a time. The search is only for models that compute the error bound from a "
+        "window's tokens. false: top1_proved follows from the margin between the first two predictions, and "
+        "error_bound comes from the certificate or the window's run"
     ),
 ]
 Cache = Annotated[
@@ -262,8 +261,8 @@ class RankedBody(SequenceBody):
     )
     exclude_seen: bool = Field(
         default=False,
-        description="true: the answer does not list the events of the sequence that the server knows. `seen_tokens` is "
-        "their number",
+        description="true: the answer does not list the sequence's last events, as many as the server still has. "
+        "`seen_tokens` is their number",
     )
     candidates: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
         default=None, description="the only events that the answer may list. Probabilities do not change"

@@ -20,10 +20,13 @@ class CompareBody(SequenceBody):
 
     model: Model = None
     models: Annotated[list[Name] | None, AtMost(MAX_COMPARED_MODELS)] = Field(
-        default=None, min_length=1, fail_fast=True, description="instead of `model`"
+        default=None, min_length=1, fail_fast=True, description="the names of several models, instead of `model`"
     )
     windows: Annotated[list[Window], AtMost(MAX_COMPARED_WINDOWS)] = Field(
-        default=[8, 16, 32, 64], fail_fast=True, description="each k to compare", json_schema_extra={"minItems": 1}
+        default=[8, 16, 32, 64],
+        fail_fast=True,
+        description="the window sizes to compare, in tokens",
+        json_schema_extra={"minItems": 1},
     )
     repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
         default=20,

@@ -93,7 +93,8 @@ class CompletionBody(Body):
     )
     logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None,
-        description="lists this many of the most probable tokens at each token's position, and the token itself",
+        description="the number of most probable tokens that the answer lists for each token of a choice; the token "
+        "itself is always listed, too",
     )
     echo: bool | None = Field(default=None, description="true: the text of each choice begins with the prompt")
     stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] | None = Field(
@@ -104,15 +105,15 @@ class CompletionBody(Body):
     frequency_penalty: Penalty | None = Field(default=None, description="default: 0")
     logit_bias: LogitBias | None = Field(
         default=None,
-        description="added to the log-probabilities, by token id as text, -100 to 100: 100 allows only tokens with "
-        "100, and -100 forbids a token",
+        description="for each token id (as text), a number from -100 to 100 that is added to the token's "
+        "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
     )
     user: str | None = Field(default=None, description="ignored")
     session: SessionId | None = Field(
         default=None,
         description="not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "
-        "The completion "
-        "is not appended. The request must also have `expected_position` or the header `Idempotency-Key`",
+        "The completion is not appended. The request must also have `expected_position` or the header "
+        "`Idempotency-Key`",
     )
     expected_position: Natural | None = Field(
         default=None,
@@ -125,7 +126,8 @@ class LogprobsDocument(TypedDict):
     """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties.
 
     A token that alone is not valid UTF-8 is written as its bytes: `bytes:\\xe2\\x80`. `text_offset` is the position of
-    each token in the text, in characters. The first token of a prompt has null if the model starts from the zero state.
+    each token in the text, in characters. The values of `token_logprobs` and `top_logprobs` are null for the first
+    token of a prompt if the model reads no start token before it.
     """
 
     tokens: list[str]

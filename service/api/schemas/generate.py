@@ -49,8 +49,8 @@ LogitBias = Annotated[
 
 
 def bias_of(given: dict[str, float] | None) -> dict[int, float] | None:
-    """Returns the field `logit_bias` with its names as numbers. Raises InvalidRequest for a name that is not a token
-    id."""
+    """Returns the value of the field `logit_bias` with its keys as integers. Raises InvalidRequest for a key that is
+    not a token id."""
     if given is None:
         return None
     for name in given:
@@ -115,13 +115,13 @@ class GenerateBody(SequenceBody):
     )
     logit_bias: LogitBias | None = Field(
         default=None,
-        description="added to the log-probabilities, by token id as text, -100 to 100: 100 allows only tokens "
-        "with 100, and -100 forbids a token",
+        description="for each token id (as text), a number from -100 to 100 that is added to the token's "
+        "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
     )
     top_logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None,
-        description="lists this many of the most probable tokens at each token's position (`predictions`), and the "
-        "token itself; 0: only the token itself",
+        description="the number of most probable tokens that the answer's `predictions` list for each generated token. "
+        "The generated token is always listed, too; 0: only the generated token",
     )
     mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
     window: Window | None = None

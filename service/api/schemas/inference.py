@@ -50,7 +50,7 @@ class OutputTensor(Body):
 
 
 class InferParameters(Body):
-    """The parameters of an inference. `PredictBody` describes the parameters that also exist in the native protocol."""
+    """The parameters of an inference. `PredictBody` describes the parameters that /v1/predict has, too."""
 
     mode: WireMode | None = Field(
         default=None, description="the mode, as in /v1/predict; default: auto, or the mode of the sequence's session"
@@ -157,13 +157,13 @@ class ServerDocument(TypedDict):
 
 
 class ServerLiveDocument(TypedDict):
-    """The process is alive."""
+    """The answer to a liveness probe while the process is alive."""
 
     live: bool
 
 
 class ServerReadyDocument(TypedDict):
-    """Every model has loaded or failed, and the session store is reachable."""
+    """The answer to a readiness probe if every model has loaded or failed, and the session store is reachable."""
 
     ready: bool
 
@@ -204,7 +204,7 @@ class ConfiguredOutputDocument(TypedDict):
 
 
 class VersionsDocument(TypedDict):
-    """The rule that selects the versions to serve."""
+    """The versions that are served."""
 
     versions: list[int]
 

@@ -23,7 +23,7 @@ class IndexBody(Body):
 
 
 class LoadParameters(Body):
-    """The parameters of a load. There are none, because the bundle describes the model."""
+    """The parameters of a request to load a model. There are none, because the bundle describes the model."""
 
 
 class LoadBody(Body):
@@ -37,7 +37,7 @@ class LoadBody(Body):
 
 
 class UnloadParameters(Body):
-    """The parameters of an unload that the protocol's own clients send."""
+    """The parameters of a request to unload a model. The protocol's own clients send them."""
 
     unload_dependents: bool = Field(default=False, description="ignored: no model depends on another")
 
@@ -53,9 +53,9 @@ class UnloadBody(Body):
 
 
 class ModelFactsDocument(TypedDict):
-    """A model, with OpenAI's fields and the fields of its manifest. `k_epsilon` gives the sufficient window size for
-    each bound on the total variation: the smallest k such that windows of k tokens and all larger windows satisfy the
-    bound. The value for a bound is null if there is no such k."""
+    """A model, with OpenAI's fields and the fields of its manifest. `k_epsilon` has a number k for each bound on the
+    total variation between the predictions of window mode and recurrent mode. k is the smallest number of tokens such
+    that all windows of k or more tokens satisfy the bound, or null if there is no such number."""
 
     id: str
     object: Literal["model"]
@@ -84,7 +84,8 @@ class ModelCardDocument(ModelFactsDocument):
 
 
 class CertificateSummary(BaseModel, from_attributes=True):
-    """The certificate without its curve. `reason` explains why a model is not certified."""
+    """The certificate without its lists of error bounds (`state_error` and `error_bound`). `reason` explains why a
+    model is not certified."""
 
     contractive: bool
     certified: bool
@@ -95,7 +96,7 @@ class CertificateSummary(BaseModel, from_attributes=True):
 
 
 class ModelSummaryDocument(ModelFactsDocument):
-    """A model in the list."""
+    """A model in the list of models."""
 
     certificate: CertificateSummary
 
@@ -122,7 +123,7 @@ class VocabularyDocument(TypedDict):
 
 
 class LoadedDocument(TypedDict):
-    """The answer to a load."""
+    """The answer to a request to load a model."""
 
     name: str
     version: str
@@ -130,14 +131,14 @@ class LoadedDocument(TypedDict):
 
 
 class UnloadedDocument(TypedDict):
-    """The answer to an unload."""
+    """The answer to a request to unload a model."""
 
     name: str
     state: Condition
 
 
 class ModelReadyDocument(TypedDict):
-    """The answer of a ready model."""
+    """The answer to a readiness probe for a model that is ready."""
 
     name: str
     ready: bool

@@ -10,7 +10,7 @@ from wane.service.types import ModelDocument
 
 
 class LivenessDocument(TypedDict):
-    """The process is alive."""
+    """The answer to a liveness probe while the process is alive."""
 
     live: bool
 
@@ -40,9 +40,10 @@ class FailedModelDocument(TypedDict):
 
 
 class ReadinessDocument(TypedDict):
-    """The readiness of the server. `ready` is true if every model has loaded or failed to load, and the server is not
-    draining. `models` lists the models that are ready. `loading` lists the models that are being loaded; requests for
-    them wait. `device` is null until the first model is loaded. `store` is null until the session store is open."""
+    """The readiness of the server. `ready` is true if every model has loaded or failed to load, the server is not
+    draining, and the session store is available if steps require it. `models` lists the models that are ready.
+    `loading` lists the models that are being loaded; requests for them wait. `device` is null until the first model is
+    loaded. `store` is null until the session store is open."""
 
     ready: bool
     status: Literal["loading", "ready", "draining", "store_unavailable"]

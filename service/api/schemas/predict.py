@@ -91,9 +91,9 @@ class PredictBody(RankedBody):
 
 
 class AnswerDocument(ModelDocument):
-    """A prediction of the next token. If `top1_proved` is true, the most probable token is proved to be the same as
-    that of the recurrent model that ran over all tokens. The proof is the margin between the first two predictions or,
-    with `prove`, a search."""
+    """A prediction of the next token. If `top1_proved` is true, it is proved that recurrent mode over all tokens has
+    the same most probable token. The proof follows from the margin between the first two predictions or, with `prove`,
+    from a search."""
 
     mode: Mode
     window: int | None

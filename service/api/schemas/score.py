@@ -42,8 +42,8 @@ class ScoreBody(SequenceBody):
     truncated: Truncated = False
     top_k: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None,
-        description="lists this many of the most probable tokens at each token's position (`predictions`), and the "
-        "token itself; 0: only the token itself. The tokens then run in order",
+        description="the number of most probable tokens that the answer's `predictions` list at each token's position. "
+        "The token at the position is always listed, too; 0: only this token. With this field, `method` is sequential",
     )
     cache: Cache = True
     stream: bool = Field(

@@ -92,9 +92,8 @@ class StepBody(RankedBody):
 
     expected_position: Natural | None = Field(
         default=None,
-        description="the session's expected position before the step. If the session has another position, the "
-        "answer is "
-        "409. The header x-wane-position has the same effect",
+        description="the session's expected position before the step. If the session has another position, the answer "
+        "is 409. The header x-wane-position has the same effect",
     )
     top_k: TopK = 5
     mode: WireMode | None = Field(default=None, description="default: the session's mode")
@@ -131,9 +130,8 @@ WireStepsFormat = Annotated[
     Field(
         strict=False,
         description="documents: an answer for each step, in the format of a single step's answer; columns: one list "
-        "for each field, "
-        "about a quarter as long. Columns omit `probability`, which is exp(logprob), and `token`, which the model's "
-        "vocabulary has for each token_id",
+        "for each field, which takes about a quarter of the bytes. Columns omit `probability`, which is exp(logprob), "
+        "and `token`, which the model's vocabulary has for each token_id",
     ),
     WithJsonSchema({"type": "string", "enum": [form.value for form in StepsFormat]}),
 ]

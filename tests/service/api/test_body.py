@@ -208,7 +208,7 @@ STEP = b'{"tokens": [' + b",".join([b"5"] * 65000) + b'], "session": "a"}'
 
 
 async def test_a_field_after_the_decoded_part_is_not_reported_missing(default_decoder: Decoder) -> None:
-    said = "more than 288384 comma-separated values: the limit follows from max_input_tokens, max_scored_tokens, "
+    said = "more than 288384 comma-separated values: the limit follows from the settings max_input_tokens, "
     for raw in (
         b'{"steps": [' + b",".join([STEP] * 5) + b"]}",
         b'{"unknown": 1, "steps": [' + b",".join([STEP] * 5) + b"]}",

@@ -135,7 +135,7 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "a text that ends beyond its size": (
         tensor("text", (1,), "BYTES", parameters={"binary_data_size": 5}),
         struct.pack("<I", 2**32 - 1) + b"a",
-        "text: value 0 ends beyond its binary_data_size of 5",
+        "text: value 0 ends beyond the tensor's binary_data_size of 5",
     ),
     "a second text that ends beyond its size": (
         tensor("text", (2,), "BYTES", parameters={"binary_data_size": 9}),
@@ -145,7 +145,7 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "bytes after the texts": (
         tensor("text", (1,), "BYTES", parameters={"binary_data_size": 6}),
         texts(b"a") + b"b",
-        "text: binary_data_size is 6, but its 1 values take 5 bytes",
+        "text: binary_data_size is 6, but the tensor's 1 values take 5 bytes",
     ),
     "a text that is not UTF-8": (
         tensor("text", (1,), "BYTES", parameters={"binary_data_size": 5}),
