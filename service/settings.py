@@ -94,7 +94,7 @@ class Settings(BaseModel):
     inline_batch_max_us: int = Field(
         default=1000,
         ge=0,
-        description="a batch of one-token steps runs on the event loop if its expected duration is at most this; "
+        description="a batch of one-token steps runs on the event loop if its expected duration is at most this value; "
         "every other batch runs on the runner's thread",
     )
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="largest number of requests in one batch")
@@ -117,8 +117,8 @@ class Settings(BaseModel):
         default=256 * 2**20,
         ge=1,
         description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
-        "connections with at most 4096 bytes are not counted; when the memory is used up, the server "
-        "answers further bodies with 429; if it is below twice max_body_bytes, twice max_body_bytes is used",
+        "the bytes of a connection with at most 4096 such bytes are not counted; when the memory is used up, "
+        "the server answers further bodies with 429; if it is below twice max_body_bytes, twice max_body_bytes is used",
     )
     max_window: int | None = Field(
         default=None,
@@ -307,7 +307,7 @@ class Settings(BaseModel):
     @classmethod
     def _is_for_memory(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is not None and info.data.get("store", IN_MEMORY) != IN_MEMORY:
-            raise ValueError("it is only for sessions in memory, but the setting store is not memory")
+            raise ValueError("it is only for sessions in memory, but the value of the setting 'store' is not 'memory'")
         return value
 
     @field_validator("state_checkpoint_interval_tokens")

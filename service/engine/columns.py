@@ -539,8 +539,8 @@ class StepColumns:
     def _largest_of_mixtures(
         self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Outputs, width: int
     ) -> None:
-        """Like `_largest`, for mixtures with a cache. Also replaces the networks' bounds in `results` by those of the
-        mixtures. `found` holds the cache's part of each row's mixture."""
+        """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
+        the bounds of the mixtures. `found` holds the cache's part of each row's mixture."""
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, width)

@@ -105,8 +105,8 @@ TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a s
 class Engine:
     """Serves one version of one model. Every method must be called on the event loop's thread.
 
-    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded in addition to its
-    own errors. If a caller is cancelled, the caller's work that has not entered a batch is withdrawn.
+    Every method that answers a request may raise Overloaded, Unavailable (while draining) and DeadlineExceeded in
+    addition to its own errors. If a caller is cancelled, the caller's work that has not entered a batch is withdrawn.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Engine:
             has_radius_output=has_radius_output,
         )
         self.has_state = pool.has_state
-        """Returns whether the state of a session, given by its key, is in the state cache."""
+        """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         outputs = runner.outputs("step")
         most_predictions = min(settings.top_k_limit, min(TOP, vocabulary.size) - len(vocabulary.unlisted))
@@ -394,8 +394,9 @@ class Engine:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Takes a step of one token in columns. `receiver` gets the result with this `number`. Returns False, without
-        side effects, if the step needs the general procedure. The caller must then call `submit`."""
+        """Takes a step of one token in columns (see `columns.py`). `receiver` gets the result with this `number`.
+        Returns False, without side effects, if the step needs the general procedure. The caller must then call
+        `submit`."""
         return (
             self.shadow is None
             and CURRENT.get() is None

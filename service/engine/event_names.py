@@ -110,9 +110,10 @@ class EventNames:
         exclude_seen: bool,
         include_end: bool,
     ) -> Filter:
-        """Returns the filter of a request, whose fields are the arguments. A name in `exclude` that the vocabulary
-        lacks has no effect. If a name in `candidates` is not in the vocabulary, "refuse" raises InvalidRequest, and
-        "skip" and "token" leave the name out.
+        """Returns the filter of a request. The arguments are the request's fields of the same names. A name in
+        `exclude` that the vocabulary lacks has no effect. If a name in `candidates` is not in the vocabulary, this
+        method raises InvalidRequest if `unknown` is "refuse", and leaves the name out if `unknown` is "skip" or
+        "token".
 
         Raises InvalidRequest like `tokens`, and if a list is too long.
         """

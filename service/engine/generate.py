@@ -122,8 +122,8 @@ class Prompt:
 
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
     prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
-    the start token: all of them, or at least as many as the model's cache can hold. If a request without a session
-    truncates the sequence, `position` is one more than the number of the request's tokens.
+    the start token: all of them, or at least as many as the model's cache can hold. If the request has no session and
+    sets `truncated`, `position` is one more than the number of its tokens.
     """
 
     history: Sequence[int]

@@ -72,8 +72,8 @@ class ShadowProcess(Protocol):
 class Case:
     """A sampled live answer. `tokens`, int64 (n), are the tokens that the other mode runs from the zero state.
 
-    `plan` is the plan of both modes. `live` is the result of the live answer's run, and `recurrent` says whether that
-    run was in mode recurrent. `history`: int64, the tokens in the model's cache for this sequence.
+    `plan` is the plan of an answer in mode both. `live` is the result of the live answer's run, and `recurrent` says
+    whether that run was in mode recurrent. `history`: int64, the tokens in the model's cache for this sequence.
     """
 
     plan: AnswerPlan

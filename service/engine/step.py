@@ -1,7 +1,7 @@
 """Answers requests to sessions in four stages: check out, run, commit, answer.
 
-All stages run under the session's lock. The record is read first, from the store or a cache, and written last. In
-between, the next state is computed in a new slot. A failure before the commit therefore changes nothing.
+All stages run under the session's lock. The session's record is read first, from the store or a cache, and written
+last. In between, the next state is computed in a new slot. A failure before the commit therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from wane.service.types import (
 
 RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
 NO_TOKENS = np.empty(0, np.int64)
-REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average of `share_found`
+REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average `SessionSteps.share_found`
 MOST_USES = 1e3  # upper limit of the expected number of later steps that use a rebuilt state
 
 
@@ -123,7 +123,7 @@ class SessionSteps:
             await sessions.locks.wait(request.session)
         try:
             for _ in range(1 + RETRIES):
-                # A commit would detect that another writer has changed the session. A step without tokens has no
+                # The record of `look` may be outdated, which only the commit detects. A step without tokens has no
                 # commit, so it reads the session from the store.
                 record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
                 if record is None:
@@ -230,7 +230,7 @@ class SessionSteps:
             record = await self._sessions.read(session)
             if not len(self._input_ids(record)):
                 raise InvalidRequest(
-                    f"session {id_of(session)!r} has no token yet, and its model reads no start token: no state",
+                    f"session {id_of(session)!r} has no token, and its model reads no start token, so there is no state",
                     "session",
                 )
             mode = routing.of_session(None, record.mode)
@@ -288,7 +288,8 @@ class SessionSteps:
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         # The session's earlier tokens are needed in these cases: there is no state to continue from, the step runs a
-        # window, answers are sampled for shadows, the model has a cache, or the list excludes the seen tokens.
+        # window, answers are sampled for shadows, the model has a cache, or the answer must not list tokens that the
+        # session contains.
         builder, wanted = self._answer_builder, request.filter
         if (
             base is None
@@ -514,8 +515,8 @@ class SessionSteps:
         token.
 
         `before_ids` is the kept model input before the step. `position` is the session's position before the step.
-        `base` is the state to continue from. The caller retains the slot of `base`. If it is None, the state before the
-        step is computed from `before_ids`.
+        `base` is the state to continue from. The caller retains the slot of `base`. If `base` is None, the state before
+        the step is computed from `before_ids`.
         """
         forward, tokens = self._forward, np.array(request.tokens, np.int64)
         cache = self._answer_builder.cache if request.cache else None
@@ -605,8 +606,8 @@ class SessionSteps:
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """Returns the session's tokens after the position of the state `base`. Counts the state if there are such
-        tokens."""
+        """Returns the session's tokens after the position of the state `base`. If there are such tokens, counts one
+        state in the metric `state_replays`."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS

@@ -157,7 +157,7 @@ logger = logging.getLogger("wane.engine")
 
 
 class ModelLifecycle:
-    """Loads and unloads models one at a time. Every change holds `lock`.
+    """Loads and unloads models one at a time. Every load and every unload holds `lock`.
 
     `engines`: the served engines by model. `loading`: the bundle that is being loaded, or None. `failures`: by model,
     the error of the last load of the model, if that load failed. `tasks`: the unfinished loads. `store`: the session

@@ -19,8 +19,8 @@ class HostMemory:
     """A `StateMemory` in numpy arrays. A run copies the states to buffers and back."""
 
     def __init__(self, shapes: Shapes, capacity: int) -> None:
-        # The operating system commits zeroed memory only when it is first written. An idle server therefore does not
-        # use its budget.
+        # The operating system commits zeroed memory only when it is first written. A server with few states therefore
+        # uses only a small part of its memory budget.
         self.arrays: dict[str, Array] = {
             name: np.zeros((capacity, *shape), np.float32) for name, shape in shapes.items()
         }

@@ -3,8 +3,8 @@
 Slots are reference-counted: users retain and release a slot. A slot without users is free. A new state is written to a
 new slot, and replaces the earlier state when it is committed. A failed run therefore changes nothing.
 
-Slots are counted on the event loop's thread. The methods that read and write values may run on the runner's thread,
-because they only access slots that are retained for the batch.
+The reference counts are accessed only on the event loop's thread. The methods that read and write values may run on the
+runner's thread, because they only access slots that are retained for the batch.
 """
 
 from __future__ import annotations
