@@ -230,7 +230,7 @@ class SessionSteps:
             record = await self._sessions.read(session)
             if not len(self._input_ids(record)):
                 raise InvalidRequest(
-                    f"session {id_of(session)!r} has no token, and its model reads no start token, so there is no state",
+                    f"session {id_of(session)!r} has no token, and its model reads no start token, so it has no state",
                     "session",
                 )
             mode = routing.of_session(None, record.mode)
