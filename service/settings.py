@@ -83,8 +83,8 @@ class Settings(BaseModel):
     )
     default_model: str = Field(
         default="gated-stable",
-        description="the model for requests without a model name; if this is not set, the only model, else "
-        "gated-stable, else the first model by name",
+        description="the model for requests without a model name; if this is not set: the only model; of several "
+        "models, gated-stable; if gated-stable is not one of them, the first model by name",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
@@ -181,14 +181,14 @@ class Settings(BaseModel):
     )
     store_failure_mode: Literal["reject", "degrade"] = Field(
         default="reject",
-        description="behaviour while Redis is unreachable: reject answers requests to sessions with 503; degrade "
-        "continues each session from the last tokens that this server has, and its answers have durable: "
+        description="behaviour while Redis is unreachable: with reject, the server answers requests to sessions with 503; "
+        "with degrade, it continues each session from the last tokens that it has, and its answers have durable: "
         "false. When Redis is reachable again, the server writes these sessions to Redis, except "
         "sessions that another server has changed",
     )
     store_policy: str = Field(
         default="auto",
-        description="what Redis stores of a session in addition to its history: tail stores nothing, state stores "
+        description="what Redis stores of a session in addition to its history: with tail nothing, with state "
         "a state at intervals; auto means state for models that are not certified, and tail for all "
         "others. For single models: auto,NAME=state,NAME=tail",
     )

@@ -124,7 +124,7 @@ class Backlog:
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
-        """Admits a request with an expected work of `seconds`. Work that the request has not done when it ends does not
+        """Admits a request with an expected work of `seconds`. If the request ends early, its unfinished work does not
         change the pace, because only `Share.progress` updates the pace. Raises Overloaded.
         """
         if seconds < LONG_S:

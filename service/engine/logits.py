@@ -265,7 +265,7 @@ class Sampler:
         return token, float(logprobs[token])
 
     def choose(self, logprobs: NDArray[np.float64]) -> int:
-        """Draws a token by its log-probability at temperature 1: float64 (V)."""
+        """Draws a token. `logprobs` are the tokens' log-probabilities at temperature 1, float64 (V)."""
         preferences = self._preferences
         if preferences is not None:
             logprobs = preferences.apply(logprobs)

@@ -11,7 +11,8 @@ from wane.service.types import Mode
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # faster than looking up the enum member on each use
 
 COST_TOLERANCE = 1.1
-"""Measured costs within this factor count as equal. The candidate with the smaller bound is then chosen."""
+"""The measured costs of a window and of all tokens count as equal if they differ by at most this factor. All tokens are
+then run, because their bound is smaller."""
 
 UNASKED = 1e-3
 """If the request has no tolerance, `auto` runs the model's default window only if the window's error bound is at most
@@ -45,9 +46,9 @@ def ways(
     the window, because an answer from all tokens has the smallest bound.
 
     `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run. This bound may be far
-    below the curve. If this method returns two windows, the first is therefore an attempt. Its answer is used if the
-    bound that its run outputs meets the tolerance. Otherwise the second window is run. A model that is not certified
-    runs all tokens. A k that covers all tokens becomes None.
+    below the curve. If this function returns two windows, the first is an attempt that relies on this bound. Its answer
+    is used if the bound that its run outputs meets the tolerance. Otherwise the second window is run. A model that is
+    not certified runs all tokens. A k that covers all tokens becomes None.
     """
     if not certificate.certified or certificate.rounding is None:
         return (None,)

@@ -622,7 +622,7 @@ class SessionSteps:
             self.share_found = before + REBUILD_EMA_ALPHA * (found - before)
 
     def _share_found(self) -> float:
-        """Returns the share of needed states that were resident, including steps in columns."""
+        """Returns the share of needed states that were resident. The states of steps in columns are included."""
         hits, self._resident.hits = self._resident.hits, 0
         if hits:
             self.share_found = 1 - (1 - self.share_found) * (1 - REBUILD_EMA_ALPHA) ** hits

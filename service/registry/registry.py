@@ -37,7 +37,8 @@ from wane.service.types import Condition, id_of
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One version of a model in the index. `reason` says why the version is not ready or why it is still loaded."""
+    """An entry of the index of models, for one version of a model. `reason` says why the version is not ready or why it
+    is still loaded."""
 
     name: str
     version: str

@@ -31,8 +31,8 @@ class HostMemory:
         return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
-        """See `StateMemory`. The inputs are copies of the states. With `room` this is faster, because allocating memory
-        takes longer than copying the states."""
+        """See `StateMemory`. The inputs are copies of the states. Copying into `room` is faster, because allocating new
+        memory takes longer than copying the states."""
         rows = np.asarray(slots, np.intp)
         if room is None:
             return {name: self.arrays[name].take(rows, 0) for name in self._names}

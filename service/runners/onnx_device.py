@@ -144,13 +144,13 @@ class DeviceOutputs(Outputs):
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
-        """See `Outputs`. The graph computes it."""
+        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
         return found
 
     @cached_property
     def lengths(self) -> NDArray[np.float64]:
-        """See `Outputs`. The graph computes it."""
+        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.float64] = self._copied[LENGTH][self.rows]
         return found
 
