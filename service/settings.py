@@ -181,9 +181,9 @@ class Settings(BaseModel):
     )
     store_failure_mode: Literal["reject", "degrade"] = Field(
         default="reject",
-        description="behaviour while Redis is unreachable: with reject, the server answers requests to sessions with 503; "
-        "with degrade, it continues each session from the last tokens that it has, and its answers have durable: "
-        "false. When Redis is reachable again, the server writes these sessions to Redis, except "
+        description="behaviour while Redis is unreachable: with reject, requests to sessions are answered with 503; "
+        "with degrade, the server continues each session from the last tokens that it has, and its answers have "
+        "durable: false. When Redis is reachable again, the server writes these sessions to Redis, except "
         "sessions that another server has changed",
     )
     store_policy: str = Field(
@@ -228,8 +228,8 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         le=1,
-        description="share of predictions and steps for which an idle runner also computes the other mode's "
-        "answer, to measure agreement",
+        description="share of predictions and steps that the server repeats in the other mode, while it is idle, to "
+        "measure how well the two modes agree",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest level of logged messages"

@@ -89,10 +89,10 @@ from wane.service.types import (
     StepRequest,
 )
 
-ENCODED_AT_ONCE = 4096  # number of characters of a text; a longer text is encoded on a thread
+ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded on the event loop's thread
 
 BEGUN_AT_ONCE = 32
-"""The largest number of predictions of one call that start in one iteration of the event loop."""
+"""The largest number of predictions of one `predict_many` call that start in one iteration of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
 """Values of a step's `mode` with which the step may be taken in columns (see `columns.py`). With these values, the
@@ -619,13 +619,13 @@ class Engine:
             return await self.steps.state(session, self.identity, ticket)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
-        """Deletes a session after the end of any step in flight. Raises UnknownSession."""
+        """Waits until the session's step in flight, if any, has ended. Then deletes the session. Raises UnknownSession."""
         with until(deadline):
             async with self.sessions.locks.held(session):
                 await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
-        """Rewinds a session to `position` after the end of any step in flight.
+        """Waits until the session's step in flight, if any, has ended. Then rewinds the session to `position`.
 
         Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the session's stored tokens do not
         reach back to `position`.
@@ -686,7 +686,8 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        # Buffered tokens are written last, because closing the batcher may commit the steps of a batch.
+        # Buffered tokens are written to the store last, because closing the batcher may commit a batch of steps, whose
+        # tokens are then buffered too.
         await self._resident.close()
 
     def discard(self) -> None:

@@ -38,7 +38,7 @@ class EventTokens(NamedTuple):
 
 
 class EventNames:
-    """Converts the events of requests to one model."""
+    """Converts the events in the requests for one model to tokens."""
 
     def __init__(self, manifest: Manifest, vocabulary: Vocabulary, settings: Settings) -> None:
         self._model = manifest.name
@@ -138,8 +138,8 @@ class EventNames:
         return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, allowed.unknown)
 
     def _find(self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0) -> EventTokens:
-        """Returns the tokens of events. `field` is the request's list of these events, for messages. `first` is the
-        index of the first of the events in that list."""
+        """Returns the tokens of events. `field` is the name of the request's list that contains these events. Error
+        messages name it. `first` is the index, in that list, of the first of these events."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is 'token', but the vocabulary of {self._model} has no {UNK}", "unknown")

@@ -323,7 +323,8 @@ class Scorer:
         return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
 
     async def _moved(self, plan: ChunkPlan) -> float:
-        """Returns the bound of the total variation that the measured errors at joints can cause; 1 if it is unknown."""
+        """Returns the bound of the total variation that the measured differences at the joints can cause; 1 if it is
+        unknown."""
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:
             return 1.0

@@ -112,10 +112,10 @@ class SessionSteps:
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """Appends the step's tokens and predicts the next token, or replays the last answer. A step without tokens
-        appends nothing, and does not become the session's last step. If another writer commits first, the step runs
-        again with the new record. `is_locked` says whether the caller holds the session's lock. The step releases the
-        lock in either case.
+        """Appends the step's tokens and predicts the next token. If the step is a retry of the session's last step,
+        answers it again without appending. A step without tokens appends nothing, and does not become the session's
+        last step. If another writer commits first, the step runs again with the new record. `is_locked` says whether
+        the caller holds the session's lock. The step releases the lock in either case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -249,13 +249,13 @@ class SessionSteps:
         )
 
     def seconds(self, request: StepRequest) -> float:
-        """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
+        """Returns the expected seconds of a step's runs. Returns 0 for a step of at most PIECE_TOKENS tokens, which the
         backlog does not count."""
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
     def view(self, record: SessionRecord, identity: Identity) -> SessionView:
-        """Returns the session's public view."""
+        """Returns the session as its owner sees it."""
         resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
         kept = resident or self._sessions.kept(record)
@@ -346,7 +346,8 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        # The proof is searched after the commit, because the client may cancel during a long search.
+        # A proof is searched only after the commit, so that the step is committed even if the client cancels the
+        # request during a long search.
         if request.prove:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
@@ -457,7 +458,7 @@ class SessionSteps:
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, ranking, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
         # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
-        # outputs a radius. A mixture with a cache also has a smaller bound, because the network's weight is below 1.
+        # outputs a radius, or if the answer is a mixture with a cache, in which the network's weight is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None

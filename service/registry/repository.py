@@ -63,8 +63,8 @@ class Repository:
         return used
 
     def signatures(self) -> dict[Path, Signature]:
-        """Returns the signature of every bundle. A bundle whose signature has changed has changed too. Its files need
-        not be read to detect this."""
+        """Returns the signature of every bundle. If a bundle's signature changes, the bundle has changed. A signature
+        is computed without reading the contents of the files."""
         found: dict[Path, Signature] = {}
         for path in self._present():
             try:

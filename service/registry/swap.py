@@ -202,8 +202,8 @@ class ModelLifecycle:
         logger.info("model %s was unloaded", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
-        """Serves `engine` instead of the model's other version. Does not await, so no request sees an intermediate
-        state."""
+        """Serves `engine` instead of the model's other version, if one is served. Does not await, so no request sees an
+        intermediate state."""
         before, older = self.engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
         self.engines[engine.name] = engine
         self.digests[engine.name] = digest

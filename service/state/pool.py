@@ -38,7 +38,7 @@ class StatePool:
         self, state: Sequence[StateTensor], hidden: int, budget_bytes: int, memory: MakeMemory = HostMemory
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. `memory` allocates the
-        memory of the states, on the device of the runner that runs from them.
+        memory of the states, on the device of the runner that reads them.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
