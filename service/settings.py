@@ -205,7 +205,7 @@ class Settings(BaseModel):
         description="largest number of open connections; the server answers requests on further connections with 503",
     )
     max_header_bytes: int = Field(
-        default=64 * 2**10, ge=1024, description="longest head of a request, which is its first line and its headers"
+        default=64 * 2**10, ge=1024, description="largest size of the head of a request: its first line and its headers"
     )
     header_timeout_s: float = Field(default=10, gt=0, description="timeout for receiving the head of a request")
     body_timeout_s: float = Field(default=20, gt=0, description="timeout for receiving the body of a request")

@@ -118,7 +118,7 @@ class Backlog:
 
     @property
     def seconds(self) -> float:
-        """The expected seconds until all requests have ended, if no new request arrives."""
+        """The expected seconds until all long requests have ended, if no new request arrives."""
         now = self._clock()
         return self.pace * sum(share.left_s for share in self.shares if share.deadline > now)
 

@@ -619,7 +619,7 @@ class Engine:
             return await self.steps.state(session, self.identity, ticket)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
-        """Waits until the session's step in flight, if any, has ended. Then deletes the session. Raises UnknownSession."""
+        """Waits until the session's step in flight, if any, has ended. Then deletes it. Raises UnknownSession."""
         with until(deadline):
             async with self.sessions.locks.held(session):
                 await self.sessions.delete(session)

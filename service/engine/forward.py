@@ -144,7 +144,7 @@ class RunResult:
     def log_sum_exp(self) -> float | None:
         """The log-sum-exp of `logits`; None if the graph does not output it."""
         if self.mixed is not None:
-            return 0.0  # the logits of a mixture are log-probabilities
+            return 0.0  # the logits of a mixture are log-probabilities, whose log-sum-exp is 0
         found = self.row.output(LOG_SUM_EXP)
         if found is None:
             return None

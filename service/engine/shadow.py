@@ -56,7 +56,7 @@ class ShadowProcess(Protocol):
     """Processor time in seconds that all runs have used in the separate process."""
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Like `Runner.run`. Raises RunnerLost if the process can no longer run."""
+        """Like `Runner.run`. Raises RunnerLost if the process has exited."""
         ...
 
     def kill(self) -> None:
