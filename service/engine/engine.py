@@ -619,13 +619,13 @@ class Engine:
             return await self.steps.state(session, self.identity, ticket)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
-        """Waits until the session's step in flight, if any, has ended. Then deletes it. Raises UnknownSession."""
+        """Deletes a session after its step in flight, if any, has ended. Raises UnknownSession."""
         with until(deadline):
             async with self.sessions.locks.held(session):
                 await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
-        """Waits until the session's step in flight, if any, has ended. Then rewinds the session to `position`.
+        """Rewinds a session to `position` after its step in flight, if any, has ended.
 
         Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the session's stored tokens do not
         reach back to `position`.

@@ -147,8 +147,8 @@ class Rankings:
             excluded.discard(self._eos_id)
         excluded.update(wanted.exclude)
         if wanted.exclude_seen:
-            excluded.update(set(known) - {self._eos_id})  # `<eos>` is not an event; only `include_end` decides whether
-            # it is listed
+            # `<eos>` is not an event. Only `include_end` decides whether `<eos>` is listed.
+            excluded.update(set(known) - {self._eos_id})
         candidates = None if wanted.candidates is None else frozenset(wanted.candidates)
         return Ranking(self._size, frozenset(excluded), candidates, len(known) if wanted.exclude_seen else None)
 

@@ -154,7 +154,7 @@ class ModelRegistry:
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
         """Raises the error of a finished load at start if the server requires the model."""
         error = None if task.cancelled() else task.exception()
-        if error is None or isinstance(error, Unavailable):  # the registry was closed meanwhile
+        if error is None or isinstance(error, Unavailable):  # Unavailable: the registry was closed meanwhile
             return
         if not isinstance(error, WaneError):
             raise error
