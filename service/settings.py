@@ -83,8 +83,8 @@ class Settings(BaseModel):
     )
     default_model: str = Field(
         default="gated-stable-64",
-        description="the model for requests without a model name; if this is not set, the only model, else "
-        "gated-stable-64, else the first model by name",
+        description="the model for requests without a model name; if this is not set: the only model; of several "
+        "models, gated-stable-64; if gated-stable-64 is not one of them, the first model by name",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
@@ -94,7 +94,7 @@ class Settings(BaseModel):
     inline_batch_max_us: int = Field(
         default=1000,
         ge=0,
-        description="a batch of one-token steps runs on the event loop if its expected duration is at most this; "
+        description="a batch of one-token steps runs on the event loop if its expected duration is at most this value; "
         "every other batch runs on the runner's thread",
     )
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="largest number of requests in one batch")
@@ -117,8 +117,8 @@ class Settings(BaseModel):
         default=256 * 2**20,
         ge=1,
         description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
-        "connections with at most 4096 bytes are not counted; when the memory is used up, the server "
-        "answers further bodies with 429; if it is below twice max_body_bytes, twice max_body_bytes is used",
+        "the bytes of a connection with at most 4096 such bytes are not counted; when the memory is used up, "
+        "the server answers further bodies with 429; if it is below twice max_body_bytes, twice max_body_bytes is used",
     )
     max_window: int | None = Field(
         default=None,
@@ -183,14 +183,14 @@ class Settings(BaseModel):
     )
     store_failure_mode: Literal["reject", "degrade"] = Field(
         default="reject",
-        description="behaviour while Redis is unreachable: reject answers requests to sessions with 503; degrade "
-        "continues each session from the last tokens that this server has, and its answers have durable: "
-        "false. When Redis is reachable again, the server writes these sessions to Redis, except "
+        description="behaviour while Redis is unreachable: with reject, requests to sessions are answered with 503; "
+        "with degrade, the server continues each session from the last tokens that it has, and its answers have "
+        "durable: false. When Redis is reachable again, the server writes these sessions to Redis, except "
         "sessions that another server has changed",
     )
     store_policy: str = Field(
         default="auto",
-        description="what Redis stores of a session in addition to its history: tail stores nothing, state stores "
+        description="what Redis stores of a session in addition to its history: with tail nothing, with state "
         "a state at intervals; auto means state for models that are not certified, and tail for all "
         "others. For single models: auto,NAME=state,NAME=tail",
     )
@@ -207,7 +207,7 @@ class Settings(BaseModel):
         description="largest number of open connections; the server answers requests on further connections with 503",
     )
     max_header_bytes: int = Field(
-        default=64 * 2**10, ge=1024, description="longest head of a request, which is its first line and its headers"
+        default=64 * 2**10, ge=1024, description="largest size of the head of a request: its first line and its headers"
     )
     header_timeout_s: float = Field(default=10, gt=0, description="timeout for receiving the head of a request")
     body_timeout_s: float = Field(default=20, gt=0, description="timeout for receiving the body of a request")
@@ -230,8 +230,8 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         le=1,
-        description="share of predictions and steps for which an idle runner also computes the other mode's "
-        "answer, to measure agreement",
+        description="share of predictions and steps that the server repeats in the other mode, while it is idle, to "
+        "measure how well the two modes agree",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest level of logged messages"
@@ -309,7 +309,7 @@ class Settings(BaseModel):
     @classmethod
     def _is_for_memory(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is not None and info.data.get("store", IN_MEMORY) != IN_MEMORY:
-            raise ValueError("it is only for sessions in memory, but the setting store is not memory")
+            raise ValueError("it is only for sessions in memory, but the value of the setting 'store' is not 'memory'")
         return value
 
     @field_validator("state_checkpoint_interval_tokens")

@@ -12,7 +12,7 @@ in seconds on the event loop's clock. Durations are in milliseconds.
 
 Inside the service, a session's name consists of its owner's name, a slash, and the session's id. Two owners may
 therefore use the same id for different sessions, and an owner cannot access another owner's session. Without API keys,
-a session's name is its id. An id has no slash, so it can never equal a session name of an owner, in any store.
+a session's name is its id. An id has no slash, so such a name never equals the name of another owner's session.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ SLASH = "/"
 
 
 class Owner(NamedTuple):
-    """The owner of sessions. Its name is the name of an API key, or "" without API keys. `sessions` is the owner's
-    quota of sessions. None means no quota."""
+    """The owner of sessions. `name` is the name of an API key, or "" without API keys. `sessions` is the largest number
+    of sessions that the owner may have. None means no limit."""
 
     name: str = ""
     sessions: int | None = None
@@ -69,18 +69,19 @@ ANYBODY = Owner()
 
 
 def name_within(owner: str, session: str) -> str:
-    """Returns the name of the owner's session with this id. Raises InvalidRequest if the id is invalid."""
+    """Returns the name of the session with the id `session` that belongs to the owner with the name `owner`. Raises
+    InvalidRequest if the id is invalid."""
     check_session_id(session)
     return owner + SLASH + session if owner else session
 
 
 def id_of(session: str) -> str:
-    """Returns a session's id, without its owner's name."""
+    """Returns a session's id, given the session's name."""
     return session.rpartition(SLASH)[2]
 
 
 def owner_of(session: str) -> str:
-    """Returns the name of a session's owner."""
+    """Returns the name of a session's owner, given the session's name."""
     return session.rpartition(SLASH)[0]
 
 
@@ -98,7 +99,7 @@ MAX_KEY_CHARACTERS = 255
 MAX_POSITION = 10**14  # integers in the stores' scripts are exact up to 2^53, about 9 * 10^15
 
 WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
-"""The modes of a prediction that can have a window."""
+"""The modes in which a prediction request may set `window`."""
 
 TOLERANCE_MODES = (Mode.AUTO,)
 GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
@@ -117,10 +118,10 @@ class Filter:
     """Selects the tokens that an answer of a model of events lists. It does not change the tokens' probabilities, which
     are those of the whole distribution.
 
-    `exclude` are the ids of tokens that are not listed. If `exclude_seen`, the tokens of the sequence that the server
-    knows are not listed either. If `candidates` is not None, only these ids are listed. `<eos>` is listed only if
-    `include_end`. `<unk>` is never listed. `unknown` are the names of the request's candidates that the vocabulary
-    lacks.
+    `exclude` are the ids of tokens that are not listed. If `exclude_seen`, the sequence's own tokens are not listed
+    either, as far as the server knows them. If `candidates` is not None, only these ids are listed. `<eos>` is listed
+    only if `include_end`. `<unk>` is never listed. `unknown` are the names of the request's candidates that the
+    vocabulary lacks.
     """
 
     exclude: tuple[int, ...] = ()
@@ -137,15 +138,15 @@ NO_FILTER = Filter()
 class PredictRequest:
     """Predict the token after `tokens`, or the next token of `session` without appending to it.
 
-    `window` is k, the number of tokens that modes auto, window and both run. The default is the model's own k.
+    `window` is k, the number of tokens in a window of mode auto, window or both. The default is the model's own k.
     `tolerance` is the largest accepted error bound of an answer in mode auto. With a session, auto means the session's
     own mode, and an answer whose bound exceeds the tolerance is an error. A request with a field that its mode does not
     use is invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If
-    `prove`, search for a proof of the most probable token when its margin is too small for a proof. If `cache`, mix the
-    network's distribution with the distribution of the model's cache, if the model has a cache. If `logits`, the answer
-    has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the names of the request's events
-    that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the answer is the prediction after an
-    empty sequence.
+    `prove`, run the gradient proof (`engine/top1_proof.py`), which may prove the most probable token and may lower the
+    error bound. If `cache`, mix the network's distribution with the distribution of the model's cache, if the model has
+    a cache. If `logits`, the answer has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the
+    names of the request's events that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the
+    answer is the prediction after an empty sequence.
     """
 
     tokens: tuple[int, ...] = ()
@@ -167,7 +168,7 @@ class PredictRequest:
             _some_tokens(self.tokens, self.unknown)
         elif self.tokens:
             raise InvalidRequest(
-                "predicting from a session appends nothing: give session or tokens, not both", "session"
+                "a prediction from a session cannot append tokens to it: give session or tokens, not both", "session"
             )
         elif self.truncated:
             raise InvalidRequest("truncated cannot be combined with session", "truncated")
@@ -243,12 +244,12 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest error that the
-    method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
-    sequence. The start token is not fed, so the first token has no prediction. `PredictRequest` describes `cache`.
-    `top_k` is the number of most probable tokens to list at the position of each token. If `top_k` is None, no tokens
-    are listed. `unknown`: see `PredictRequest`. `skipped` are the indexes of the skipped events in the request's list
-    of events, ascending. The score has null at these indexes.
+    """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest accepted bound
+    of the error (total variation) that the method parallel adds. The method sequential adds no error. If `truncated`,
+    the tokens are the end of a longer sequence. The start token is not fed, so the first token has no prediction.
+    `PredictRequest` describes `cache`. `top_k` is the number of most probable tokens to list at the position of each
+    token. If `top_k` is None, no tokens are listed. `unknown`: see `PredictRequest`. `skipped` are the indexes of the
+    skipped events in the request's list of events, ascending. The score has null at these indexes.
     """
 
     tokens: tuple[int, ...]
@@ -275,12 +276,13 @@ class GenerateRequest:
     change. `position` is the session's expected position.
 
     A `temperature` of 0 always selects the most probable token. If `top_k` and `top_p` are None, every token can be
-    sampled. The same `seed` gives the same text. `sample` is the index of one of several samples. Samples with the same
-    seed and different indices use different random numbers. The text ends before the first of the `stop` strings. Mode
-    auto means recurrent, or the session's own mode. `window` is for mode window. If `truncated`, the tokens are the end
-    of a longer sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`.
-    `engine/logits.py` describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number
-    of most probable tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed.
+    sampled. The same `seed` gives the same text. If the client wants several samples, each is a request of its own, and
+    `sample` is its index. Samples with the same seed and different indices use different random numbers. The text ends
+    before the first of the `stop` strings. Mode auto means the session's own mode or, without a session, recurrent.
+    `window` is the number of tokens in a window of mode window. If `truncated`, the tokens are the end of a longer
+    sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`. `engine/logits.py`
+    describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
+    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed.
     """
 
     tokens: tuple[int, ...] = ()
@@ -311,7 +313,7 @@ class GenerateRequest:
                 raise InvalidRequest("position is given without a session", "position")
         elif self.tokens:
             raise InvalidRequest(
-                "generating from a session appends nothing: give session or tokens, not both", "session"
+                "a generation from a session cannot append input to it: give session or tokens, not both", "session"
             )
         elif self.truncated:
             raise InvalidRequest("truncated cannot be combined with session", "truncated")
@@ -421,9 +423,8 @@ ErrorBound = Annotated[
 StateErrorBound = Annotated[
     float | None,
     Field(
-        description="upper bound of the 2-norm distance between the output layer's inputs of this run and of the "
-        "never-interrupted model; "
-        "null: the answer is not certified"
+        description="upper bound of the 2-norm distance between the output layer's input in this run and its input in "
+        "the never-interrupted model; null: the answer is not certified"
     ),
 ]
 
@@ -537,8 +538,8 @@ class Latency(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """The agreement of the window's answer with the recurrent answer. `top1_match` is true if the two answers have the
-    same most probable token. `top1_proved` is true if the margin of the window's most probable token proves this match
-    without the recurrent answer."""
+    same most probable token. `top1_proved` is true if the window's run alone, without the recurrent answer, proves that
+    they match."""
 
     top1_match: bool
     top1_proved: bool
@@ -630,7 +631,7 @@ class SessionView(Served):
 
 @dataclass(frozen=True, slots=True)
 class SessionState(Served):
-    """The output of a session's state, for a ranker or an index outside of the server. `hidden` is the input of the
+    """The hidden vector of a session, for a ranker or an index outside of the server. `hidden` is the input of the
     output layer after `position` tokens, float32 (H). JSON contains the exact float32 values. `state` says where the
     state comes from (`StateSource`)."""
 
@@ -649,7 +650,7 @@ class NewSession(SessionView):
 
 @dataclass(frozen=True, slots=True)
 class ScoreProgress:
-    """An event of a stream. `done` is the number of tokens that have been run, out of `total`."""
+    """An event in the stream of a score. `done` is the number of tokens that have been run, out of `total`."""
 
     done: int
     total: int
@@ -657,10 +658,10 @@ class ScoreProgress:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """An event of a stream, with the tokens from `position` on and the log-probability of each token. With `truncated`,
-    it also has the error bound of each token. The first token then has no prediction, so its log-probability and its
-    error bound are null. With `top_k`, it also has the most probable tokens at each position. At the place of a skipped
-    event, all of these are null."""
+    """An event in the stream of a score: the next scored tokens, of which the first is at `position`, and the
+    log-probability of each token. With `truncated`, it also has the error bound of each token. The first token then has
+    no prediction, so its log-probability and its error bound are null. With `top_k`, it also has the most probable
+    tokens at each position. At the place of a skipped event, all of these are null."""
 
     position: int
     tokens: tuple[int | None, ...]
@@ -737,10 +738,10 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class Finish(Served):
-    """The last event of a stream. This event has the whole answer, except the tokens' log-probabilities. `error_bound`
-    is the largest error bound of the distributions from which the tokens were sampled. Each bound compares a
-    distribution with the never-interrupted model's distribution after the same tokens. `session` and its
-    `position` are present if the generation continued a session."""
+    """The last event in the stream of a generation. This event has the whole answer, except the tokens'
+    log-probabilities. `error_bound` is the largest error bound of the distributions from which the tokens were sampled.
+    Each bound compares a distribution with the never-interrupted model's distribution after the same tokens. `session`
+    and its `position` are present if the generation continued a session."""
 
     text: str
     tokens: tuple[int, ...]
@@ -783,9 +784,9 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class ComparedMode:
-    """The results of one mode or window in a comparison. The recurrent result is for one step from a resident state,
-    which is the cost of one token of a session. `agreement` compares a window with the recurrent answer. `agreement` is
-    null for the recurrent result."""
+    """The results of one mode or window in a comparison. The recurrent result's latency is that of one step from a
+    resident state, as for one new token of a session. `agreement` compares a window with the recurrent answer.
+    `agreement` is null for the recurrent result."""
 
     mode: Mode
     window: int | None
@@ -798,8 +799,8 @@ class ComparedMode:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Served):
-    """The comparison of one model. The comparison has the results of recurrent mode, and of every window in the
-    request's order. `tokens` is the number of tokens in the input."""
+    """The comparison of recurrent mode with windows, for one model. `windows` are in the request's order. `tokens` is
+    the number of tokens in the input."""
 
     tokens: int
     repeat: int

@@ -19,7 +19,8 @@ FLOAT32_ROUNDING = 1e-5
 
 
 class Source(StrEnum):
-    """The reason for a comparison: the request's mode was `both`, or the live answer was sampled."""
+    """The reason for a comparison: the request's mode was `both`, or the answer was sampled and repeated in the other
+    mode (`shadow.py`)."""
 
     BOTH = "both"
     SHADOW = "shadow"
@@ -60,14 +61,15 @@ def compare(
 
 
 class TotalVariationReport(TypedDict):
-    """Figures over all comparisons; null if there were none."""
+    """The mean and the maximum of the total variation over all comparisons. Null if there were no comparisons."""
 
     mean: float | None
     max: float | None
 
 
 class ErrorBoundReport(TypedDict):
-    """Figures over the comparisons that had a bound; null if there were none."""
+    """The error bounds of the compared answers. `bounded` is the number of comparisons that had a bound. `mean` and
+    `max` are the mean and the maximum of these bounds, or null if there were none."""
 
     bounded: int
     mean: float | None
@@ -147,7 +149,7 @@ class AgreementStatistics:
 
 
 def violates(agreement: Agreement) -> bool:
-    """Returns whether the pair contradicts a bound by more than rounding, or contradicts a proof.
+    """Returns whether a compared pair of answers contradicts its bound by more than rounding, or contradicts a proof.
 
     A pair contradicts a bound if its distance exceeds the bound. It contradicts a proof if the most probable tokens
     differ although they are proved equal. The state distance is not compared with a bound of 0, because that bound does

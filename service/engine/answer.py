@@ -32,10 +32,11 @@ run."""
 class AnswerPlan(NamedTuple):
     """The plan for the answer to a request at `position`.
 
-    `mode` is recurrent, window or both. `window` is k, the window's number of tokens; None in mode recurrent. `origin`
-    is the source of the recurrent part's state. `context_length` is the number of latest tokens that this state has
-    read. `ranking` selects the tokens that the answer may list. `cache` says whether the answer is mixed with the
-    model's cache, if the model has one.
+    `mode` is recurrent, window or both. In mode both, the answer has two parts: a recurrent part and a window part.
+    Otherwise it has one part. `window` is k, the window's number of tokens; None in mode recurrent. `origin` is the
+    source of the recurrent part's state. `context_length` is the number of latest tokens that this state has read.
+    `ranking` selects the tokens that the answer may list. `cache` says whether the answer is mixed with the model's
+    cache, if the model has one.
     """
 
     mode: Mode
@@ -67,8 +68,8 @@ class AnswerPlan(NamedTuple):
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """Returns the part of the bound that is known before the run: the certificate's bound. The run may output a
-        radius that gives a smaller bound."""
+        """Returns the answer's bound as far as it is known before the run: the certificate's bound. The run may output
+        a radius that gives a smaller bound."""
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
@@ -80,8 +81,8 @@ class AnswerPlan(NamedTuple):
 
 
 class ModeResult(NamedTuple):
-    """The result of one mode's run, with the answer's bound and latency. `proved` says whether `search` proved that the
-    never-interrupted model has the same most probable token."""
+    """The result of one mode's run, with the answer's bound and latency. `proved` says whether `AnswerBuilder.search`
+    proved that the never-interrupted model has the same most probable token."""
 
     result: RunResult
     bound: Bound | None
@@ -114,8 +115,8 @@ class AnswerBuilder:
         prover: Executor,
         cache: CacheMixture | None = None,
     ) -> None:
-        """`prover` runs the gradient proofs one at a time, because they would block the event loop. `cache` is the
-        model's cache, if it has one."""
+        """`prover` runs the gradient proofs on a thread of its own, because they would block the event loop. `cache` is
+        the model's cache, if it has one."""
         self._certificate = manifest.certificate
         self._vocabulary = vocabulary
         self._margin = margin
@@ -304,7 +305,7 @@ class AnswerBuilder:
         return listed(ranking.largest(result, top_k), top_k, self._vocabulary)
 
     def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """Like `apart`, but also counts the pair in the statistics."""
+        """Like `apart`, but also counts the comparison in the statistics."""
         pair = self.apart(plan, recurrent, window)
         self._stats.compared(pair, Source.BOTH)
         return pair

@@ -46,7 +46,8 @@ MARGIN = 1.25
 deadline has slowed down all other requests, whereas a refused request can be retried."""
 
 FASTEST, SLOWEST = 0.25, 8.0
-"""Smallest and largest measured value of the pace."""
+"""The smallest and the largest accepted value of a measured pace. A measured value outside of this range is replaced by
+the nearest accepted value."""
 
 left_of = attrgetter("left_s")
 
@@ -66,8 +67,8 @@ class Share:
         self.seconds = self.left_s = seconds
         self.deadline = math.inf if deadline is None else deadline
         self.takes_turns = False
-        self._since_s = 0.0  # turn time when this share was resumed or last made progress
-        self._spent_s = 0.0  # turn time between the last progress and the last pause
+        self._since_s = 0.0  # `Backlog.turn_s` when this share was resumed or last made progress
+        self._spent_s = 0.0  # turn time from the last progress to the last pause
 
     def progress(self, part: float) -> None:
         """Records that the fraction `part` of the request's work, from 0 to 1, is done."""
@@ -112,17 +113,18 @@ class Backlog:
         self._turn_s = 0.0
         self._at = 0.0  # time when `_turn_s` was last updated
         self.taking = 0
-        """Number of shares that take turns. A share calls `turn_s` before it changes this number."""
+        """Number of shares that take turns. A share calls `turn_s` before it changes this number, because `turn_s`
+        divides the time since its last call by this number."""
 
     @property
     def seconds(self) -> float:
-        """The expected seconds until all requests have ended, if no new request arrives."""
+        """The expected seconds until all long requests have ended, if no new request arrives."""
         now = self._clock()
         return self.pace * sum(share.left_s for share in self.shares if share.deadline > now)
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
-        """Admits a request with an expected work of `seconds`. Work that the request has not done when it ends does not
+        """Admits a request with an expected work of `seconds`. If the request ends early, its unfinished work does not
         change the pace, because only `Share.progress` updates the pace. Raises Overloaded.
         """
         if seconds < LONG_S:

@@ -5,10 +5,10 @@ the last k of the n tokens.
 
 - k >= n: no token is missing. The bound is 0 if two runs over the same tokens are bit-identical. This is checked when
   a model is loaded (`Certificate.bit_identical`). Otherwise, the bound is the rounding of two runs.
-- k < n: the bound is the smaller of two bounds. The first bound is the certificate's curve at k, which holds for all
-  tokens. The second bound is an output of the run, and holds for the tokens of this run. Both bounds are theorems about
-  the weights in exact arithmetic. The rounding of two float32 runs (`Certificate.rounding`) is added to both bounds.
-  This rounding is computed from the measured error of one step and a proved bound of the growth of errors.
+- k < n: the bound is the smaller of two bounds. The first bound is the certificate's bound for k, which holds for any
+  k tokens. The second bound is an output of the run, and holds for the tokens of this run. Both bounds are theorems
+  about the weights in exact arithmetic. The rounding of two float32 runs (`Certificate.rounding`) is added to both
+  bounds. This rounding is computed from the measured error of one step and a proved bound of the growth of errors.
 - k = 0 < n: there is no bound.
 - A model that is not contractive has only the bound of 0 for k >= n, because the effect of a rounding error or of a
   dropped token is unlimited. In all other cases its bound is None, and the most probable token is not proved.
@@ -43,8 +43,8 @@ class Bound(NamedTuple):
 
 
 def bound(certificate: Certificate, k: int, position: int, radius: float | None = None) -> Bound | None:
-    """Returns the bound of an answer from a state that has read the last `k` of `position` tokens. None: there is no
-    bound.
+    """Returns the bound of an answer from a state that has read the last `k` of `position` tokens. Returns None if
+    there is no bound.
 
     `radius` is an output of the run over these k tokens. It bounds the distance of this run's last state from the last
     state of any run that ends in the same k tokens.

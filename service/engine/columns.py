@@ -52,7 +52,7 @@ Float = TypeVar("Float", np.float32, np.float64)
 
 NO_POSITION = -1  # the expected position of a step whose request has none
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
-KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
+KNOWN_BOUNDS = 4096  # number of cached bounds, one for each number of tokens that a state has read
 
 
 StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
@@ -129,7 +129,7 @@ class StepResults:
 
 
 class StepAnswer(Answer):
-    """One row of the results as an `Answer`. Its fields are built on the first access."""
+    """One row of `StepResults` as an `Answer`. The answer's fields are built when one of them is first read."""
 
     __slots__ = ("results", "row")
 
@@ -377,7 +377,8 @@ class StepColumns:
         return batch.part(good)
 
     def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Returns whether each session's state is still in the slot of its queued step: bool (B)."""
+        """Returns, for each step of the batch, whether the session's state is still in the same slot as when the step
+        was queued: bool (B)."""
         slots = [self._resident.slot(session) for session in batch.sessions]
         return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
 
@@ -481,7 +482,7 @@ class StepColumns:
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
         """Passes the steps to the general procedure, which takes over the locks of the steps' sessions. A request that
-        waits for a lock therefore runs after the step.
+        waits for such a lock therefore runs after the step.
 
         `entered` says whether the steps were in a batch that ran. Such steps commit even if they are abandoned.
         """
@@ -499,7 +500,7 @@ class StepColumns:
                 receiver.step_again(pending, number)
 
     def _results(self, batch: StepBatch, started_s: float, compute_s: float, batch_items: int) -> StepResults:
-        """Returns the answers of the committed rows."""
+        """Returns the answers to the batch's steps, which are committed already."""
         results, outputs = StepResults(), batch.outputs
         results.top_k = batch.top_k
         positions = self._state_cache.positions[batch.slots]
@@ -539,8 +540,8 @@ class StepColumns:
     def _largest_of_mixtures(
         self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Outputs, width: int
     ) -> None:
-        """Like `_largest`, for mixtures with a cache. Also replaces the networks' bounds in `results` by those of the
-        mixtures. `found` holds the cache's part of each row's mixture."""
+        """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
+        the bounds of the mixtures. `found` holds the cache's part of each row's mixture."""
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, width)

@@ -89,10 +89,10 @@ from wane.service.types import (
     StepRequest,
 )
 
-ENCODED_AT_ONCE = 4096  # number of characters of a text; a longer text is encoded on a thread
+ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded on the event loop's thread
 
 BEGUN_AT_ONCE = 32
-"""The largest number of predictions of one call that start in one iteration of the event loop."""
+"""The largest number of predictions of one `predict_many` call that start in one iteration of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
 """Values of a step's `mode` with which the step may be taken in columns (see `columns.py`). With these values, the
@@ -105,8 +105,8 @@ TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a s
 class Engine:
     """Serves one version of one model. Every method must be called on the event loop's thread.
 
-    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded in addition to its
-    own errors. If a caller is cancelled, the caller's work that has not entered a batch is withdrawn.
+    Every method that answers a request may raise Overloaded, Unavailable (while draining) and DeadlineExceeded in
+    addition to its own errors. If a caller is cancelled, the caller's work that has not entered a batch is withdrawn.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Engine:
             has_radius_output=has_radius_output,
         )
         self.has_state = pool.has_state
-        """Returns whether the state of a session, given by its key, is in the state cache."""
+        """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         outputs = runner.outputs("step")
         most_predictions = min(settings.top_k_limit, min(TOP, vocabulary.size) - len(vocabulary.unlisted))
@@ -395,8 +395,9 @@ class Engine:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Takes a step of one token in columns. `receiver` gets the result with this `number`. Returns False, without
-        side effects, if the step needs the general procedure. The caller must then call `submit`."""
+        """Takes a step of one token in columns (see `columns.py`). `receiver` gets the result with this `number`.
+        Returns False, without side effects, if the step needs the general procedure. The caller must then call
+        `submit`."""
         return (
             self.shadow is None
             and CURRENT.get() is None
@@ -619,13 +620,13 @@ class Engine:
             return await self.steps.state(session, self.identity, ticket)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
-        """Deletes a session after the end of any step in flight. Raises UnknownSession."""
+        """Deletes a session after its step in flight, if any, has ended. Raises UnknownSession."""
         with until(deadline):
             async with self.sessions.locks.held(session):
                 await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
-        """Rewinds a session to `position` after the end of any step in flight.
+        """Rewinds a session to `position` after its step in flight, if any, has ended.
 
         Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the session's stored tokens do not
         reach back to `position`.
@@ -686,7 +687,8 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        # Buffered tokens are written last, because closing the batcher may commit the steps of a batch.
+        # Buffered tokens are written to the store last, because closing the batcher may commit a batch of steps, whose
+        # tokens are then buffered too.
         await self._resident.close()
 
     def discard(self) -> None:

@@ -38,7 +38,7 @@ class EventTokens(NamedTuple):
 
 
 class EventNames:
-    """Converts the events of requests to one model."""
+    """Converts the events in the requests for one model to tokens."""
 
     def __init__(self, manifest: Manifest, vocabulary: Vocabulary, settings: Settings) -> None:
         self._model = manifest.name
@@ -110,9 +110,10 @@ class EventNames:
         exclude_seen: bool,
         include_end: bool,
     ) -> Filter:
-        """Returns the filter of a request, whose fields are the arguments. A name in `exclude` that the vocabulary
-        lacks has no effect. If a name in `candidates` is not in the vocabulary, "refuse" raises InvalidRequest, and
-        "skip" and "token" leave the name out.
+        """Returns the filter of a request. The arguments are the request's fields of the same names. A name in
+        `exclude` that the vocabulary lacks has no effect. If a name in `candidates` is not in the vocabulary, this
+        method raises InvalidRequest if `unknown` is "refuse", and leaves the name out if `unknown` is "skip" or
+        "token".
 
         Raises InvalidRequest like `tokens`, and if a list is too long.
         """
@@ -137,8 +138,8 @@ class EventNames:
         return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, allowed.unknown)
 
     def _find(self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0) -> EventTokens:
-        """Returns the tokens of events. `field` is the request's list of these events, for messages. `first` is the
-        index of the first of the events in that list."""
+        """Returns the tokens of events. `field` is the name of the request's list that contains these events. Error
+        messages name it. `first` is the index, in that list, of the first of these events."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is 'token', but the vocabulary of {self._model} has no {UNK}", "unknown")

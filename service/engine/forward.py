@@ -19,8 +19,8 @@ from wane.service.runners.outputs import FEW, Largest, Outputs
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
 from wane.service.state.pool import ZERO, StatePool
 
-# Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests and the
-# intermediate values small.
+# Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests short, and the
+# memory for intermediate values small.
 PIECE_TOKENS = IN_ORDER["advance"]
 
 
@@ -78,7 +78,7 @@ class Mixed:
         return sums
 
     def largest(self, count: int) -> Largest | None:
-        """Like `top`, but in another format, and may return more than `count` tokens."""
+        """Like `top`, but returns the tokens as `Largest`, and may return more than `count` tokens."""
         found = self.top(min(max(count, FEW), self._cache.vocabulary_size))
         if found is None:
             return None
@@ -144,7 +144,7 @@ class RunResult:
     def log_sum_exp(self) -> float | None:
         """The log-sum-exp of `logits`; None if the graph does not output it."""
         if self.mixed is not None:
-            return 0.0  # the logits of a mixture are log-probabilities
+            return 0.0  # the logits of a mixture are log-probabilities, whose log-sum-exp is 0
         found = self.row.output(LOG_SUM_EXP)
         if found is None:
             return None
@@ -169,7 +169,7 @@ class RunResult:
 
 class Forward:
     """Runs sequences of one model with its batcher and its state pool. Sequences are int64 arrays. `read`, `write` and
-    `slot` are slots of the pool."""
+    `slot` are slots of the pool. `binding`: see `Work`."""
 
     def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner) -> None:
         self._batcher = batcher

@@ -122,8 +122,8 @@ class Prompt:
 
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
     prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
-    the start token: all of them, or at least as many as the model's cache can hold. If a request without a session
-    truncates the sequence, `position` is one more than the number of the request's tokens.
+    the start token: all of them, or at least as many as the model's cache can hold. If the request has no session and
+    sets `truncated`, `position` is one more than the number of its tokens.
     """
 
     history: Sequence[int]
@@ -205,7 +205,8 @@ class WindowSource:
 
 
 class SessionSource:
-    """Continues a session. `begin` runs the session, and returns the source of the next tokens and the first result."""
+    """Continues a session. `begin` (see `SessionSteps.begin`) returns the result with the first next-token
+    distribution, and the source of all further distributions."""
 
     def __init__(self, begin: Callable[[], Awaitable[tuple[Source, RunResult]]]) -> None:
         self._begin = begin
@@ -228,7 +229,7 @@ class SessionSource:
 
     @property
     def _begun(self) -> Source:
-        assert self._source is not None, "a session is continued before it was run: this is a bug"
+        assert self._source is not None, "`prompt` was not called before the session was continued: this is a bug"
         return self._source
 
 

@@ -20,8 +20,8 @@ SLOTS_AT_ONCE = 256  # checking this many 4 KB states takes 1.5 ms, mostly for c
 
 
 class IntegrityReport(TypedDict):
-    """The numbers of complete passes over all states and of faults found. Each fault is logged, and the state with the
-    fault is dropped."""
+    """`rounds` is the number of times that all states have been checked. `faults` is the number of faults that were
+    found. Each fault is logged, and the state with the fault is dropped."""
 
     rounds: int
     faults: int

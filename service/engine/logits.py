@@ -103,7 +103,7 @@ class Ranking:
             if found is not None and self._excluded:
                 found = self._kept(found)
                 if len(found.ids) < count and wanted > result.most:
-                    found = None  # the graph outputs too few tokens
+                    found = None  # the graph outputs too few tokens, so the code below uses all logits
             if found is not None:
                 return found
         logits, total = result.logits, result.log_sum_exp
@@ -147,7 +147,8 @@ class Rankings:
             excluded.discard(self._eos_id)
         excluded.update(wanted.exclude)
         if wanted.exclude_seen:
-            excluded.update(set(known) - {self._eos_id})  # `<eos>` is the end of a session, and not an event
+            # `<eos>` is not an event. Only `include_end` decides whether `<eos>` is listed.
+            excluded.update(set(known) - {self._eos_id})
         candidates = None if wanted.candidates is None else frozenset(wanted.candidates)
         return Ranking(self._size, frozenset(excluded), candidates, len(known) if wanted.exclude_seen else None)
 
@@ -265,7 +266,7 @@ class Sampler:
         return token, float(logprobs[token])
 
     def choose(self, logprobs: NDArray[np.float64]) -> int:
-        """Draws a token by its log-probability at temperature 1: float64 (V)."""
+        """Draws a token. `logprobs` are the tokens' log-probabilities at temperature 1, float64 (V)."""
         preferences = self._preferences
         if preferences is not None:
             logprobs = preferences.apply(logprobs)

@@ -134,7 +134,7 @@ class Admission:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Counts a request as active within the context. Raises Unavailable after `close`."""
+        """Counts a request as active within the `with` block. Raises Unavailable after `close`."""
         self.enter()
         try:
             yield

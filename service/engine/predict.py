@@ -158,8 +158,7 @@ class Predictor:
         """Yields each token when it is drawn, then a `Finish`. Closing `held` releases the slot of the generation's
         state. Reports progress to `share`.
 
-        `auto` means recurrent here. The prompt's run leaves a state, and one step for each token is then the cheapest
-        mode.
+        `auto` means recurrent here. The prompt's run leaves a state, from which each further token costs only one step.
         """
         if not self._runs(request):
             raise InvalidRequest(NOTHING_TO_CONTINUE, "events")

@@ -11,7 +11,8 @@ from wane.service.types import Mode
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # faster than looking up the enum member on each use
 
 COST_TOLERANCE = 1.1
-"""Measured costs within this factor count as equal. The candidate with the smaller bound is then chosen."""
+"""The measured costs of a window and of all tokens count as equal if they differ by at most this factor. All tokens are
+then run, because their bound is smaller."""
 
 UNASKED = 1e-3
 """If the request has no tolerance, `auto` runs the model's default window only if the window's error bound is at most
@@ -32,20 +33,22 @@ def ways(
     has_radius_output: bool,
     cost: Cost,
 ) -> tuple[int | None, ...]:
-    """Returns the windows that `auto` tries for `position` tokens without a state. None stands for all tokens.
+    """Returns the windows that `auto` tries for a sequence of `position` tokens that has no resident state. None stands
+    for all tokens.
 
     A window of k tokens contains the sequence's last k tokens. `window` is the requested k, `own` is the model's
-    default k, and `largest` is the largest allowed k. `auto` chooses k as follows. If the request has neither a
-    tolerance nor a k, `auto` chooses the default k, provided that the certificate's curve at that k is at most UNASKED.
-    If the request has only a k, `auto` chooses that k. If the request has only a tolerance, `auto` chooses the smallest
-    k at which the curve meets the tolerance. If the request has both, `auto` chooses the requested k, provided that the
-    curve at that k meets the tolerance. In all other cases `auto` runs all tokens. It also runs all tokens if that does
-    not cost more than the window, because an answer from all tokens has the smallest bound.
+    default k, and `largest` is the largest allowed k. The certificate's curve is its error bound as a function of k.
+    `auto` chooses k as follows. If the request has neither a tolerance nor a k, `auto` chooses the default k, provided
+    that the certificate's curve at that k is at most UNASKED. If the request has only a k, `auto` chooses that k. If
+    the request has only a tolerance, `auto` chooses the smallest k at which the curve meets the tolerance. If the
+    request has both, `auto` chooses the requested k, provided that the curve at that k meets the tolerance. In all
+    other cases `auto` runs all tokens. It also runs all tokens if that costs at most COST_TOLERANCE times as much as
+    the window, because an answer from all tokens has the smallest bound.
 
     `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run. This bound may be far
-    below the curve. The first window is then an attempt: its answer is returned if the bound that its run outputs meets
-    the tolerance. Otherwise the last returned window is run. A model that is not certified runs all tokens. A k that
-    covers all tokens becomes None.
+    below the curve. If this function returns two windows, the first is an attempt that relies on this bound. Its answer
+    is used if the bound that its run outputs meets the tolerance. Otherwise the second window is run. A model that is
+    not certified runs all tokens. A k that covers all tokens becomes None.
     """
     if not certificate.certified or certificate.rounding is None:
         return (None,)
@@ -53,7 +56,7 @@ def ways(
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
     if sure is not None and cost(None) <= COST_TOLERANCE * cost(sure):
         sure = None
-    # The cost of a failed attempt is wasted. An attempt may cost at most half of the cost that it can save.
+    # The cost of a failed attempt is wasted. An attempt may cost at most half as much as the run that it can save.
     if (
         has_radius_output
         and tolerance is not None
@@ -76,8 +79,8 @@ def rebuilt_from(
     used: float,
     cost: Cost,
 ) -> int | None:
-    """Returns the number of latest tokens from which `auto` rebuilds a session's state at `position`. None: all `held`
-    tokens, which the session keeps.
+    """Returns the number of latest tokens from which `auto` rebuilds a session's state at `position`. None stands for
+    all `held` tokens that the session keeps.
 
     A state from all tokens has the smallest bound, and it also serves later steps. `used` is the expected number of
     later steps that find the rebuilt state before it is evicted. Let k be the number of tokens of a window that meets
@@ -98,7 +101,8 @@ def rebuilt_from(
 def _enough(
     certificate: Certificate, position: int, *, window: int | None, own: int, largest: int, tolerance: float | None
 ) -> int | None:
-    """Returns the k that meets the tolerance by the certificate alone, before any run. None: all tokens."""
+    """Returns the k that `ways` describes, chosen from the certificate alone, before any run. None stands for all
+    tokens."""
     if tolerance is None:
         k = window or (own if meets(bound(certificate, own, position), UNASKED) else position)
     elif window is not None:

@@ -13,9 +13,10 @@ In a truncated sequence every answer has its own bound: the bound for the number
 bound of the error that the joints add. The tolerance then limits only the error that the joints add.
 
 In a whole sequence, one bound holds for all answers of a run with joints. It is the smaller of two bounds, each plus
-the rounding of two float32 runs. The first is the certificate's curve, at one token more than the chunks' warm-up,
-because even the first answer of a chunk has read the warm-up and the chunk's first token. The second is computed from
-the measured differences at the joints (`models/certificate/propagation.py`).
+the rounding of two float32 runs. The first is the certificate's bound for one token more than the chunks' warm-up (the
+number of tokens that a chunk runs before its own tokens). Even the first answer of a chunk has read the warm-up and the
+chunk's first token. The second is computed from the measured differences at the joints
+(`models/certificate/propagation.py`).
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Scorer:
     ) -> AsyncGenerator[Item, None]:
         """Yields the log-probabilities in the order of the tokens, and the progress. The last item is the summary. The
         caller must close the generator. Reports progress to `share`."""
-        await asyncio.sleep(0)  # lets other tasks run, because checking a long text takes long
+        await asyncio.sleep(0)  # lets other tasks run, because the check of a long text has just blocked the event loop
         input_ids = await self._input_ids(request)
         with until(request.deadline):
             mixed = await self._mixed(request, input_ids)
@@ -295,7 +296,7 @@ class Scorer:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
         # `_least` is the error bound if the states at the joints differ only by rounding. If even this bound exceeds
-        # the tolerance, only exact joints or the certificate's curve can meet the tolerance.
+        # the tolerance, only exact joints, or a warm-up of `enough` tokens, can meet the tolerance.
         if self._least > tolerance:
             return Demand(0.0, None, enough)
 
@@ -322,7 +323,8 @@ class Scorer:
         return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
 
     async def _moved(self, plan: ChunkPlan) -> float:
-        """Returns the bound of the total variation that the measured errors at joints can cause; 1 if it is unknown."""
+        """Returns the bound of the total variation that the measured differences at the joints can cause; 1 if it is
+        unknown."""
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:
             return 1.0

@@ -56,7 +56,7 @@ class ShadowProcess(Protocol):
     """Processor time in seconds that all runs have used in the separate process."""
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Like `Runner.run`. Raises RunnerLost if the process can no longer run."""
+        """Like `Runner.run`. Raises RunnerLost if the process has exited."""
         ...
 
     def kill(self) -> None:
@@ -72,8 +72,8 @@ class ShadowProcess(Protocol):
 class Case:
     """A sampled live answer. `tokens`, int64 (n), are the tokens that the other mode runs from the zero state.
 
-    `plan` is the plan of both modes. `live` is the result of the live answer's run, and `recurrent` says whether that
-    run was in mode recurrent. `history`: int64, the tokens in the model's cache for this sequence.
+    `plan` is the plan of an answer in mode both. `live` is the result of the live answer's run, and `recurrent` says
+    whether that run was in mode recurrent. `history`: int64, the tokens in the model's cache for this sequence.
     """
 
     plan: AnswerPlan

@@ -1,7 +1,7 @@
 """Answers requests to sessions in four stages: check out, run, commit, answer.
 
-All stages run under the session's lock. The record is read first, from the store or a cache, and written last. In
-between, the next state is computed in a new slot. A failure before the commit therefore changes nothing.
+All stages run under the session's lock. The session's record is read first, from the store or a cache, and written
+last. In between, the next state is computed in a new slot. A failure before the commit therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from wane.service.types import (
 
 RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
 NO_TOKENS = np.empty(0, np.int64)
-REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average of `share_found`
+REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average `SessionSteps.share_found`
 MOST_USES = 1e3  # upper limit of the expected number of later steps that use a rebuilt state
 
 
@@ -112,10 +112,10 @@ class SessionSteps:
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """Appends the step's tokens and predicts the next token, or replays the last answer. A step without tokens
-        appends nothing, and does not become the session's last step. If another writer commits first, the step runs
-        again with the new record. `is_locked` says whether the caller holds the session's lock. The step releases the
-        lock in either case.
+        """Appends the step's tokens and predicts the next token. If the step is a retry of the session's last step,
+        answers it again without appending. A step without tokens appends nothing, and does not become the session's
+        last step. If another writer commits first, the step runs again with the new record. `is_locked` says whether
+        the caller holds the session's lock. The step releases the lock in either case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -123,7 +123,7 @@ class SessionSteps:
             await sessions.locks.wait(request.session)
         try:
             for _ in range(1 + RETRIES):
-                # A commit would detect that another writer has changed the session. A step without tokens has no
+                # The record of `look` may be outdated, which only the commit detects. A step without tokens has no
                 # commit, so it reads the session from the store.
                 record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
                 if record is None:
@@ -230,7 +230,7 @@ class SessionSteps:
             record = await self._sessions.read(session)
             if not len(self._input_ids(record)):
                 raise InvalidRequest(
-                    f"session {id_of(session)!r} has no token yet, and its model reads no start token: no state",
+                    f"session {id_of(session)!r} has no token, and its model reads no start token, so it has no state",
                     "session",
                 )
             mode = routing.of_session(None, record.mode)
@@ -249,13 +249,13 @@ class SessionSteps:
         )
 
     def seconds(self, request: StepRequest) -> float:
-        """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
+        """Returns the expected seconds of a step's runs. Returns 0 for a step of at most PIECE_TOKENS tokens, which the
         backlog does not count."""
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
     def view(self, record: SessionRecord, identity: Identity) -> SessionView:
-        """Returns the session's public view."""
+        """Returns the session as its owner sees it."""
         resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
         kept = resident or self._sessions.kept(record)
@@ -288,7 +288,8 @@ class SessionSteps:
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         # The session's earlier tokens are needed in these cases: there is no state to continue from, the step runs a
-        # window, answers are sampled for shadows, the model has a cache, or the list excludes the seen tokens.
+        # window, answers are sampled for shadows, the model has a cache, or the answer must not list tokens that the
+        # session contains.
         builder, wanted = self._answer_builder, request.filter
         if (
             base is None
@@ -345,7 +346,8 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        # The proof is searched after the commit, because the client may cancel during a long search.
+        # A proof is searched only after the commit, so that the step is committed even if the client cancels the
+        # request during a long search.
         if request.prove:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
@@ -456,7 +458,7 @@ class SessionSteps:
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, ranking, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
         # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
-        # outputs a radius. A mixture with a cache also has a smaller bound, because the network's weight is below 1.
+        # outputs a radius, or if the answer is a mixture with a cache, in which the network's weight is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -514,8 +516,8 @@ class SessionSteps:
         token.
 
         `before_ids` is the kept model input before the step. `position` is the session's position before the step.
-        `base` is the state to continue from. The caller retains the slot of `base`. If it is None, the state before the
-        step is computed from `before_ids`.
+        `base` is the state to continue from. The caller retains the slot of `base`. If `base` is None, the state before
+        the step is computed from `before_ids`.
         """
         forward, tokens = self._forward, np.array(request.tokens, np.int64)
         cache = self._answer_builder.cache if request.cache else None
@@ -605,8 +607,8 @@ class SessionSteps:
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """Returns the session's tokens after the position of the state `base`. Counts the state if there are such
-        tokens."""
+        """Returns the session's tokens after the position of the state `base`. If there are such tokens, counts one
+        state in the metric `state_replays`."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
@@ -621,7 +623,7 @@ class SessionSteps:
             self.share_found = before + REBUILD_EMA_ALPHA * (found - before)
 
     def _share_found(self) -> float:
-        """Returns the share of needed states that were resident, including steps in columns."""
+        """Returns the share of needed states that were resident. The states of steps in columns are included."""
         hits, self._resident.hits = self._resident.hits, 0
         if hits:
             self.share_found = 1 - (1 - self.share_found) * (1 - REBUILD_EMA_ALPHA) ** hits

@@ -21,7 +21,7 @@ class StepCall(Waiter[None]):
     __slots__ = ("_general", "results", "waits_for")
 
     creator: Owner | None = None
-    """None: no step of the call may create its session."""
+    """Is None, because no step of the call may create its session."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """Proves that an answer's most probable token is also the never-interrupted model's, by margin or by gradient.
 
-The gradient proof also bounds the total variation.
+The gradient proof also bounds the total variation between the two distributions.
 
 **Margin proof** (`MarginProof`). The logit of token a is l_a = W_a . h + c_a, where h is the output layer's input, W_a
 the token's row of the output layer's matrix, and c_a its bias. Let E bound the 2-norm distance between the h of the
 answer's run and the h of the never-interrupted model. The lead l_a - l_b of token a over token b then differs by at
-most |W_a - W_b|_2 E between the two models. So the most probable token a is proved if, for every other token b,
+most |W_a - W_b|_2 E between the two runs. So the most probable token a is proved if, for every other token b,
 
     l_a - l_b  >  |W_a - W_b|_2 E + rounding of the four logits.
 
@@ -16,20 +16,21 @@ The bound on the rounding is a theorem. The error of a float32 sum of n terms, i
 2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For the other run,
 |h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
 
-**Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
-output layer's input move in any direction within a radius. For a window of a gated model, the run also outputs a bound
-error_i for each unit i of the states. It bounds the distance between the unit's value in this run and its value in the
-never-interrupted model. A lead is a function of these units. The lead therefore changes by at most `sum_i |gradient_i|
-error_i` plus the remainder of the first-order expansion (`models/certificate/top1.py`). From here on, h is computed in
-exact arithmetic from the states and the stream (the first layer's input) that the graph output. Token a is the most
-probable token of the never-interrupted float32 run if, for every rival b,
+**Gradient proof** (`DirectionProof`). It runs if the request sets `prove`, and the margin proof leaves rivals or the
+bound on the total variation is not small. The margin proof lets the output layer's input move in any direction within a
+radius. For a window of a gated model, the run also outputs a bound error_i for each unit i of the states. It bounds the
+distance between the unit's value in this run and its value in the never-interrupted model. A lead is a function of
+these units. The lead therefore changes by at most `sum_i |gradient_i| error_i` plus the remainder of the first-order
+expansion (`models/certificate/top1.py`). From here on, h is computed in exact arithmetic from the states and the stream
+(the first layer's input), which are outputs of the graph. Token a is the most probable token of the never-interrupted
+float32 run if, for every rival b,
 
     (W_a - W_b) . h + c_a - c_b  >  moved + |W_a - W_b|_2 E + rounding of two logits.
 
 Some of these terms are theorems, and some are measured:
 
 - `moved` bounds the difference between the lead at h and the lead of any *exact* run that ends in these tokens. It is a
-  theorem if the stream, states and errors that the graph output differ by at most R from those of an exact run over the
+  theorem if the stream, states and errors in the graph's output differ by at most R from those of an exact run over the
   window. `moved` includes the effect of R. It is evaluated in float64, and the float64 rounding is included.
 - R, for states, is the certificate's `rounding.states`. The stream is computed from the last few tokens by convolution
   layers, and the errors are products of gates. For the stream and the errors, R is measured when the model is loaded,
@@ -67,7 +68,7 @@ OUTWARD = 1 + 1e-9  # upper bounds are multiplied by this factor; 1e-9 far excee
 
 
 class MarginProof:
-    """Proves most probable tokens by their margin. Everything that does not depend on a request is computed once."""
+    """Proves most probable tokens by their margin. All values that do not depend on a request are computed once."""
 
     def __init__(self, weights: Weights) -> None:
         self._rows = head_weight(weights)
@@ -247,7 +248,7 @@ class MarginProof:
         (B).
 
         probabilities (B, K >= 2): in descending order; hidden (B, H): the output layer's inputs; weights (B): the
-        weights of the networks' distributions; errors (B): like `error` of `proves`, infinite for a row that cannot be
+        weights of the network's distributions; errors (B): like `error` of `proves`, infinite for a row that cannot be
         proved. The difference of any two logits changes by at most `spread`. The total variation of the network's
         distribution is therefore at most t = tanh(spread / 4) (`models/certificate/total_variation.py`), so each of its
         probabilities changes by at most t. The difference of two probabilities of the mixture changes by at most 2 *

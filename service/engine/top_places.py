@@ -1,8 +1,8 @@
 """Lists the most probable tokens at the position of each token of a scored text.
 
 The run that scores a text outputs the output layer's input after every token (`hiddens`). The graph `head` then
-computes the distributions, for SLICE positions at a time. The graphs of version 1 bundles do not output `hiddens`. With
-these graphs, every token runs as one step.
+computes the distributions, for SLICE positions at a time. The graphs of bundles with the manifest's schema 3 do not
+output `hiddens`. With these graphs, every token runs as one step.
 
 Each list contains the text's own token at that position. In the list, this token has the log-probability from the
 scoring run, so that the list and `logprobs` contain the same float. That log-probability may differ by rounding from
@@ -66,7 +66,7 @@ class TopPlaces:
     ) -> list[tuple[Prediction, ...]]:
         """Returns one list for each of the n tokens of `input_ids` that follow index `first`. `scored`: float64 (n),
         the log-probabilities of these tokens from the scoring run. `hiddens`: float32 (n, H), the output layer's inputs
-        from which the scoring run predicted these tokens; None: the tokens run as steps."""
+        from which the scoring run predicted these tokens. If `hiddens` is None, the tokens run as steps."""
         assert request.top_k is not None, "the score request has no top_k: this is a bug"
         cache = self._cache if request.cache else None
         starts = 0 if request.truncated else self._start_tokens  # the cache does not contain the start token

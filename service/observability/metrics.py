@@ -28,7 +28,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Observed:
-    """A histogram's counts for one combination of labels."""
+    """A histogram's counts for one combination of label values."""
 
     __slots__ = ("_bounds", "counts", "exemplars", "total")
 
@@ -72,7 +72,7 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
         if not labels:
-            self.labels()  # creates the only counts, so that they are exported as 0 from the start
+            self.labels()  # a histogram without labels has only these counts, which are exported as 0 from the start
         registry.register(self)
 
     def labels(self, *values: str) -> Observed:
@@ -168,7 +168,7 @@ class Metrics:
         )
         # The durations and trace ids of requests that are not counted yet, by route, method and status.
         self._counted: dict[tuple[str, str, int], list[tuple[float, str | None]]] = {}
-        # Caches the metrics of each combination of labels.
+        # Caches the metrics of each combination of label values.
         self._of_request = cache(
             lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
         )
@@ -226,7 +226,12 @@ class Metrics:
             "model",
             "reason",
         )
-        self.queue_rejected = counter("wane_queue_rejected", "Work items rejected because the queue was full.", "model")
+        self.queue_rejected = counter(
+            "wane_queue_rejected",
+            "Work items rejected because the queue was full, and long requests rejected because they or other requests "
+            "would miss their deadlines.",
+            "model",
+        )
         self.queue_failed = counter("wane_queue_failed", "Work items whose run failed.", "model")
 
         # Sessions.

@@ -33,9 +33,9 @@ logger = logging.getLogger("wane.engine")
 
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
-    """A verified bundle with its proofs and runners. `shadow`: the runner of a separate process that repeats sampled
-    live answers, if the settings enable this. `bits`: a digest of the graphs' results on this machine. `direction`: see
-    `DirectionProof.of`."""
+    """A verified bundle with its proofs and runners. `shadow`: the runner that repeats sampled live answers in a
+    separate process; None if `shadow_rate` is 0. `bits`: a digest of the graphs' results on this machine. `direction`:
+    see `DirectionProof.of`."""
 
     bundle: Bundle
     margin: MarginProof
@@ -67,7 +67,7 @@ def read(path: Path) -> Bundle:
 
 
 def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
-    """Opens a bundle's graphs and verifies their results against the oracle. Blocks. Raises BundleError,
+    """Opens a bundle's graphs and verifies their results against those of the numpy oracle. Blocks. Raises BundleError,
     DeviceError."""
     runner = open_runner(bundle, settings.device, settings.threads)
 

@@ -37,7 +37,8 @@ from wane.service.types import Condition, id_of
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One version of a model in the index. `reason` says why the version is not ready or why it is still loaded."""
+    """An entry of the index of models, for one version of a model. `reason` says why the version is not ready or why it
+    is still loaded."""
 
     name: str
     version: str
@@ -127,7 +128,8 @@ class ModelRegistry:
         found = await asyncio.to_thread(self._find)
         self.default = self._choose_default(found)
         self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
-        if self._status != "loading":  # the registry was closed: the next process reads the saved sessions
+        # If the registry was closed meanwhile, the saved sessions stay in their file for the next process.
+        if self._status != "loading":
             return
         longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics)
@@ -152,7 +154,7 @@ class ModelRegistry:
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
         """Raises the error of a finished load at start if the server requires the model."""
         error = None if task.cancelled() else task.exception()
-        if error is None or isinstance(error, Unavailable):  # the registry was closed meanwhile
+        if error is None or isinstance(error, Unavailable):  # Unavailable: the registry was closed meanwhile
             return
         if not isinstance(error, WaneError):
             raise error
@@ -173,7 +175,7 @@ class ModelRegistry:
         if (failure := self.failures.get(name)) is not None:
             raise UnknownModel(failure.message)
         there = ", ".join(sorted(self._engines)) or "none"
-        raise UnknownModel(f"there is no model {truncate_repr(name)}; there are {there}")
+        raise UnknownModel(f"there is no model {truncate_repr(name)}; loaded models: {there}")
 
     def is_coming(self, name: str | None = None) -> bool:
         """Returns whether the load of a model at start is unfinished. None stands for the default model. See

@@ -2,8 +2,7 @@
 
 A bundle is `NAME` or, to keep several versions of a model, `NAME/VERSION` in that folder. The server does not use a
 folder whose name ends in `.withdrawn` (`Repository.withdraw`). If a model has several bundles, the highest version is
-used. A bundle is identified by the digest of its manifest. The
-manifest contains the digests of all other files.
+used. A bundle is identified by the digest of its manifest, which contains the digests of all other files.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class Repository:
         return used
 
     def signatures(self) -> dict[Path, Signature]:
-        """Returns the signature of every bundle. A changed signature shows that the bundle has changed, without reading
-        its files."""
+        """Returns the signature of every bundle. If a bundle's signature changes, the bundle has changed. A signature
+        is computed without reading the contents of the files."""
         found: dict[Path, Signature] = {}
         for path in self._present():
             try:
@@ -177,7 +176,7 @@ class RepositoryPoller:
         deleted = [path for path in self._models if path not in before and path not in self._seen]
         for name in sorted({self._models.pop(path) for path in deleted}):
             if name in {one.name for one in await asyncio.to_thread(self._repository.list) if one.reason is None}:
-                await self._try_load(name, f"a bundle of model {name} was deleted, but no other version")
+                await self._try_load(name, f"a bundle of model {name} was deleted, but the highest remaining version")
         for path in changed:
             found = await asyncio.to_thread(self._repository.look, path)
             self._models[path] = found.name

@@ -157,7 +157,7 @@ logger = logging.getLogger("wane.engine")
 
 
 class ModelLifecycle:
-    """Loads and unloads models one at a time. Every change holds `lock`.
+    """Loads and unloads models one at a time. Every load and every unload holds `lock`.
 
     `engines`: the served engines by model. `loading`: the bundle that is being loaded, or None. `failures`: by model,
     the error of the last load of the model, if that load failed. `tasks`: the unfinished loads. `store`: the session
@@ -202,8 +202,8 @@ class ModelLifecycle:
         logger.info("model %s was unloaded", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
-        """Serves `engine` instead of the model's other version. Does not await, so no request sees an intermediate
-        state."""
+        """Serves `engine` instead of the model's other version, if one is served. Does not await, so no request sees an
+        intermediate state."""
         before, older = self.engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
         self.engines[engine.name] = engine
         self.digests[engine.name] = digest

@@ -19,8 +19,8 @@ class HostMemory:
     """A `StateMemory` in numpy arrays. A run copies the states to buffers and back."""
 
     def __init__(self, shapes: Shapes, capacity: int) -> None:
-        # The operating system commits zeroed memory only when it is first written. An idle server therefore does not
-        # use its budget.
+        # The operating system commits zeroed memory only when it is first written. A server with few states therefore
+        # uses only a small part of its memory budget.
         self.arrays: dict[str, Array] = {
             name: np.zeros((capacity, *shape), np.float32) for name, shape in shapes.items()
         }
@@ -31,8 +31,8 @@ class HostMemory:
         return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
-        """See `StateMemory`. The inputs are copies of the states. With `room` this is faster, because allocating memory
-        takes longer than copying the states."""
+        """See `StateMemory`. The inputs are copies of the states. Copying into `room` is faster, because allocating new
+        memory takes longer than copying the states."""
         rows = np.asarray(slots, np.intp)
         if room is None:
             return {name: self.arrays[name].take(rows, 0) for name in self._names}

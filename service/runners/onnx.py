@@ -133,7 +133,7 @@ def open_session(
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     if weights is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
-    # Hides warnings about graph rewrites, which concern only the export. Errors are raised anyway.
+    # Hides warnings about graph rewrites, which matter only to the code that exports models. Errors are raised anyway.
     options.log_severity_level = 3
     # Disables TensorFloat-32. It keeps ten mantissa bits of each factor, too few for the certified agreement and
     # bounds.

@@ -1,9 +1,9 @@
 """Runs a bundle's graphs on onnxruntime with states that stay on the device.
 
-The states of all slots are `OrtValue`s in the device's memory. The graphs read the states from their slots, and a graph
-of its own writes the results of a run to slots (`models/slot_graphs.py`). Tokens and slot numbers are copied to the
-device, and only the outputs that are read are copied to the host. The number of copied bytes of a step therefore does
-not depend on the size of a state.
+The states of all slots are `OrtValue`s in the device's memory. The graphs read the states from their slots, and an
+additional graph writes the results of a run to slots (`models/slot_graphs.py`). Tokens and slot numbers are copied to
+the device, and only the outputs that are read are copied to the host. The number of copied bytes of a step therefore
+does not depend on the size of a state.
 
 The same code runs on every execution provider of onnxruntime. On the CPU, where nothing needs to be copied between
 devices, `OnnxRunner` is faster.
@@ -47,7 +47,8 @@ COPIED = (*ADDED, LOG_SUM_EXP, RADIUS, "logprobs")
 """Outputs that every run copies to the host. The other outputs are copied when they are read."""
 
 BUCKETED: tuple[Role, ...] = ("step", "head")
-"""Graphs whose batch is padded to a bucket. The other graphs contain a loop, which a CUDA graph cannot contain."""
+"""Graphs whose batch is padded to a power of two (`bucket`). The other graphs contain a loop, which a CUDA graph cannot
+contain."""
 
 
 def bucket(rows: int) -> int:
@@ -143,13 +144,13 @@ class DeviceOutputs(Outputs):
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
-        """See `Outputs`. The graph computes it."""
+        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
         return found
 
     @cached_property
     def lengths(self) -> NDArray[np.float64]:
-        """See `Outputs`. The graph computes it."""
+        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.float64] = self._copied[LENGTH][self.rows]
         return found
 
@@ -159,7 +160,7 @@ class DeviceOutputs(Outputs):
         return int(self.on_device[TOP_IDS].shape()[1]) if TOP_IDS in self.on_device else 0
 
     def top(self, count: int) -> TopColumns:
-        """See `Outputs`. Copies the largest logits to the host if there are more than FEW."""
+        """See `Outputs`. Copies the largest logits to the host if `count` exceeds FEW."""
         if count > FEW:
             return super().top(count)
         sums = self[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1)
@@ -245,9 +246,9 @@ class DeviceRunner(OnnxSessions):
         *,
         padded: bool | None = None,
     ) -> None:
-        """See `OnnxSessions`. padded: whether the batches of the graphs of BUCKETED are padded to a bucket, so that a
-        CUDA graph can be captured for each bucket. By default they are padded on CUDA only, because the padding takes
-        time on a CPU."""
+        """See `OnnxSessions`. padded: whether the batches of the graphs of BUCKETED are padded to a power of two, so
+        that one CUDA graph can be captured for each of these sizes. By default they are padded on CUDA only, because
+        the padding takes time on a CPU."""
         from wane.models.slot_graphs import rows_graph
 
         self._states = [tensor.name for tensor in bundle.manifest.state]
@@ -283,7 +284,7 @@ class DeviceRunner(OnnxSessions):
         binding = session.io_binding()
         inputs = dict(feeds)
         for name in self._inputs(role):
-            if name in inputs:  # the rows of an array of the host are its slots
+            if name in inputs:  # a graph reads row i of an array of the host as slot i
                 inputs[IN_SLOTS + name] = inputs.pop(name)
                 inputs.setdefault(SLOTS, np.arange(len(inputs[IN_SLOTS + name])))
         count = len(inputs[SLOTS] if role == "head" else inputs["tokens"])

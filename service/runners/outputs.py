@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 
 FEW = 5
-"""The number of largest logits per row that are read by default. A graph outputs `TOP` per row."""
+"""The number of largest logits per row that are read by default. A graph outputs up to `TOP` of them
+(`models/bundle_checks.py`)."""
 
 FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that must be finite in every answer."""
@@ -53,7 +54,7 @@ class Outputs(Mapping[str, Array]):
 
     @classmethod
     def of(cls, found: Mapping[str, Array]) -> Outputs:
-        """Returns what a runner returned as `Outputs`."""
+        """Returns the result of `Runner.run` as `Outputs`."""
         return found if isinstance(found, Outputs) else Outputs(found)
 
     def __getitem__(self, name: str) -> Array:

@@ -92,14 +92,14 @@ class Runner(Protocol):
     and `log_sum_exp` (B). Equal logits are ordered by ascending id. Graphs of earlier exports do not have these
     outputs.
 
-    `hiddens` is `hidden` after every token. Bundles of schema 3 do not have it.
+    `hiddens` is `hidden` after every token. The graphs of bundles with the manifest's schema 3 do not output it.
 
     Lengths are 1 <= length <= T. Positions from an item's length on are padding and have no effect. `<bound>` stands
-    for outputs of some models. `radius` (B) is a bound of the 2-norm distance between `hidden` and the hidden state of
-    any run that starts in a reachable state and ends in the same tokens, in exact arithmetic. `radius` is infinite if
-    there is no bound. Gated models may also have `stream` (B, H), the value to which the output of the first layer's
-    mixing matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of the distance
-    between `next.<name>` and the state of such a run.
+    for outputs that only some models have. `radius` (B) is a bound of the 2-norm distance between `hidden` and the
+    `hidden` of any run that starts in a reachable state and ends in the same tokens, in exact arithmetic. `radius` is
+    infinite if there is no bound. Gated models may also have `stream` (B, H), the value to which the output of the
+    first layer's mixing matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of
+    the distance between `next.<name>` and the state of such a run.
     """
 
     @property

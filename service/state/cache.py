@@ -60,11 +60,11 @@ class StateCache(StatePool):
         """See `StatePool`. `on_evict` is called for every evicted state."""
         super().__init__(state, hidden, budget_bytes, memory, cache_bytes=cache_bytes)
         self._on_evict = on_evict
-        self.order: OrderedDict[str, int] = OrderedDict()  # session id to slot, least recently used first
+        self.order: OrderedDict[str, int] = OrderedDict()  # from session name to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__
         """Returns whether a session's state is resident."""
-        # Data of the resident state in each slot. The operating system commits zeroed memory only when it is first
-        # written.
+        # Data of the resident state in each slot. The arrays' rows for unused slots take no memory, because the
+        # operating system commits zeroed memory only when it is first written.
         self.sessions: list[str | None] = [None] * RESERVED  # the session in each slot that was ever used
         self._revisions = np.zeros(self.capacity, np.uint64)
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
@@ -201,7 +201,7 @@ class StateCache(StatePool):
         was_checked, before = self._seen_written[slot] == written, self._seen_checksum[slot]
         self._seen_written[slot], self._seen_checksum[slot] = written, checksum
         if written != self._written[slot]:
-            return Fault("a resident state was written without an update by the cache", session)
+            return Fault("a resident state was written, but the cache did not record the write", session)
         if was_checked and checksum != before:
             return Fault("a resident state changed without a write", session)
         return None

@@ -3,8 +3,8 @@
 Slots are reference-counted: users retain and release a slot. A slot without users is free. A new state is written to a
 new slot, and replaces the earlier state when it is committed. A failed run therefore changes nothing.
 
-Slots are counted on the event loop's thread. The methods that read and write values may run on the runner's thread,
-because they only access slots that are retained for the batch.
+The reference counts are accessed only on the event loop's thread. The methods that read and write values may run on the
+runner's thread, because they only access slots that are retained for the batch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StatePool:
         cache_bytes: int = 0,
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. `memory` allocates the
-        memory of the states, on the device of the runner that runs from them. `cache_bytes` is the size of the ring
-        buffer that a model with a cache keeps for each slot (`CacheMixture.ring_bytes`). It counts towards the budget.
+        memory of the states, on the device of the runner that reads them. `cache_bytes` is the size of the ring buffer
+        that a model with a cache keeps for each slot (`CacheMixture.ring_bytes`). It counts towards the budget.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """

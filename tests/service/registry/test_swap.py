@@ -282,7 +282,7 @@ async def test_an_unloaded_model_is_unknown_and_its_sessions_continue_after_a_re
     session = (await registry.get().create_session()).session
     await step(registry, session, *TOKENS)
     await registry.unload_model(MODEL)
-    with pytest.raises(UnknownModel, match="there are none"):
+    with pytest.raises(UnknownModel, match="loaded models: none"):
         registry.get()
     with pytest.raises(UnknownSession):
         await registry.engine_for(session)

@@ -141,7 +141,7 @@ def test_only_the_resident_state_that_was_written_to_is_dropped() -> None:
     slot = keep(state_cache, "b", 1.0)
     state_cache.scatter([slot], {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))})
     faults = state_cache.faults()
-    assert faults == [Fault("a resident state was written without an update by the cache", "b")]
+    assert faults == [Fault("a resident state was written, but the cache did not record the write", "b")]
     state_cache.mend(faults)
     assert state_cache.peek("b") is None
     assert state_cache.peek("a") is not None
