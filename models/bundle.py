@@ -113,7 +113,7 @@ class Bundle:
 
     def propagation(self) -> Propagation | None:
         """Returns the object that bounds how errors of the state propagate along a sequence. Returns None if a layer is
-        not contractive, or if the certificate has no rounding."""
+        not contractive, or if the certificate has no measured rounding."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
         if not certificate.contractive or certificate.rounding is None:
             return None

@@ -273,8 +273,8 @@ class Rounding(Frozen):
     - probed: the errors of all steps are accumulated along each of the measured sequences, by the theorem for one
       request's tokens. The bounds are the largest results, times `safety`. Residual networks use this if the bound for
       all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
-      observed change. The error may be larger for an unmeasured sequence whose state a LayerNorm shortens to almost
-      nothing.
+      observed change. The error may be larger for an unmeasured sequence for which the input of a
+      LayerNorm is almost zero.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -298,16 +298,17 @@ class Rounding(Frozen):
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: every layer has a factor < 1, by which the difference of two of its states shrinks at every token.
-    `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
+    `contractive`: whether every layer has a factor < 1, by which the difference of two of its states is multiplied at
+    every token, or less. `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance
+    of `hidden` in exact
         arithmetic.
     `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1, with the
         rounding of two runs added to e_k: epsilon(k) = tanh(D (e_k + rounding) / 4).
     `head_diameter`: D, the largest 2-norm distance of two rows of the output matrix, or an upper bound of this distance
         if the vocabulary is large.
-    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why.
-    `rounding`: the rounding of the graphs. It is null unless the model is contractive.
-    `bit_identical`: whether the graphs give the same bits for the same tokens, step by step, as a window, in pieces,
+    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why. `rounding`:
+    the rounding of the graphs. It is null unless the model is contractive. `bit_identical`: whether the graphs give the
+    same bits for the same tokens, step by step, as a window, in pieces,
         alone and in the largest batch. It is not in a manifest, but measured when the bundle is loaded.
 
     Only contractive models have the two curves. Both values at k hold for every window of at least k tokens, so the
@@ -355,10 +356,11 @@ row of a cache's table of weights."""
 class CacheModel(Frozen):
     """A cache language model that is mixed with the network (`models/cache_mixture.py`).
 
-    `length`: N, the number of tokens that the cache holds.
-    `weights`: a table of weights. Each row has four weights, which sum to 1. They multiply the network's probability of
+    `length`: N, the number of tokens that the cache holds. `weights`: a table of weights. Each row has four weights,
+    which sum to 1. They multiply the network's probability of
         a token, the token's share in the cache, its share after the last token, and its share after the last two
-        tokens. A share that is based on no occurrence has the weight 0.
+        tokens. The weight of a share is 0 if the last token, or the last two tokens, on which the share is based have
+        no earlier occurrence.
 
     The row's index is 6 times the bin of the number of earlier occurrences of the last token in the cache, plus the bin
     of the number of earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more.
@@ -378,7 +380,7 @@ class CacheModel(Frozen):
             if not weights[0]:
                 raise ValueError(f"cache.weights[{row}][0], the network's weight, must be above 0")
             if (row < bins and weights[2]) or (row % bins == 0 and weights[3]):
-                raise ValueError(f"cache.weights[{row}] gives a weight to a component that has no occurrence")
+                raise ValueError(f"cache.weights[{row}] gives a weight above 0 to a share in its bin of 0 occurrences")
         return self
 
 

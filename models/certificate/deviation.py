@@ -96,8 +96,8 @@ class Linear:
 
     @classmethod
     def behind_norm(cls, weight: Matrix, bias: Vector, gain: Vector, shift: Vector) -> Linear:
-        """Returns the linear map from n to `weight (gain * n + shift) + bias`. The entries of n sum to zero, and so do
-        those of a difference of two such n."""
+        """Returns the linear map from n, the normalised vector of a LayerNorm, to `weight (gain * n + shift) + bias`.
+        The entries of n sum to zero, and so do those of the difference of two normalised vectors."""
         scaled = weight * gain
         off = roundoff(weight.shape[1]) * (np.abs(weight) @ np.abs(shift) + np.linalg.norm(scaled, axis=1))
         once = scaled - scaled.mean(axis=1, keepdims=True)

@@ -27,15 +27,15 @@ difference."""
 
 CERTAIN = 0.0005
 """The effect of a unit is its error multiplied by the norm of its column of the mixing matrix. The units with the
-smallest effects are bounded together, by lengths, as long as their effects add up to at most this share of the sum of
-all effects. All other units are bounded one by one."""
+smallest effects are bounded together, by a product of 2-norms, as long as their effects add up to at most this share of
+the sum of all effects. All other units are bounded one by one."""
 
 MOST_OPEN = 128
 """The largest number of units whose effects are bounded one by one. These are the units with the largest effects."""
 
 NEGLIGIBLE = 1e-4
 """The tokens whose logits are bounded by the radius alone may together add at most this share of the total variation's
-bound by the radius."""
+bound that the radius alone implies."""
 
 MOST_MOVED = 60.0
 """If the radius allows a logit to change by more than this, the token is never bounded by the radius alone."""
@@ -163,8 +163,8 @@ class Beside:
 
 
 def _those_that_matter(shares: Vector, moved: Vector) -> NDArray[np.intp]:
-    """Returns the ids of the tokens that need a sharper bound than `moved` (V), the radius' bound of each logit's
-    change. All other tokens together add at most the share NEGLIGIBLE to the total variation."""
+    """Returns the ids of the tokens that need a sharper bound than `moved` (V), the bound of each logit's change that
+    the radius implies. All other tokens together add at most the share NEGLIGIBLE to the total variation."""
     added = np.where(moved < MOST_MOVED, shares * np.expm1(np.minimum(moved, MOST_MOVED)), np.inf)
     order = np.argsort(added)
     negligible = np.cumsum(added[order]) <= NEGLIGIBLE * np.tanh(moved.max() / 2)

@@ -34,10 +34,11 @@ from wane.models.manifest import Architecture
 from wane.models.weights import Weights
 
 MAX_TOKENS = 1024
-"""The largest number of tokens, in addition to the largest window, after which a curve must no longer grow."""
+"""The computation of a curve ends this number of tokens after the largest window, even if errors still grow."""
 
 NEGLIGIBLE = 1e-30
-"""The computation of a curve stops at this value, and no value of the curve is smaller."""
+"""The computation of a curve stops at the first value of at most this size. All later values of the curve are equal to
+it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class _Measuring:
         """Returns the rounding of one step, from the errors measured so far, without the errors of a whole run."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        # The largest rounding error of a LayerNorm is not known.
+        # The largest rounding error of a LayerNorm is not known, so the measured error gets the larger factor.
         of_output = SAFETY_OF_SEQUENCE if self._residual else safety
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
@@ -255,11 +255,12 @@ class _Measuring:
         return np.stack(chosen, axis=1)
 
     def _worth_holding(self, count: int, past: int) -> Tokens:
-        """Returns up to `count` tokens for repetition: a third that forget least, a third whose steps have the largest
-        errors, and random ones.
+        """Returns up to `count` tokens for repetition: a third whose steps reduce the difference of two states least, a
+        third whose steps have the largest errors, and random tokens.
 
-        Measures one step with every token from two states, one after random tokens and one after a repeated token. A
-        token forgets little if it leaves the two states far apart. For cells with gates, such a token has large gates.
+        Measures one step with every token from two states, one after random tokens and one after a repeated token. The
+        steps of a token reduce the difference least if they leave the two states farthest apart. In cells with gates,
+        such a token causes large gates.
         """
         size = self._architecture.vocabulary_size
         pasts = self._random.integers(size, size=(2, past))

@@ -169,8 +169,8 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes the cell's next state in a window, and bounds of its distance from the uninterrupted run's
-    state."""
+    """Computes the cell's next state in a window, and bounds of the distance between this state and the uninterrupted
+    run's state (see `Moved`)."""
     h = state[0]
     recalled = [Pre.of(linear, h, error[0]) for linear in step.recurrent]
     reset, keep, q = pre[0] + recalled[0], pre[1] + recalled[1], recalled[2]
