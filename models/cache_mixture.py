@@ -36,13 +36,13 @@ class CacheShares(NamedTuple):
     """The cache's part of the distributions of B rows. Each row has a cache, whose tokens are in a ring buffer of N
     places. V is the size of the vocabulary.
 
-    network: float64 (B), the weight of the network's distribution. each: float64 (B), the probability that each
-    occurrence of a token adds. keys: integers (B * N), `row * (V + 1) + token` for each place of each ring buffer,
-    ascending. Token V stands for an
+    network: float64 (B), the weight of the network's distribution.
+    each: float64 (B), the probability that each occurrence of a token adds.
+    keys: integers (B * N), `row * (V + 1) + token` for each place of each ring buffer, ascending. Token V stands for an
         empty place.
     following: int64 (F), the keys of the tokens that follow earlier occurrences of the row's last token, ascending.
-    added: float64 (F), the probability that each entry of `following` adds to its token. tokens: int64 (B), the number
-    of tokens in each row's cache.
+    added: float64 (F), the probability that each entry of `following` adds to its token.
+    tokens: int64 (B), the number of tokens in each row's cache.
     """
 
     network: NDArray[np.float64]
@@ -209,8 +209,9 @@ class CacheMixture:
         not among the first max(NEAR, count) of `network_ids`, it considers only those to which the cache adds enough
         probability.
 
-        logits: (B, V). log_sum_exp: (B), the log-sum-exp of each row's logits. network_ids: (B, K >= count), the tokens
-        with the largest logits in descending order.
+        logits: (B, V).
+        log_sum_exp: (B), the log-sum-exp of each row's logits.
+        network_ids: (B, K >= count), the tokens with the largest logits in descending order.
         """
         batch, stride = len(logits), self.vocabulary_size + 1
         every = np.arange(batch)

@@ -273,8 +273,8 @@ class Rounding(Frozen):
     - probed: the errors of all steps are accumulated along each of the measured sequences, by the theorem for one
       request's tokens. The bounds are the largest results, times `safety`. Residual networks use this if the bound for
       all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
-      observed change. The error may be larger for an unmeasured sequence for which the input of a
-      LayerNorm is almost zero.
+      observed change. The error may be larger for an unmeasured sequence for which the input of a LayerNorm,
+      without its mean, is almost zero.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -298,17 +298,17 @@ class Rounding(Frozen):
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: whether every layer has a factor < 1, by which the difference of two of its states is multiplied at
-    every token, or less. `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance
-    of `hidden` in exact
+    `contractive`: whether every layer has a factor < 1: each token multiplies the difference of two of the layer's
+        states by at most this factor.
+    `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
         arithmetic.
     `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1, with the
         rounding of two runs added to e_k: epsilon(k) = tanh(D (e_k + rounding) / 4).
     `head_diameter`: D, the largest 2-norm distance of two rows of the output matrix, or an upper bound of this distance
         if the vocabulary is large.
-    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why. `rounding`:
-    the rounding of the graphs. It is null unless the model is contractive. `bit_identical`: whether the graphs give the
-    same bits for the same tokens, step by step, as a window, in pieces,
+    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why.
+    `rounding`: the rounding of the graphs. It is null unless the model is contractive.
+    `bit_identical`: whether the graphs give the same bits for the same tokens, step by step, as a window, in pieces,
         alone and in the largest batch. It is not in a manifest, but measured when the bundle is loaded.
 
     Only contractive models have the two curves. Both values at k hold for every window of at least k tokens, so the
@@ -356,8 +356,8 @@ row of a cache's table of weights."""
 class CacheModel(Frozen):
     """A cache language model that is mixed with the network (`models/cache_mixture.py`).
 
-    `length`: N, the number of tokens that the cache holds. `weights`: a table of weights. Each row has four weights,
-    which sum to 1. They multiply the network's probability of
+    `length`: N, the number of tokens that the cache holds.
+    `weights`: a table of weights. Each row has four weights, which sum to 1. They multiply the network's probability of
         a token, the token's share in the cache, its share after the last token, and its share after the last two
         tokens. The weight of a share is 0 if the last token, or the last two tokens, on which the share is based have
         no earlier occurrence.

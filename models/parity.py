@@ -302,7 +302,9 @@ def _check_top(case: str, outputs: Tensors) -> None:
     top, ids, total = (outputs[name] for name in TOP)
     of_all = total.astype(np.float64)
     if top.ndim != 2 or top.shape[1] < 1 or ids.dtype != np.int64:
-        raise ParityError(f"{case}: top_logits has shape {top.shape}, and top_ids has dtype {ids.dtype}; expected (B, K) and int64")
+        raise ParityError(
+            f"{case}: top_logits has shape {top.shape}, and top_ids has dtype {ids.dtype}; expected (B, K) and int64"
+        )
     order = np.argsort(-logits, axis=1, kind="stable")[:, : top.shape[1]]
     if not np.array_equal(ids, order):
         raise ParityError(f"{case}: top_ids are not the ids of the largest logits in descending order")

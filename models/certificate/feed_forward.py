@@ -31,10 +31,11 @@ class FeedForward:
 class Live:
     """The U inner units that may be active in one row of the batch.
 
-    outer: these units' columns of the outer matrix, (H, U). inner: these units' rows of the inner matrix, (U, H).
-    slope: the slopes of the lines that approximate relu, (U). slack: the largest distances of relu from these lines,
-    (U). off: the bound of the effect of all other units and of rounding on `g . value`, for any vector g with |g|_2 =
-    1.
+    outer: these units' columns of the outer matrix, (H, U).
+    inner: these units' rows of the inner matrix, (U, H).
+    slope: the slopes of the lines that approximate relu, (U).
+    slack: the largest distances of relu from these lines, (U).
+    off: the bound of the effect of all other units and of rounding on `g . value`, for any vector g with |g|_2 = 1.
     """
 
     outer: Matrix

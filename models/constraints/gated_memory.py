@@ -5,9 +5,10 @@ Weights that the certificate would not accept are changed to feasible ones in tw
 as little as its method allows:
 
 1. The part of the memory gate (LSTM forget, GRU update) that input and biases determine is limited to a cap, for every
-   input. To this end, the gate's bias and the rows of its input matrix are reduced. The cap is below the target contraction
-   factor, so that the recurrent matrix need not be zero. The units have different caps, from a memory of two tokens to
-   the longest memory that the target allows. A unit that forgets fast may have larger entries in the recurrent matrix.
+   input. To this end, the gate's bias and the rows of its input matrix are reduced. The cap is below the target
+   contraction factor, so that the recurrent matrix need not be zero. The units have different caps, from a memory of
+   two tokens to the longest memory that the target allows. A unit that forgets fast may have larger entries in the
+   recurrent matrix.
 2. The recurrent matrix is shrunk in three ways, and the result nearest to the original is kept. Two of them project row
    by row onto weighted l1 balls. One uses the Perron vector of this matrix as weights, the other uses weights that suit
    any matrix. The third way multiplies the whole matrix by one factor. It is best if the rule in the 2-norm gives the

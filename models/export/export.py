@@ -154,7 +154,8 @@ def export_again(
     precision = precision or before.precision
     if precision != before.precision and precision == "float32":
         raise ExportError(
-            f"{source.path} is an int8 bundle. It cannot be exported in float32, because it has no certificate of its float32 weights: export the run folder instead"
+            f"{source.path} is an int8 bundle. It cannot be exported in float32, because it has no certificate of its "
+            "float32 weights: export the run folder instead"
         )
     quantised = precision != before.precision
     tokenizer_json = with_decoder(before.vocabulary.kind, (source.path / before.tokenizer).read_text(encoding="utf-8"))

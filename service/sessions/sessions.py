@@ -250,8 +250,8 @@ class Sessions:
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
         """Returns the store's snapshot of the session. Returns None if there is no snapshot, if it was made with other
-        weights or graphs, if its size is wrong, or if `record` does not hold all tokens after the snapshot's position.
-        """
+        weights or graphs, if its size is wrong, or if `record` does not hold all tokens after the snapshot's
+        position."""
         snapshot = record.snapshot
         if (
             snapshot is None

@@ -108,7 +108,9 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
         about = data[_FRONT.size : _FRONT.size + length]
         form, _, position, start, tokens, key = _HEAD.unpack_from(about)
         if form != FORMAT:
-            raise Unreadable(f"session {id_of(session)!r} is written in format {form}, but this version of Wane reads format {FORMAT}")
+            raise Unreadable(
+                f"session {id_of(session)!r} is written in format {form}, but this version reads format {FORMAT}"
+            )
         model, version, mode, width, vocabulary = _read_identity(about[_HEAD.size :])
     except (struct.error, ValueError, TypeError) as error:
         if isinstance(error, Unreadable):

@@ -44,7 +44,7 @@ COUNTED = 1
 their scores."""
 DOUBT_BITS = 40
 """Number of bits of a random score, which marks a session's expiry time as uncertain. As a time in milliseconds since
-1970, such a score is far in the past, so `claim` looks up the session before it counts it as in use."""
+1970, such a score is far in the past, so a `claim` that finds the set full looks the session up."""
 DONE = (1, 2)
 """The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
 """
