@@ -88,8 +88,8 @@ def check_unknown(path: Path, manifest: Manifest, vocabulary: Vocabulary) -> Non
 
 
 def check_names(path: Path, manifest: Manifest) -> None:
-    """Raises BundleError unless every file that the manifest names has a hash and a plain name, and every role has a
-    graph."""
+    """Raises BundleError unless every file that the manifest names has a hash and a plain name, every role has a graph,
+    and the opset is supported."""
     file = path / MANIFEST
     for name in manifest.files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or "\0" in name:

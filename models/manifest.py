@@ -349,8 +349,8 @@ class Certificate(Frozen):
 
 
 CACHE_BINS = (1, 2, 3, 5, 9)
-"""The smallest number of occurrences in each bin except the first bin, which is for 0 occurrences. The bins select a
-row of a cache's table of weights."""
+"""The smallest number of occurrences of each bin except bin 0. Bin 0 is for 0 occurrences. The bins select a row of a
+cache's table of weights."""
 
 
 class CacheModel(Frozen):
@@ -359,8 +359,8 @@ class CacheModel(Frozen):
     `length`: N, the number of tokens that the cache holds.
     `weights`: a table of weights. Each row has four weights, which sum to 1. They multiply the network's probability of
         a token, the token's share in the cache, its share after the last token, and its share after the last two
-        tokens. The weight of a share is 0 if the last token, or the last two tokens, on which the share is based have
-        no earlier occurrence.
+        tokens. If the last token has no earlier occurrence in the cache, the third weight is 0. If the last two tokens
+        have none, the fourth weight is 0.
 
     The row's index is 6 times the bin of the number of earlier occurrences of the last token in the cache, plus the bin
     of the number of earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more.
@@ -380,7 +380,9 @@ class CacheModel(Frozen):
             if not weights[0]:
                 raise ValueError(f"cache.weights[{row}][0], the network's weight, must be above 0")
             if (row < bins and weights[2]) or (row % bins == 0 and weights[3]):
-                raise ValueError(f"cache.weights[{row}] gives a weight above 0 to a share in its bin of 0 occurrences")
+                raise ValueError(
+                    f"cache.weights[{row}] must have the weight 0 for a share that is based on 0 occurrences"
+                )
         return self
 
 
@@ -441,7 +443,7 @@ class Manifest(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         if self.state != self.architecture.state_tensors():
-            raise ValueError("state does not list the state tensors of architecture")
+            raise ValueError("'state' does not list the state tensors of 'architecture'")
         if self.window > self.max_window:
             raise ValueError(f"window {self.window} is larger than max_window {self.max_window}")
         if (rounding := self.certificate.rounding) is not None:

@@ -188,7 +188,7 @@ class _Check:
         return {**every, "logits": logits, "logprobs": chosen}
 
     def _at(self, every: Expected, lengths: NDArray[np.int64]) -> Expected:
-        """Returns the expected outputs of the graphs for sequences, for rows with `lengths` tokens."""
+        """Returns the expected outputs of the graphs that read sequences, for rows of `lengths` tokens."""
         expected = {name: value[np.arange(len(lengths)), lengths - 1] for name, value in every.items()}
         counts = np.arange(self._tokens.shape[1]) < lengths[:, None]
         expected["logprobs"] = np.where(counts, every["logprobs"], 0.0)

@@ -29,8 +29,8 @@ FAR = 1e100
 """Represents the absence of a bound. Its square is finite."""
 
 BEYOND = 1e80
-"""A bound above this value counts as no bound. This value is smaller than FAR, because the product of FAR with a matrix
-of small entries is below FAR."""
+"""A bound above this value counts as no bound. This value is smaller than FAR, so that FAR still counts as no bound
+after a product with a matrix of small entries."""
 
 TINY = 1e-300
 
@@ -69,7 +69,7 @@ class Deviation:
 class Linear:
     """A matrix (R, I) with its bias (R) and the norms that bound its effect on a deviation.
 
-    `off` (R): the error of the bias, in addition to one rounding.
+    `off` (R): the bound of the bias's own error, without the rounding of the sum to which it is added.
     """
 
     def __init__(self, weight: Matrix, bias: Vector | float = 0.0, off: Vector | float = 0.0) -> None:

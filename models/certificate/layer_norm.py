@@ -109,8 +109,8 @@ class Normalised:
         return moved
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Returns the gradients at x (P, H) of the functions `g . n`, and the bounds of the linear functions' errors,
-        (P). g: (P, H). Vector j of g belongs to row `rows[j]` of the batch."""
+        """Returns the gradients at x (P, H) of the functions `g . n`, and the bounds of the errors of the linear
+        functions with these gradients, (P). g: (P, H). Vector j of g belongs to row `rows[j]` of the batch."""
         g = g - g.mean(axis=1, keepdims=True)
         unit = self._unit[rows]
         turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]

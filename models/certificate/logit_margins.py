@@ -2,10 +2,10 @@
 logits.
 
 `top1.py` propagates the gradient of the difference of two logits back to the states, for one pair of tokens at a time.
-For a whole vocabulary it is cheaper to start from the states. Let G be the derivative of the output layer's input by
-those units of the states whose errors have a large effect. The rows of the output layer times G are then the gradients
-of all tokens. Terms beyond the gradient are bounded as in `top1.py`. Where the terms are small, a product of two
-vectors is bounded by the product of their lengths.
+For a whole vocabulary it is cheaper to start from the states. Let G be the derivative of the output layer's input with
+respect to those units of the states whose errors have a large effect. The rows of the output layer times G are then the
+gradients of all tokens. Terms beyond the gradient are bounded as in `top1.py`. Where the terms are small, a product of
+two vectors is bounded by the product of their lengths.
 
 Tokens whose probabilities add nearly nothing to the total variation are bounded by the radius, the 2-norm bound of the
 change of `hidden`, alone. The products for all other tokens are computed in float32, which takes half the time. Their

@@ -44,7 +44,7 @@ class Step:
 
     state: the cell's state after the token.
     error: the bound of the distance between `state` and the run's state.
-    off: (B), the rounding of the layer's output.
+    off: (B), the bound of the rounding error of the layer's output, in the 2-norm.
     norm: the block's LayerNorm before the feed-forward part, None if there is none.
     fed: the output of the feed-forward part, None if there is none.
     """
@@ -231,7 +231,8 @@ Seen = tuple[Matrix, Matrix]
 
 
 class FrontBlock:
-    """A convolution block. The run's inputs before the window's first token can be any outputs of a LayerNorm."""
+    """A convolution block. Before the window's first token, the inputs of the run's convolution can be any outputs of a
+    LayerNorm."""
 
     def __init__(self, architecture: Architecture, weights: dict[str, Matrix]) -> None:
         self._epsilon = architecture.norm_epsilon

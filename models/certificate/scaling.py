@@ -6,8 +6,8 @@ diagonally weighted norm. Let
 
     P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P.
 
-Then W multiplies the norm sqrt(s' P s) by less than a. This is the discrete Lyapunov equation. Its solution P is
-computed by repeated doubling of the number of terms.
+Then W multiplies the norm sqrt(s' P s) by less than a. The last equality is the discrete Lyapunov equation. Its
+solution P is computed by repeated doubling of the number of terms.
 
 The computed T need not be exact: the stated factor is computed from T itself, and includes the error of T^-1.
 """
@@ -25,7 +25,7 @@ from wane.models.certificate.perturbation import Perturbation
 SWEEPS = 60
 
 DOUBLINGS = 24
-"""The number of doublings. The sum then has 2^24 terms."""
+"""The largest number of doublings. After all of them, the sum has 2^24 terms."""
 
 SHARE = 0.2
 """The position of the Lyapunov equation's `a` between the spectral radius (0) and the smaller of 1 and the spectral

@@ -1,11 +1,11 @@
 """The bound of the distance between a window's `hidden` and the uninterrupted run's, k tokens after the window's start.
 
-Before the last k tokens, the window's state is zero, and the run's state is any state that can be reached from zero.
-This difference is called the cut. Afterwards, the window and the run read the same k tokens. The bound proceeds layer
-by layer and token by token. A layer's error after a token is bounded by its error before the token and by the distance
-of its inputs, which the layers below determine. Errors never exceed the largest distance of two reachable states.
+At the window's start, which is called the cut, the window's state is zero, and the run's state is any state that can be
+reached from zero. From the cut on, the window and the run read the same k tokens. The bound proceeds layer by layer and
+token by token. A layer's error after a token is bounded by its error before the token and by the distance of its
+inputs, which the layers below determine. Errors never exceed the largest distance of two reachable states.
 
-A cut affects the convolution blocks only within their receptive field. For the tokens within the receptive field, the
+The cut affects the convolution blocks only within their receptive field. For the tokens within the receptive field, the
 first layer's input after its LayerNorm may be any output of a LayerNorm. For later tokens, this input is equal in the
 window and in the run. Between the layers, the effect of a matrix is bounded by the norms of its rows and by its
 spectral norm, and the slope of relu by 1. `layer_norm.py` bounds the effect of a LayerNorm. Differences are considered
@@ -46,7 +46,7 @@ class BlockNoise:
     """The rounding errors that a block adds at each step.
 
     mixed: the error of x + mix(y).
-    normalised: the 2-norm error of the normalised vector.
+    normalised: the 2-norm error of the feed-forward part's normalised vector.
     wide: the errors of the feed-forward part's inner units.
     narrow: the error that the feed-forward part's last matrix and the addition cause in the block's output.
     """

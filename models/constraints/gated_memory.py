@@ -27,7 +27,7 @@ from wane.models.constraints.comparison import Comparison, Drive, perron_vector
 from wane.models.constraints.layer import Recurrence
 
 ROOM = 1.0
-"""The memory gate's bias is at least this much below the cap's pre-activation, so that the input can still change the
+"""The memory gate's bias is at least this much below the cap's pre-activation, so that the input can still raise the
 gate up to the cap."""
 
 LEAST_MEMORY = 0.5
@@ -59,7 +59,8 @@ def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], 
     """Changes a layer's weights in place so that its contraction factor is at most `target`. Returns the greatest |h|
     of each unit, (H) float64.
 
-    make: builds the cell's comparison from the other terms of the pre-activations and a recurrent matrix.
+    make: a function that builds the cell's comparison from a recurrent matrix and the other terms of the
+    pre-activations (`Drive`).
     """
     comparison = make(recurrence.drive(), recurrence.matrix.double())
     if fits(comparison, target * (1 + TOUCHED)):

@@ -245,4 +245,4 @@ def _check_sample(tokens: list[int], size: int) -> None:
         raise ExportError("sample_tokens is empty: the parity check needs real tokens")
     for position, token in enumerate(tokens):
         if not 0 <= token < size:
-            raise ExportError(f"sample_tokens[{position}] is {token}, the vocabulary has {size} tokens")
+            raise ExportError(f"sample_tokens[{position}] is {token}, but the vocabulary has {size} tokens")

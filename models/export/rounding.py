@@ -79,8 +79,8 @@ WITH_LOGITS = 16
 """The number of rows of a batch whose logits' errors are measured."""
 
 TURNED = 24
-"""The number of rows and steps for which the derivative of `hidden` by the states is computed. They are those with the
-largest bounds of the error of `hidden`."""
+"""The number of rows and steps for which the derivative of `hidden` with respect to the states is computed. They are
+those with the largest bounds of the error of `hidden`."""
 
 TRIED = 24
 """The number of different tokens with which a further step of every row is computed."""
@@ -193,7 +193,8 @@ class _Measuring:
             along.look(after, errors)
 
     def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
-        """Returns the tokens of all rows: (rows, past + hold)."""
+        """Returns the tokens of all rows: (rows, past + hold). In a row that repeats a token, `hold` repetitions follow
+        `past` other tokens."""
         size, random = self._architecture.vocabulary_size, self._random
         count = {kind: rows * share // 16 for kind, share in SHARES.items()}
         held = self._worth_holding(count["held"] // 2, past)
@@ -389,7 +390,7 @@ class _Along:
         `look` has kept.
 
         The result is to first order: J e, where e are the errors of the cells' outputs and J is the derivative of
-        `hidden` by these outputs. If |e_i| <= E_i for all i, |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
+        `hidden` with respect to these outputs. If |e_i| <= E_i for all i, |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
         """
         largest = 0.0
         for radius, stream, rows, boxes in self._worst:

@@ -152,9 +152,9 @@ class Sessions:
     ) -> tuple[SessionRecord, bool]:
         """Creates a session at position 0 or after `history`. Returns the session and True.
 
-        Its id is `given`, or 128 random bits. If a session with this id exists, and is equal to the one that this
-        request would create, returns the existing session and False. Raises SessionExists, Overloaded, QuotaExceeded,
-        and InvalidRequest if the id is invalid.
+        Its id is `given`, or 128 random bits if `given` is None. If a session with this id exists, and is equal to the
+        one that this request would create, returns the existing session and False. Raises SessionExists, Overloaded,
+        QuotaExceeded, and InvalidRequest if the id is invalid.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
         position, tail = 0, self._empty

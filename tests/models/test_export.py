@@ -426,7 +426,7 @@ def test_weights_that_do_not_fit_are_refused(export: Export, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([], "sample_tokens is empty"), ([1, 11], r"sample_tokens\[1\] is 11, the vocabulary has 11 tokens")],
+    [([], "sample_tokens is empty"), ([1, 11], r"sample_tokens\[1\] is 11, but the vocabulary has 11 tokens")],
 )
 def test_invalid_sample_tokens_are_refused(export: Export, tokens: list[int], message: str) -> None:
     model = architecture("gated")

@@ -239,7 +239,7 @@ class LstmLayer:
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
     """Returns the proof by the rule of Miller and Hardt, for |h_i| <= 1. weights: |W_i|, |W_f|, |W_g|, |W_o|.
-    forget_driven: the greatest part of f's pre-activation that input and biases determine."""
+    forget_driven: the greatest value of the part of f's pre-activation that input and biases determine."""
     hidden = len(weights[0])
     i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
     forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP

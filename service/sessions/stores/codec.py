@@ -5,15 +5,16 @@ A session:
     revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
     uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
 
-Numbers are big-endian, and token ids are little-endian. `run` identifies one start of Redis; in a dump file it is 0.
-`length` is the number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a
-change and its writer. `start` is the last step's position, or -1 if there is no last step. `identity` (model, version,
-mode, width of a token id, vocabulary) does not change. A byte with the digest's length stands before each digest.
+Numbers are big-endian, and token ids are little-endian. `run` is the time of Redis's last save to disk or, before the
+first save, of its start. It therefore changes with every restart of Redis. In a dump file it is 0. `length` is the
+number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a change and its
+writer. `start` is the last step's position, or -1 if there is no last step. `identity` (model, version, mode, width of
+a token id, vocabulary) does not change. A byte with the digest's length stands before each digest.
 
 A snapshot (`Snapshot`), which is stored at every checkpoint in addition to the session's last tokens:
 
     position  dropped_tokens  length  model_fingerprint  state
-    uint64    uint64          uint16  `length` bytes     float32, as the pool holds it
+    uint64    uint64          uint16  `length` bytes     float32, as in the state pool
 
 Numbers are big-endian. The state has this machine's byte order.
 """

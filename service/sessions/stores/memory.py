@@ -244,7 +244,7 @@ class MemoryStore:
         if self.used_bytes + whole > self.budget_bytes:
             raise Overloaded(
                 f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and a new session uses up to "
-                f"{whole}: more than session_budget_bytes, which is {self.budget_bytes}"
+                f"{whole}: together more than session_budget_bytes, which is {self.budget_bytes}"
             )
         fresh = record._replace(revision=branch())
         self._add(fresh)

@@ -15,8 +15,8 @@ is used twice.
 Every change is one script that atomically compares the revision, makes the change, and sets the time to live. A caller
 that got no answer may run the script again: it changes nothing if the session already has the new revision. This
 requires that revisions are never used twice. The upper half of a revision is random. The random half is drawn again
-when a session is created or rewound. It is also drawn again by the first change after a restart of Redis, because Redis
-may have lost acknowledged changes.
+when a session is created or rewound. It is also drawn again by the first change after a restart of Redis, because a
+restart may lose acknowledged changes. A save of Redis to disk has the same effect as a restart.
 """
 
 from __future__ import annotations

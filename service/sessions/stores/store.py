@@ -15,8 +15,9 @@ from wane.service.types import Mode
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """The health of a store. `kind` is `memory` or `redis`. `ready`: whether requests to sessions can be answered.
-    `not_durable`: the number of sessions with tokens that are only in this process and not yet in the shared store."""
+    """The health of a store. `kind` is `memory` or `redis`. `reachable`: whether the store answers. `ready`: whether
+    requests to sessions can be answered. `not_durable`: the number of sessions with tokens that are only in this
+    process and not yet in the shared store."""
 
     kind: str
     reachable: bool = True
