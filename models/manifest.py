@@ -298,8 +298,8 @@ class Rounding(Frozen):
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: whether every layer has a factor < 1: each token multiplies the difference of two of the layer's
-        states by at most this factor.
+    `contractive`: whether every layer has a factor < 1. Each token multiplies the difference of two of a layer's states
+        by at most the layer's factor.
     `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
         arithmetic.
     `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1, with the

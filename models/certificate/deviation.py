@@ -138,7 +138,8 @@ class Linear:
         """Returns an upper bound of the spectral norm `|diag(scale) weight|_2`, for scale >= 0: (B, R) -> (B).
 
         The result is the smaller of two bounds. The first is the largest entry of `scale` times the matrix's spectral
-        norm. The second is the Schatten 4-norm of A = diag(scale) weight, because `|A|_2^4 <= |A A'|_F^2`.
+        norm. The second is the Schatten 4-norm of A = diag(scale) weight, which is an upper bound because `|A|_2^4 <=
+        |A A'|_F^2`.
         """
         squares = scale**2
         schatten = np.einsum("br,br->b", squares @ self._gram, squares) ** 0.25

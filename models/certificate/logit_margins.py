@@ -98,7 +98,7 @@ class LogitMargins:
                 live = step.fed.live(row)
                 outer = passed @ live.outer
                 left += read.sums(outer * live.slack) + length * (size * live.off)
-                # |x R'| = |x inner| for every row x, and R' has at most as many columns as `inner`.
+                # R' is `corner.T`. |x R'| = |x inner| for every row x, and R' has at most as many columns as `inner`.
                 corner = np.linalg.qr(live.inner.T).R
                 left += read.lengths((outer * live.slope) @ corner.T) * step.norm.remainder[row]
                 inner_unit, inner_factor = step.norm.derivative(row)

@@ -16,7 +16,7 @@ without their mean, which LayerNorms ignore.
 never increases, so it cannot make errors grow.) As soon as no error of any layer is larger than one token earlier, no
 error grows again: x_(j+1) <= x_j implies F(x_(j+1)) <= F(x_j). The curve is computed up to this token. The largest
 value of the curve from k on is e_k. It therefore bounds the distance for every window of at least k tokens. If errors
-still grow after `MAX_TOKENS` tokens, the rest of the curve is the largest possible distance.
+still grow `MAX_TOKENS` tokens after the largest window, every e_k is the largest possible distance.
 """
 
 from __future__ import annotations

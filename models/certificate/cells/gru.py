@@ -86,8 +86,8 @@ class GruLayer:
         self.cap = Perturbation.within(2 * self.h)
 
     def _scaled(self, maps: tuple[LinearMap, ...], slope_n: Vector) -> tuple[LinearMap, ...]:
-        """Returns the linear maps from dh to dh' through r, z and n. Their rows are scaled by the unit's greatest
-        slopes, and by its greatest 1 - z for r and n."""
+        """Returns the linear maps from dh to dh' through r, z and n. Each row is scaled by the greatest slopes of its
+        unit and, for r and n, by the unit's greatest 1 - z."""
         r, z, n = maps
         return (r.scaled(self.enter * self.slope_r), z.scaled(self.switch), n.scaled(self.enter * slope_n))
 
