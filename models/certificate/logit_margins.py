@@ -164,7 +164,8 @@ class Beside:
 
 def _those_that_matter(shares: Vector, moved: Vector) -> NDArray[np.intp]:
     """Returns the ids of the tokens that need a sharper bound than `moved` (V), the bound of each logit's change that
-    the radius implies. All other tokens together add at most the share NEGLIGIBLE to the total variation."""
+    the radius implies. All other tokens together add at most the share NEGLIGIBLE of the total variation's bound that
+    the radius implies."""
     added = np.where(moved < MOST_MOVED, shares * np.expm1(np.minimum(moved, MOST_MOVED)), np.inf)
     order = np.argsort(added)
     negligible = np.cumsum(added[order]) <= NEGLIGIBLE * np.tanh(moved.max() / 2)
