@@ -45,7 +45,7 @@ it."""
 class BlockNoise:
     """The rounding errors that a block adds at each step.
 
-    mixed: the error of x + mix(y).
+    mixed: the error of x + mix(y), where x is the block's input and y the cell's output.
     normalised: the 2-norm error of the feed-forward part's normalised vector.
     wide: the errors of the feed-forward part's inner units.
     narrow: the error that the feed-forward part's last matrix and the addition cause in the block's output.
