@@ -57,7 +57,8 @@ PROBE_LENGTHS = (24, 1, 17)
 
 BEYOND_FRONT = 16
 """The longest sequence in `verify_graphs` has at least this many tokens more than the convolutions' receptive field.
-The `window` graph's radius for this sequence depends on the gates at these additional tokens."""
+The `window` graph's radius for this sequence depends on the gates at these additional tokens. Without them, the check
+would not cover the gates' effect on the radius."""
 
 QUANTISED = Certificate(
     contractive=False, reason="its graphs multiply in int8, and what is proved is of the float32 weights", layers=()
@@ -113,7 +114,7 @@ class Bundle:
 
     def propagation(self) -> Propagation | None:
         """Returns the object that bounds how errors of the state propagate along a sequence. Returns None if a layer is
-        not contractive, or if the certificate has no rounding."""
+        not contractive, or if the certificate has no measured rounding."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
         if not certificate.contractive or certificate.rounding is None:
             return None

@@ -60,13 +60,13 @@ def read_manifest(path: Path) -> Manifest:
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise BundleError(
-            f"{file}: written by a newer Wane (schema_version {version}, this one reads {SCHEMA_VERSION})"
+            f"{file}: written by a newer version of Wane: schema_version is {version}, but this version reads up to "
+            f"{SCHEMA_VERSION}"
         )
     if isinstance(version, int) and not isinstance(version, bool) and 1 <= version < OLDEST_SCHEMA:
         raise BundleError(
-            f"{file}: written by an older Wane (schema_version {version}, this one reads {OLDEST_SCHEMA} to "
-            f"{SCHEMA_VERSION}): "
-            "export it again"
+            f"{file}: written by an older version of Wane: schema_version is {version}, but this version reads "
+            f"{OLDEST_SCHEMA} to {SCHEMA_VERSION}: export the bundle again"
         )
     try:
         return Manifest.model_validate(raw)
@@ -82,14 +82,14 @@ def check_unknown(path: Path, manifest: Manifest, vocabulary: Vocabulary) -> Non
     """Raises BundleError if the manifest's `unknown` does not fit the vocabulary."""
     unknown, kind = manifest.unknown, vocabulary.kind
     if unknown == "skip" and kind != "events":
-        raise BundleError(f"{path / MANIFEST}: unknown: 'skip' is for vocabularies of events, not of {kind}")
+        raise BundleError(f"{path / MANIFEST}: unknown: 'skip' needs a vocabulary of kind 'events', not {kind!r}")
     if unknown == "token" and kind == "events" and vocabulary.unk_id is None:
         raise BundleError(f"{path / MANIFEST}: unknown: 'token' needs the token {UNK}, which the vocabulary lacks")
 
 
 def check_names(path: Path, manifest: Manifest) -> None:
-    """Raises BundleError unless every file that the manifest names has a hash and a plain name, and every role has a
-    graph."""
+    """Raises BundleError unless every file that the manifest names has a hash and a plain name, every role has a graph,
+    and the opset is supported."""
     file = path / MANIFEST
     for name in manifest.files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or "\0" in name:

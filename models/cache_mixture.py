@@ -34,7 +34,7 @@ probable ones."""
 
 class CacheShares(NamedTuple):
     """The cache's part of the distributions of B rows. Each row has a cache, whose tokens are in a ring buffer of N
-    places.
+    places. V is the size of the vocabulary.
 
     network: float64 (B), the weight of the network's distribution.
     each: float64 (B), the probability that each occurrence of a token adds.
@@ -126,7 +126,7 @@ class CacheMixture:
         """Returns the cache's part of B distributions.
 
         rings: (B, N), the ring buffers, with `empty` at indices without a token. newest: int64 (B), the index of the
-        last token.
+        last token in each ring buffer.
         """
         batch, length = rings.shape
         every = np.arange(batch)
@@ -208,7 +208,8 @@ class CacheMixture:
         count: int,
     ) -> TopTokens:
         """Returns the `count` most probable tokens of the mixture without reading every logit. Of the tokens that are
-        not among the first ones of `network_ids`, it considers only those to which the cache adds enough probability.
+        not among the first max(NEAR, count) of `network_ids`, it considers only those to which the cache adds enough
+        probability.
 
         logits: (B, V).
         log_sum_exp: (B), the log-sum-exp of each row's logits.
@@ -241,8 +242,8 @@ class CacheMixture:
         return TopTokens(keys[chosen] - (every * stride)[:, None], np.minimum(probabilities[chosen], 1.0))
 
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Returns ascending keys. They include the key of every token to which the cache adds at least `needed`, a
-        probability for each row, (B)."""
+        """Returns ascending keys. They include the key of every token to which the cache adds at least the probability
+        `needed` of the token's row. needed: float64 (B)."""
         # In all other rows, even N occurrences of a token add less than `needed`.
         rows = np.flatnonzero(found.each * self.length >= needed)
         if not len(rows) or not len(found.keys):

@@ -24,8 +24,8 @@ PARTS: dict[Part, str] = {
     "constraint": "wane.models.constraints.cells",
     "export": "wane.models.export.cells",
 }
-"""The package of each part of the implementation, for example the torch network. Each package has one module per cell.
-The oracle and the certificate need only numpy."""
+"""The package of each part of the cells' implementation. Each package has one module per cell. The parts "oracle" and
+"certificate" need only numpy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,8 +273,8 @@ class Rounding(Frozen):
     - probed: the errors of all steps are accumulated along each of the measured sequences, by the theorem for one
       request's tokens. The bounds are the largest results, times `safety`. Residual networks use this if the bound for
       all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
-      observed change. The error may be larger for an unmeasured sequence whose state a LayerNorm shortens to almost
-      nothing.
+      observed change. The error may be larger for an unmeasured sequence for which the input of a LayerNorm,
+      without its mean, is almost zero.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -298,7 +298,8 @@ class Rounding(Frozen):
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: every layer has a factor < 1, by which the difference of two of its states shrinks at every token.
+    `contractive`: whether every layer has a factor < 1. Each token multiplies the difference of two of a layer's states
+        by at most the layer's factor.
     `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
         arithmetic.
     `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1, with the
@@ -348,8 +349,8 @@ class Certificate(Frozen):
 
 
 CACHE_BINS = (1, 2, 3, 5, 9)
-"""The smallest number of occurrences in each bin except the first bin, which is for 0 occurrences. The bins select a
-row of a cache's table of weights."""
+"""The smallest number of occurrences of each bin except bin 0. Bin 0 is for 0 occurrences. The bins select a row of a
+cache's table of weights."""
 
 
 class CacheModel(Frozen):
@@ -358,7 +359,8 @@ class CacheModel(Frozen):
     `length`: N, the number of tokens that the cache holds.
     `weights`: a table of weights. Each row has four weights, which sum to 1. They multiply the network's probability of
         a token, the token's share in the cache, its share after the last token, and its share after the last two
-        tokens. A share that is based on no occurrence has the weight 0.
+        tokens. If the last token has no earlier occurrence in the cache, the third weight is 0. If the last two tokens
+        have none, the fourth weight is 0.
 
     The row's index is 6 times the bin of the number of earlier occurrences of the last token in the cache, plus the bin
     of the number of earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more.
@@ -378,7 +380,9 @@ class CacheModel(Frozen):
             if not weights[0]:
                 raise ValueError(f"cache.weights[{row}][0], the network's weight, must be above 0")
             if (row < bins and weights[2]) or (row % bins == 0 and weights[3]):
-                raise ValueError(f"cache.weights[{row}] gives a weight to a component that has no occurrence")
+                raise ValueError(
+                    f"cache.weights[{row}] must have the weight 0 for a share that is based on 0 occurrences"
+                )
         return self
 
 
@@ -439,7 +443,7 @@ class Manifest(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         if self.state != self.architecture.state_tensors():
-            raise ValueError("state does not list the state tensors of architecture")
+            raise ValueError("'state' does not list the state tensors of 'architecture'")
         if self.window > self.max_window:
             raise ValueError(f"window {self.window} is larger than max_window {self.max_window}")
         if (rounding := self.certificate.rounding) is not None:

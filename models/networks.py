@@ -168,6 +168,7 @@ class Network(nn.Module):
         return {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Loads the result of `weights`. Raises RuntimeError if a tensor is missing, unknown, or has another shape."""
+        """Loads tensors with the names that the method `weights` returns. Raises RuntimeError if a tensor is missing,
+        unknown, or has another shape."""
         tied = {"head.weight": weights["embedding.weight"]} if self.architecture.tied else {}
         self.load_state_dict(weights | tied)

@@ -74,8 +74,8 @@ def rounding_seen(outputs: Tensors, expected: Mapping[str, NDArray[np.floating]]
     """Returns the error of `logits` (B, V) and `hidden` (B, H) as a 2-norm error of `hidden`.
 
     The result is the larger of two numbers: the 2-norm error of `hidden`, and the greatest minus the least error of the
-    logits, divided by `diameter`, D. The bound of the total variation, tanh(D (e + error) / 4), then includes the
-    output layer's rounding.
+    logits, divided by `diameter`, D. With this error added to e, the bound of the distance of `hidden`, the bound of
+    the total variation, tanh(D (e + error) / 4), includes the output layer's rounding.
     """
     apart = np.linalg.norm(outputs["hidden"].astype(np.float64) - expected["hidden"], axis=1)
     off = outputs["logits"].astype(np.float64) - expected["logits"]
@@ -188,7 +188,7 @@ class _Check:
         return {**every, "logits": logits, "logprobs": chosen}
 
     def _at(self, every: Expected, lengths: NDArray[np.int64]) -> Expected:
-        """Returns the expected outputs of the graphs for sequences, for rows with `lengths` tokens."""
+        """Returns the expected outputs of the graphs that read sequences, for rows of `lengths` tokens."""
         expected = {name: value[np.arange(len(lengths)), lengths - 1] for name, value in every.items()}
         counts = np.arange(self._tokens.shape[1]) < lengths[:, None]
         expected["logprobs"] = np.where(counts, every["logprobs"], 0.0)
@@ -290,7 +290,7 @@ def _check_radius(case: str, radii: NDArray[Any] | None, rows: int, row: int, le
         raise ParityError(f"window, {case}: {RADIUS} is not one float32 number per row")
     found = float(radii[row])
     if not found >= least:  # this condition also holds for NaN
-        raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, below the proved {least:.9g}")
+        raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, below the proved radius, {least:.9g}")
 
 
 def _check_top(case: str, outputs: Tensors) -> None:
@@ -302,7 +302,9 @@ def _check_top(case: str, outputs: Tensors) -> None:
     top, ids, total = (outputs[name] for name in TOP)
     of_all = total.astype(np.float64)
     if top.ndim != 2 or top.shape[1] < 1 or ids.dtype != np.int64:
-        raise ParityError(f"{case}: top_logits has shape {top.shape}, top_ids dtype {ids.dtype}")
+        raise ParityError(
+            f"{case}: top_logits has shape {top.shape}, and top_ids has dtype {ids.dtype}; expected (B, K) and int64"
+        )
     order = np.argsort(-logits, axis=1, kind="stable")[:, : top.shape[1]]
     if not np.array_equal(ids, order):
         raise ParityError(f"{case}: top_ids are not the ids of the largest logits in descending order")
@@ -317,15 +319,15 @@ def _check_rounding(case: str, outputs: Tensors, expected: Expected, rounding: R
     seen = rounding_seen(outputs, expected, diameter)
     if not seen * HEADROOM <= rounding.carried:
         raise RoundingError(
-            f"{case}: hidden is {seen:.3g} from the oracle in the 2-norm, but the certificate's rounding.carried, "
-            f"which must be at least {HEADROOM:g} times that, is {rounding.carried:.3g}"
+            f"{case}: hidden is {seen:.3g} away from the oracle in the 2-norm, but the certificate's rounding.carried, "
+            f"which must be at least {HEADROOM:g} times this distance, is {rounding.carried:.3g}"
         )
     for name, bound in rounding.states.items():
         off = outputs[f"next.{name}"].astype(np.float64) - expected[f"next.{name}"]
         length = float(np.linalg.norm(off, axis=1).max())
         if not length <= bound.ball:
             raise RoundingError(
-                f"{case}: {name} is {length:.3g} from the oracle in the 2-norm, but the certificate's "
+                f"{case}: {name} is {length:.3g} away from the oracle in the 2-norm, but the certificate's "
                 f"rounding.states.{name}.ball is {bound.ball:.3g}"
             )
 

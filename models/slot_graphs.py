@@ -28,8 +28,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 13
-"""The operator set of the graphs that read and write slots. onnxruntime had ScatterND on CUDA for it first. A release
-without it would run ScatterND on the CPU, and copy the states of all slots."""
+"""The operator set of the graphs that read and write slots. It is the first one for which onnxruntime supported
+ScatterND on CUDA. If a release of onnxruntime lacked this support, ScatterND would run on the CPU, and the states of
+all slots would be copied."""
 
 IR_VERSION = 10  # the oldest supported onnxruntime (1.20) can read this version
 

@@ -170,8 +170,8 @@ class Vocabulary:
             raise ValueError(f"the text cannot be encoded: {error}") from error
 
     def encode_events(self, names: list[str]) -> list[int]:
-        """Returns the token ids of event names. An unknown name becomes `<unk>`. Raises ValueError if the vocabulary
-        has no `<unk>`."""
+        """Returns the token ids of event names. An unknown name becomes `<unk>`. Raises ValueError for an unknown name
+        if the vocabulary has no `<unk>`."""
         unknown = self.unk_id
         if unknown is None:
             for name in names:

@@ -135,7 +135,7 @@ def check_weights(architecture: Architecture, weights: Weights) -> None:
             raise WeightsError(f"tensor {name} is missing")
     for name, tensor in weights.items():
         if name not in expected:
-            raise WeightsError(f"tensor {name} is not one of the architecture's")
+            raise WeightsError(f"tensor {name} is not a tensor of the architecture")
         if tensor.dtype != np.float32:
             raise WeightsError(f"tensor {name} is {tensor.dtype}, expected float32")
         if tensor.shape != expected[name]:

@@ -112,7 +112,7 @@ class Rows:
         return Reach(low + bias, high + bias).wider(product_above(np.abs(weight), off) + relative * np.abs(bias))
 
     def parts(self) -> list[slice]:
-        """Splits the rows into slices of bounded size."""
+        """Returns slices of at most ROWS_AT_ONCE rows that together cover all rows."""
         return [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(self.rows), ROWS_AT_ONCE)]
 
     def each(self, weight: Matrix, bias: Vector, part: slice = EVERY) -> Matrix:

@@ -1,8 +1,8 @@
 """Computes one step of a cell in a window: the next state, and a bound of the distance between this state and the
 uninterrupted run's.
 
-A value without a tilde belongs to the window, and a value with a tilde to the run. The prefix d denotes a bound of the
-distance between the two values. `models/certificate/cells/` has the step of each cell.
+A value without a tilde belongs to the window, and a value with a tilde to the uninterrupted run (below: the run). The
+prefix d denotes a bound of the distance between the two values. `models/certificate/cells/` has the step of each cell.
 """
 
 from __future__ import annotations

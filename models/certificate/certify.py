@@ -14,7 +14,8 @@ from wane.models.manifest import Architecture, Certificate, Condition, Contracti
 from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
-"""A model is certified if the bound of the total variation for the largest window is at most this value."""
+"""A model is certified if, for the largest window, the bound of the total variation between the next-token
+distributions of the window and of the uninterrupted run is at most this value."""
 
 
 def certify(

@@ -29,8 +29,8 @@ FAR = 1e100
 """Represents the absence of a bound. Its square is finite."""
 
 BEYOND = 1e80
-"""A bound above this value counts as no bound. This value is smaller than FAR, because the product of FAR with a matrix
-of small entries is below FAR."""
+"""A bound above this value counts as no bound. This value is smaller than FAR, so that FAR still counts as no bound
+after a product with a matrix of small entries."""
 
 TINY = 1e-300
 
@@ -69,7 +69,7 @@ class Deviation:
 class Linear:
     """A matrix (R, I) with its bias (R) and the norms that bound its effect on a deviation.
 
-    `off` (R): the error of the bias, in addition to one rounding.
+    `off` (R): the bound of the bias's own error, without the rounding of the sum to which it is added.
     """
 
     def __init__(self, weight: Matrix, bias: Vector | float = 0.0, off: Vector | float = 0.0) -> None:
@@ -96,8 +96,8 @@ class Linear:
 
     @classmethod
     def behind_norm(cls, weight: Matrix, bias: Vector, gain: Vector, shift: Vector) -> Linear:
-        """Returns the linear map from n to `weight (gain * n + shift) + bias`. The entries of n sum to zero, and so do
-        those of a difference of two such n."""
+        """Returns the linear map from n, the normalised vector of a LayerNorm, to `weight (gain * n + shift) + bias`.
+        The entries of n sum to zero, and so do those of the difference of two normalised vectors."""
         scaled = weight * gain
         off = roundoff(weight.shape[1]) * (np.abs(weight) @ np.abs(shift) + np.linalg.norm(scaled, axis=1))
         once = scaled - scaled.mean(axis=1, keepdims=True)
@@ -138,7 +138,8 @@ class Linear:
         """Returns an upper bound of the spectral norm `|diag(scale) weight|_2`, for scale >= 0: (B, R) -> (B).
 
         The result is the smaller of two bounds. The first is the largest entry of `scale` times the matrix's spectral
-        norm. The second is the Schatten 4-norm of A = diag(scale) weight, because `|A|_2^4 <= |A A'|_F^2`.
+        norm. The second is the Schatten 4-norm of A = diag(scale) weight, which is an upper bound because `|A|_2^4 <=
+        |A A'|_F^2`.
         """
         squares = scale**2
         schatten = np.einsum("br,br->b", squares @ self._gram, squares) ** 0.25

@@ -35,7 +35,7 @@ class Live:
     inner: these units' rows of the inner matrix, (U, H).
     slope: the slopes of the lines that approximate relu, (U).
     slack: the largest distances of relu from these lines, (U).
-    off: the bound of the effect of all other units and of rounding on `g . value`, for |g|_2 = 1.
+    off: the bound of the effect of all other units and of rounding on `g . value`, for any vector g with |g|_2 = 1.
     """
 
     outer: Matrix

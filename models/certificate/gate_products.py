@@ -38,7 +38,7 @@ class GateProducts:
         return self._lengths[k - 1]
 
     def _stride(self) -> None:
-        """Computes the greatest lengths for the next STRIDE values of k."""
+        """Computes the greatest length over all rows for each of the next STRIDE values of k."""
         before, rows = self._squares, self._rows
         self._rows = np.maximum(rows * self._leap, TINY)
         self._squares = _squares(self._rows)

@@ -12,8 +12,8 @@ UNIT = 2.0**-53
 """float64's unit roundoff."""
 
 SPARE = 16
-"""The number of roundings by which the bound of a sum's error is increased. These roundings cover the functions that
-computed the sum's terms, and second-order errors."""
+"""The number that `roundoff` adds to a sum's number of terms. It covers the rounding of the functions that computed the
+terms, and second-order errors."""
 
 UP = 1 + 1e-11
 """The factor that rounds up a sum of up to 40,000 non-negative products, or the result of a few elementary functions.
@@ -24,8 +24,8 @@ TINY = 1e-140
 
 
 def roundoff(terms: int) -> float:
-    """Returns the error of a float64 sum of `terms` products, in any order, relative to the sum of their absolute
-    values."""
+    """Returns a bound of the error of a float64 sum of `terms` products, in any order, relative to the sum of the
+    products' absolute values."""
     return (terms + SPARE) * UNIT
 
 

@@ -36,7 +36,8 @@ def normalised_furthest(width: int) -> float:
 
 
 class Between:
-    """The matrices before and after a LayerNorm n: `reader n(x + source d)`. Each row of `reader` sums to zero."""
+    """The matrices before (`source`) and after (`reader`) a LayerNorm n, as in `reader n(x + source d)`, where d is a
+    change of the cell's output. Each row of `reader` sums to zero."""
 
     def __init__(self, reader: Linear, source: Linear) -> None:
         self.reader = reader
@@ -108,8 +109,8 @@ class Normalised:
         return moved
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Returns the gradients at x (P, H) of the functions `g . n`, and the bounds of the linear functions' errors,
-        (P). g: (P, H). Vector j of g belongs to row `rows[j]` of the batch."""
+        """Returns the gradients at x (P, H) of the functions `g . n`, and the bounds of the errors of the linear
+        functions with these gradients, (P). g: (P, H). Vector j of g belongs to row `rows[j]` of the batch."""
         g = g - g.mean(axis=1, keepdims=True)
         unit = self._unit[rows]
         turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
@@ -136,8 +137,8 @@ class Normalised:
         Let e be x~ - x without its mean, a = u . e / w, b = |e|^2 / w^2 and rho = w~ / w. The first-order part is T =
         sqrt(H) / w (g . e - (u . g) (u . e)). As n~ = sqrt(H) (v + e) / w~, the change is T / rho + sqrt(H) (u . g) ((1
         + a) / rho - 1). Here rho^2 = 1 + 2 a + b >= (1 + a)^2, because a^2 <= b. With q = b / ((1 - |a|)^2 + b), (1 +
-        a) / rho is therefore between sqrt(1 - q) and 1. The second term is small if |u . g| is small, as for the lead
-        of one token over another. Returns infinity if |a| may be 1.
+        a) / rho is therefore between sqrt(1 - q) and 1. The second term is small if |u . g| is small, as it is for the
+        difference of two tokens' logits. Returns infinity if |a| may be 1.
         """
         g = g - g.mean(axis=1, keepdims=True)
         lead = np.abs(np.einsum("ph,ph->p", self._unit[rows], g))

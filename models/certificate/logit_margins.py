@@ -2,10 +2,10 @@
 logits.
 
 `top1.py` propagates the gradient of the difference of two logits back to the states, for one pair of tokens at a time.
-For a whole vocabulary it is cheaper to start from the states. Let G be the derivative of the output layer's input by
-those units of the states whose errors have a large effect. The rows of the output layer times G are then the gradients
-of all tokens. Terms beyond the gradient are bounded as in `top1.py`. Where the terms are small, a product of two
-vectors is bounded by the product of their lengths.
+For a whole vocabulary it is cheaper to start from the states. Let G be the derivative of the output layer's input with
+respect to those units of the states whose errors have a large effect. The rows of the output layer times G are then the
+gradients of all tokens. Terms beyond the gradient are bounded as in `top1.py`. Where the terms are small, a product of
+two vectors is bounded by the product of their lengths.
 
 Tokens whose probabilities add nearly nothing to the total variation are bounded by the radius, the 2-norm bound of the
 change of `hidden`, alone. The products for all other tokens are computed in float32, which takes half the time. Their
@@ -27,15 +27,15 @@ difference."""
 
 CERTAIN = 0.0005
 """The effect of a unit is its error multiplied by the norm of its column of the mixing matrix. The units with the
-smallest effects are bounded together, by lengths, as long as their effects add up to at most this share of the sum of
-all effects. All other units are bounded one by one."""
+smallest effects are bounded together, by a product of 2-norms, as long as their effects add up to at most this share of
+the sum of all effects. All other units are bounded one by one."""
 
 MOST_OPEN = 128
 """The largest number of units whose effects are bounded one by one. These are the units with the largest effects."""
 
 NEGLIGIBLE = 1e-4
 """The tokens whose logits are bounded by the radius alone may together add at most this share of the total variation's
-bound by the radius."""
+bound that the radius alone implies."""
 
 MOST_MOVED = 60.0
 """If the radius allows a logit to change by more than this, the token is never bounded by the radius alone."""
@@ -98,7 +98,7 @@ class LogitMargins:
                 live = step.fed.live(row)
                 outer = passed @ live.outer
                 left += read.sums(outer * live.slack) + length * (size * live.off)
-                # |x R'| = |x inner| for every row x, and R' has at most as many columns as `inner`.
+                # R' is `corner.T`. |x R'| = |x inner| for every row x, and R' has at most as many columns as `inner`.
                 corner = np.linalg.qr(live.inner.T).R
                 left += read.lengths((outer * live.slope) @ corner.T) * step.norm.remainder[row]
                 inner_unit, inner_factor = step.norm.derivative(row)
@@ -163,8 +163,9 @@ class Beside:
 
 
 def _those_that_matter(shares: Vector, moved: Vector) -> NDArray[np.intp]:
-    """Returns the ids of the tokens that need a sharper bound than `moved` (V), the radius' bound of each logit's
-    change. All other tokens together add at most the share NEGLIGIBLE to the total variation."""
+    """Returns the ids of the tokens that need a sharper bound than `moved` (V), the bound of each logit's change that
+    the radius implies. All other tokens together add at most the share NEGLIGIBLE of the total variation's bound that
+    the radius implies."""
     added = np.where(moved < MOST_MOVED, shares * np.expm1(np.minimum(moved, MOST_MOVED)), np.inf)
     order = np.argsort(added)
     negligible = np.cumsum(added[order]) <= NEGLIGIBLE * np.tanh(moved.max() / 2)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from wane.models.certificate.interval_rounding import Vector
 
 SLACK = 1e-10
-"""The relative margin of the tests. It is far above the rounding of probabilities in float64."""
+"""The relative margin of the comparisons of probabilities. It is far above the rounding of probabilities in float64."""
 
 FIRST, MOST_AT_ONCE = 16, 512
 """The tokens b that need the second fact are tested in chunks, in descending order of probability. These are the number

@@ -59,8 +59,8 @@ class Propagation:
         return Stack(self._architecture, self._weights, self._layers)
 
     def apart(self, joints: Mapping[str, Vector], tokens: int) -> float | None:
-        """Bounds the distance of `hidden`, after any token, from the run without joints, in the 2-norm and exact
-        arithmetic.
+        """Bounds the 2-norm distance between `hidden` and the `hidden` of the run without joints, after any token, in
+        exact arithmetic.
 
         joints: for each state tensor of the layers, the largest rho_i of all joints, (units). tokens: the least number
         of tokens between two joints, and before the first one. Returns None if `tokens` is too small for a bound.

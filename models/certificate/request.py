@@ -1,5 +1,5 @@
-"""The bound of one request: the distance of the output layer's input between a window's end and any run with the same
-last tokens.
+"""The bound of one request: the distance between the output layer's input at a window's end and the output layer's
+input of any run with the same last tokens.
 
 The window starts from the zero state. Before the window's first token, the run's state is any state that can be reached
 from zero. From this token on, the window and the run read the same tokens, and the window's gates, slopes and vector
@@ -44,7 +44,7 @@ class Step:
 
     state: the cell's state after the token.
     error: the bound of the distance between `state` and the run's state.
-    off: (B), the rounding of the layer's output.
+    off: (B), the bound of the rounding error of the layer's output, in the 2-norm.
     norm: the block's LayerNorm before the feed-forward part, None if there is none.
     fed: the output of the feed-forward part, None if there is none.
     """
@@ -206,8 +206,8 @@ class Block:
         return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
 
     def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
-        """Computes the block's output and the bound of its change from the cell's state after the token. x: (B, H), the
-        block's input. x changes by at most `ball` (B) in the 2-norm. state, error: the state and its bounds."""
+        """Computes the block's output, and the bound of the output's change. x: (B, H), the block's input. x changes by
+        at most `ball` (B) in the 2-norm. state, error: the cell's state after the token, and its bounds."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
         rest, box = ball, error[0].box
@@ -231,7 +231,8 @@ Seen = tuple[Matrix, Matrix]
 
 
 class FrontBlock:
-    """A convolution block. The run's inputs before the window's first token can be any outputs of a LayerNorm."""
+    """A convolution block. Before the window's first token, the inputs of the run's convolution can be any outputs of a
+    LayerNorm."""
 
     def __init__(self, architecture: Architecture, weights: dict[str, Matrix]) -> None:
         self._epsilon = architecture.norm_epsilon

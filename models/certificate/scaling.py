@@ -6,8 +6,8 @@ diagonally weighted norm. Let
 
     P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P.
 
-Then W multiplies the norm sqrt(s' P s) by less than a. This is the discrete Lyapunov equation. Its solution P is
-computed by repeated doubling of the number of terms.
+Then W multiplies the norm sqrt(s' P s) by less than a. The last equality is the discrete Lyapunov equation. Its
+solution P is computed by repeated doubling of the number of terms.
 
 The computed T need not be exact: the stated factor is computed from T itself, and includes the error of T^-1.
 """
@@ -25,11 +25,11 @@ from wane.models.certificate.perturbation import Perturbation
 SWEEPS = 60
 
 DOUBLINGS = 24
-"""The number of doublings. The sum then has 2^24 terms."""
+"""The largest number of doublings. After all of them, the sum has 2^24 terms."""
 
 SHARE = 0.2
-"""The position of the Lyapunov equation's `a` between the spectral radius (0) and the spectral norm (1). Smaller values
-increase the transform's condition number."""
+"""The position of the Lyapunov equation's `a` between the spectral radius (0) and the smaller of 1 and the spectral
+norm (1). Smaller values increase the transform's condition number."""
 
 WIDEST = 1e6
 """The largest condition number of a transform. With a larger one, the error of the inverse increases the factor more
@@ -110,7 +110,8 @@ def lyapunov(matrix: Matrix) -> Gauge | None:
 
 
 def verified(matrix: Matrix, transform: Matrix, inverse: Matrix) -> Gauge | None:
-    """Returns the factor of W in the norm |T s|_2. S is an approximate inverse of T.
+    """Returns the norm |T s|_2 with its factor for W. W is `matrix`, T is `transform`, and S, an approximate inverse of
+    T, is `inverse`. Returns None if S is too inexact.
 
     With E = S T - I of norm e < 1, `T W s = T W (I + E)^-1 S (T s)`. So the factor is at most `|T W S|_2 + |T W|_2
     |S|_2 e / (1 - e)`. The products' rounding, bounded by Frobenius norms, is added.

@@ -1,11 +1,11 @@
 """The bound of the distance between a window's `hidden` and the uninterrupted run's, k tokens after the window's start.
 
-Before the last k tokens, the window's state is zero, and the run's state is any state that can be reached from zero.
-This difference is called the cut. Afterwards, the window and the run read the same k tokens. The bound proceeds layer
-by layer and token by token. A layer's error after a token is bounded by its error before the token and by the distance
-of its inputs, which the layers below determine. Errors never exceed the largest distance of two reachable states.
+At the window's start, which is called the cut, the window's state is zero, and the run's state is any state that can be
+reached from zero. From the cut on, the window and the run read the same k tokens. The bound proceeds layer by layer and
+token by token. A layer's error after a token is bounded by its error before the token and by the distance of its
+inputs, which the layers below determine. Errors never exceed the largest distance of two reachable states.
 
-A cut affects the convolution blocks only within their receptive field. For the tokens within the receptive field, the
+The cut affects the convolution blocks only within their receptive field. For the tokens within the receptive field, the
 first layer's input after its LayerNorm may be any output of a LayerNorm. For later tokens, this input is equal in the
 window and in the run. Between the layers, the effect of a matrix is bounded by the norms of its rows and by its
 spectral norm, and the slope of relu by 1. `layer_norm.py` bounds the effect of a LayerNorm. Differences are considered
@@ -16,7 +16,7 @@ without their mean, which LayerNorms ignore.
 never increases, so it cannot make errors grow.) As soon as no error of any layer is larger than one token earlier, no
 error grows again: x_(j+1) <= x_j implies F(x_(j+1)) <= F(x_j). The curve is computed up to this token. The largest
 value of the curve from k on is e_k. It therefore bounds the distance for every window of at least k tokens. If errors
-still grow after `MAX_TOKENS` tokens, the rest of the curve is the largest possible distance.
+still grow `MAX_TOKENS` tokens after the largest window, every e_k is the largest possible distance.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from wane.models.manifest import Architecture
 from wane.models.weights import Weights
 
 MAX_TOKENS = 1024
-"""The largest number of tokens, in addition to the largest window, after which a curve must no longer grow."""
+"""The computation of a curve ends this number of tokens after the largest window, even if errors still grow."""
 
 NEGLIGIBLE = 1e-30
-"""The computation of a curve stops at this value, and no value of the curve is smaller."""
+"""The computation of a curve stops at the first value of at most this size. All later values of the curve are equal to
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
     """The rounding errors that a block adds at each step.
 
-    mixed: the error of x + mix(y).
-    normalised: the 2-norm error of the normalised vector.
+    mixed: the error of x + mix(y), where x is the block's input and y the cell's output.
+    normalised: the 2-norm error of the feed-forward part's normalised vector.
     wide: the errors of the feed-forward part's inner units.
     narrow: the error that the feed-forward part's last matrix and the addition cause in the block's output.
     """

@@ -11,8 +11,8 @@ for which the previous bound is too large:
 3. A bound by the lead's gradient. The gradient is propagated back through the last LayerNorm, the feed-forward blocks
    and the mixing matrices to each layer's state, at the window's values. The bound of each state's error is known unit
    by unit, so the lead changes by at most `sum_i |gradient_i| error_i`, to first order. Two kinds of terms beyond the
-   first order are added to the bound: the second order of a LayerNorm, and the relu units that may switch
-   (`deviation.py`).
+   first order are added to the bound: the second order of a LayerNorm (`layer_norm.py`), and the relu units that may
+   become active or inactive (`feed_forward.py`).
 
 The distributions: relative to the logits' mean under the window's distribution, each logit changes by `(W_a - mean) .
 (hidden~ - hidden)`, where `mean` is the mean of all W_a under this distribution. `logit_margins.py` bounds this change

@@ -15,8 +15,8 @@ from wane.models.certificate.deviation import MARGIN
 from wane.models.certificate.interval_rounding import TINY, Matrix, Vector, roundoff
 
 EXACT_ROWS = 16_384
-"""Up to this vocabulary size, D is the maximum over all pairs of rows. For a larger vocabulary, D is twice the largest
-distance of a row from the rows' mean."""
+"""Up to this vocabulary size, D is the largest distance over all pairs of rows. For a larger vocabulary, D is twice the
+largest distance of a row from the rows' mean."""
 
 ROWS_AT_ONCE = 256
 
@@ -29,7 +29,8 @@ TANH_MARGIN = 1e-15
 
 
 def head_diameter(rows: Matrix) -> float:
-    """Returns D, rounded up: the largest distance of two of the rows (V, H).
+    """Returns D, rounded up: the largest distance of two of the rows (V, H), or an upper bound of it if there are more
+    than EXACT_ROWS rows.
 
     Squared distances are computed from the rows minus their mean, so that no large terms cancel. The rounding of the
     sums is added. The rows are sorted by length, longest first, and each row is compared with all rows before it. The

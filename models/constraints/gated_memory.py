@@ -5,9 +5,10 @@ Weights that the certificate would not accept are changed to feasible ones in tw
 as little as its method allows:
 
 1. The part of the memory gate (LSTM forget, GRU update) that input and biases determine is limited to a cap, for every
-   input. To this end, the gate's bias and the rows of its input matrix are reduced. The cap is below the limit, so that
-   the recurrent matrix need not be zero. The units have different caps, from a memory of two tokens to the longest
-   memory that the limit allows. A unit that forgets fast may have larger entries in the recurrent matrix.
+   input. To this end, the gate's bias and the rows of its input matrix are reduced. The cap is below the target
+   contraction factor, so that the recurrent matrix need not be zero. The units have different caps, from a memory of
+   two tokens to the longest memory that the target allows. A unit that forgets fast may have larger entries in the
+   recurrent matrix.
 2. The recurrent matrix is shrunk in three ways, and the result nearest to the original is kept. Two of them project row
    by row onto weighted l1 balls. One uses the Perron vector of this matrix as weights, the other uses weights that suit
    any matrix. The third way multiplies the whole matrix by one factor. It is best if the rule in the 2-norm gives the
@@ -26,7 +27,7 @@ from wane.models.constraints.comparison import Comparison, Drive, perron_vector
 from wane.models.constraints.layer import Recurrence
 
 ROOM = 1.0
-"""The memory gate's bias is at least this much below the cap's pre-activation, so that the input can still change the
+"""The memory gate's bias is at least this much below the cap's pre-activation, so that the input can still raise the
 gate up to the cap."""
 
 LEAST_MEMORY = 0.5
@@ -58,7 +59,8 @@ def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], 
     """Changes a layer's weights in place so that its contraction factor is at most `target`. Returns the greatest |h|
     of each unit, (H) float64.
 
-    make: builds the cell's comparison from the other terms of the pre-activations and a recurrent matrix.
+    make: a function that builds the cell's comparison from a recurrent matrix and the other terms of the
+    pre-activations (`Drive`).
     """
     comparison = make(recurrence.drive(), recurrence.matrix.double())
     if fits(comparison, target * (1 + TOUCHED)):

@@ -1,4 +1,4 @@
-"""The projection of a matrix's rows onto weighted l1 balls. A rule in the maximum norm is a limit of each row's
+"""The projection of a matrix's rows onto weighted l1 balls. A contraction rule in the maximum norm limits each row's
 weighted l1 norm."""
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class ConstrainedLayer:
         """Returns the layer's weights, with the range of the input's contribution over all admissible inputs.
 
         If the layer's inputs are the embeddings, directly or through a LayerNorm, the range is exact. Otherwise the
-        inputs are the outputs of a LayerNorm, gain * n + shift with |n| <= sqrt(d) and n of mean zero. In a network
-        without LayerNorms, the inputs are the outputs of the layer below, |x_i| <= below_i.
+        range covers all outputs of the layer's LayerNorm, gain * n + shift with |n| <= sqrt(d) and n of mean zero. In a
+        network without LayerNorms, it covers all outputs of the layer below, |x_i| <= below_i.
         """
         norm = getattr(self.module, "norm", None)
         own, own_bias = self.tensor("weight_ih_l0"), self.tensor("bias_ih_l0")

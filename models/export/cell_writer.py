@@ -81,7 +81,7 @@ class InputGatedWriter(CellWriter):
 
     @abstractmethod
     def enter(self, gate: str, candidate: str) -> list[str]:
-        """Returns the arguments `driven` of `step` for a gate and a candidate."""
+        """Returns the argument `driven` of `step` for a gate and a candidate."""
 
 
 def build_cell(graph: GraphWriter, architecture: Architecture, layer: int) -> CellWriter:

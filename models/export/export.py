@@ -154,7 +154,8 @@ def export_again(
     precision = precision or before.precision
     if precision != before.precision and precision == "float32":
         raise ExportError(
-            f"{source.path} is an int8 bundle, which has no certificate of its float32 weights: export the run folder"
+            f"{source.path} is an int8 bundle. It cannot be exported in float32, because it has no certificate of its "
+            "float32 weights: export the run folder instead"
         )
     quantised = precision != before.precision
     tokenizer_json = with_decoder(before.vocabulary.kind, (source.path / before.tokenizer).read_text(encoding="utf-8"))
@@ -244,4 +245,4 @@ def _check_sample(tokens: list[int], size: int) -> None:
         raise ExportError("sample_tokens is empty: the parity check needs real tokens")
     for position, token in enumerate(tokens):
         if not 0 <= token < size:
-            raise ExportError(f"sample_tokens[{position}] is {token}, the vocabulary has {size} tokens")
+            raise ExportError(f"sample_tokens[{position}] is {token}, but the vocabulary has {size} tokens")

@@ -61,7 +61,9 @@ class GraphWriter:
     def weight(self, name: str, *shape: int) -> str:
         """Adds a tensor of the weights file. `shape` is the shape in the graph. It may split the tensor's axes."""
         offset, length = self._extents[name]
-        assert length == 4 * math.prod(shape), f"{name}: {length} bytes do not fill {shape}: this is a bug"
+        assert length == 4 * math.prod(shape), (
+            f"{name}: {length} bytes do not match the float32 shape {shape}: this is a bug"
+        )
         key = f"{name}:{'x'.join(map(str, shape))}"
         if key not in self._initialisers:
             tensor = TensorProto(name=key, data_type=TensorProto.FLOAT, dims=shape)

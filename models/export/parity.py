@@ -71,7 +71,7 @@ def check_network(reference: Reference, network: Network, tokens: NDArray[np.int
     state, worst = reference.zero_state(len(tokens)), 0.0
     for t, column in enumerate(tokens.T):
         logits, _, state = reference.step(column, state)
-        for case, found in (("whole", whole[t]), ("token by token", streamed[t])):
+        for case, found in (("in one pass", whole[t]), ("token by token", streamed[t])):
             difference = float(np.abs(log_softmax(found) - log_softmax(logits)).max())
             if not difference <= TOLERANCE:
                 raise ParityError(

@@ -143,8 +143,9 @@ class RadiusWriter:
         return graph.node("Min", bent, graph.node("Mul", r, steepest), graph.number(2 * UP * np.sqrt(hidden)))
 
     def mixed(self, layer: int, r: str, error: str) -> str:
-        """Bounds the error of the stream after the mixing matrix. r: the bound before the matrix, or "" if the stream
-        is exact. error: the bound of the state's error. All have the shape (N, 1)."""
+        """Bounds the error of the stream after the mixing matrix. r: the bound of the error of the block's input, or ""
+        if this input is exact. error: the bound of the state's error. The arguments and the result have the shape (N,
+        1)."""
         turned = self._graph.node("Mul", error, self._graph.number(UP * self._request.layers[layer].mix.norm))
         return self._graph.node("Add", r, turned) if r else turned
 

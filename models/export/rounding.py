@@ -79,8 +79,8 @@ WITH_LOGITS = 16
 """The number of rows of a batch whose logits' errors are measured."""
 
 TURNED = 24
-"""The number of rows and steps for which the derivative of `hidden` by the states is computed. They are those with the
-largest bounds of the error of `hidden`."""
+"""The number of rows and steps for which the derivative of `hidden` with respect to the states is computed. They are
+those with the largest bounds of the error of `hidden`."""
 
 TRIED = 24
 """The number of different tokens with which a further step of every row is computed."""
@@ -172,7 +172,7 @@ class _Measuring:
         """Returns the rounding of one step, from the errors measured so far, without the errors of a whole run."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        # The largest rounding error of a LayerNorm is not known.
+        # The largest rounding error of a LayerNorm is not known, so the measured error gets the larger factor.
         of_output = SAFETY_OF_SEQUENCE if self._residual else safety
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
@@ -193,7 +193,8 @@ class _Measuring:
             along.look(after, errors)
 
     def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
-        """Returns the tokens of all rows: (rows, past + hold)."""
+        """Returns the tokens of all rows: (rows, past + hold). In a row that repeats a token, `hold` repetitions follow
+        `past` other tokens."""
         size, random = self._architecture.vocabulary_size, self._random
         count = {kind: rows * share // 16 for kind, share in SHARES.items()}
         held = self._worth_holding(count["held"] // 2, past)
@@ -255,11 +256,12 @@ class _Measuring:
         return np.stack(chosen, axis=1)
 
     def _worth_holding(self, count: int, past: int) -> Tokens:
-        """Returns up to `count` tokens for repetition: a third that forget least, a third whose steps have the largest
-        errors, and random ones.
+        """Returns up to `count` tokens for repetition: a third whose steps reduce the difference of two states least, a
+        third whose steps have the largest errors, and random tokens.
 
-        Measures one step with every token from two states, one after random tokens and one after a repeated token. A
-        token forgets little if it leaves the two states far apart. For cells with gates, such a token has large gates.
+        Measures one step with every token from two states, one after random tokens and one after a repeated token. The
+        steps of a token reduce the difference least if they leave the two states farthest apart. In cells with gates,
+        such a token causes large gates.
         """
         size = self._architecture.vocabulary_size
         pasts = self._random.integers(size, size=(2, past))
@@ -388,7 +390,7 @@ class _Along:
         `look` has kept.
 
         The result is to first order: J e, where e are the errors of the cells' outputs and J is the derivative of
-        `hidden` by these outputs. If |e_i| <= E_i for all i, |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
+        `hidden` with respect to these outputs. If |e_i| <= E_i for all i, |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
         """
         largest = 0.0
         for radius, stream, rows, boxes in self._worst:

@@ -28,7 +28,8 @@ each. It returns the next state."""
 
 
 class Reference:
-    """The network of an architecture, computed in float64. Another `dtype` serves to measure rounding."""
+    """The network of an architecture, computed in float64. An object with the `dtype` float32 is used to measure
+    rounding."""
 
     def __init__(
         self, architecture: Architecture, weights: Weights, dtype: type[np.float64 | np.float32] = np.float64

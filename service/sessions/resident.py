@@ -1,10 +1,11 @@
-"""Sessions whose steps run in columns (`service/engine/columns.py`). Their data is in arrays with one row for every
-slot of the state cache, and their writes to the store are deferred.
+"""Sessions whose steps are computed in columns, which means that the data of a whole batch is in arrays
+(`service/engine/columns.py`). These arrays have one row for every slot of the state cache. Writes of the sessions to
+the store are deferred.
 
 A step of one token appends the token, and increments the session's position and revision. For a session with a resident
-state, these changes are buffered: the position and the revision in the state cache, and the tokens in a row of RECENT
-tokens. They are written to the store when the row is full, and before any other operation of the store on the session
-(`WriteBuffer`).
+state, these changes are buffered. The position and the revision are kept in the state cache, and up to RECENT tokens in
+a row of an array. The changes are written to the store when the row is full, and before any other operation of the
+store on the session (`WriteBuffer`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ WRITTEN_AT_ONCE = 256
 
 
 class ResidentSessions:
-    """The sessions of one model whose steps run in columns. Each has a resident state. If the store is not a
-    `MemoryStore`, no session is added.
+    """The sessions of one model whose steps are computed in columns. Each session has a resident state. If the store is
+    not a `MemoryStore`, no session is added.
 
     All methods must be called on the event loop's thread.
     """
@@ -46,7 +47,8 @@ class ResidentSessions:
         cache: CacheMixture | None = None,
     ) -> None:
         """`ttl_s`: idle time in seconds after which a session expires. `clock` returns seconds. `cache` is the model's
-        cache, if it has one. The last tokens of every session are then kept as the cache's content."""
+        cache of tokens, if the model has one. The last tokens of every session are then kept as the content of its
+        cache."""
         self._state_cache = state_cache
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
@@ -80,21 +82,21 @@ class ResidentSessions:
                 self._rings[slot] = self._cache.ring(history, record.position)
 
     def slot(self, session: str) -> int | None:
-        """Returns the session's row, which is the slot of its state. Returns None if the session is not buffered
-        here."""
+        """Returns the session's row in the arrays, which is the slot of its state. Returns None if the session is not
+        buffered here."""
         slot = self._state_cache.slot_of(session)
         return slot if slot is not None and self.buffered[slot] else None
 
     def alive(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Returns, for each of B sessions, whether it has not expired: bool (B)."""
+        """Returns, for each of the B sessions in `slots`, whether it has not expired: bool (B)."""
         alive: NDArray[np.bool_] = self._state_cache.touched_s[slots] >= self._clock() - self._ttl_s
         return alive
 
     def commit(
         self, slots: NDArray[np.intp], sessions: Sequence[str], tokens: NDArray[np.int64], outputs: Mapping[str, Array]
     ) -> None:
-        """Appends one token to each of B different sessions, and replaces the sessions' states with the run's
-        outputs."""
+        """Appends one token to each of B different sessions, and replaces the sessions' states with those in `outputs`,
+        the outputs of a model run over these tokens."""
         self.hits += len(slots)
         now_s = self._clock()
         self._state_cache.advance(slots, sessions, outputs, now_s)

@@ -1,9 +1,9 @@
 """Creates, reads, steps and deletes sessions, and keeps their resident states up to date.
 
 The store is authoritative, and the state pool is a cache. A resident state is valid as long as the session still begins
-with the tokens from which the state was computed. If a state has not read the session's latest tokens, these tokens are
-run to bring the state up to date. A snapshot from the store may replace a missing state. If there is no state and no
-snapshot, the next request that needs the state rebuilds it from the stored tokens.
+with the tokens from which the state was computed. If the state was computed without the session's latest tokens, the
+model runs over these tokens to bring the state up to date. A snapshot from the store may replace a missing state. If
+there is no state and no snapshot, the next request that needs the state rebuilds it from the stored tokens.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class Sessions:
     ) -> tuple[SessionRecord, bool]:
         """Creates a session at position 0 or after `history`. Returns the session and True.
 
-        Its id is `given`, or 128 random bits. If a session with this id exists, and is equal to the one that this
-        request would create, returns the existing session and False. Raises SessionExists, Overloaded, QuotaExceeded,
-        and InvalidRequest if the id is invalid.
+        Its id is `given`, or 128 random bits if `given` is None. If a session with this id exists, and is equal to the
+        one that this request would create, returns the existing session and False. Raises SessionExists, Overloaded,
+        QuotaExceeded, and InvalidRequest if the id is invalid.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
         position, tail = 0, self._empty
@@ -168,7 +168,7 @@ class Sessions:
             if there is None:  # the session expired or was deleted in the meantime
                 continue
             if not _is_as_created(there, record):
-                raise SessionExists(f"session {given!r} exists already with other options or after a step")
+                raise SessionExists(f"session {given!r} already exists, and it has other options or has made a step")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
         self._state_cache.drop(session)  # an earlier session with this id may have left its state
@@ -234,9 +234,9 @@ class Sessions:
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for `record`.
 
-        If `behind`, the state may be at an earlier position, provided that `record` holds all later tokens. If `use`,
-        the state becomes the most recently used. A session without tokens always has a state: all such sessions share
-        one.
+        If `behind` is true, the state may be at an earlier position, provided that `record` holds all later tokens. If
+        `use` is true, the state becomes the most recently used. A session without tokens always has a state: all such
+        sessions share one.
         """
         if record.position == 0:
             return CachedState(START, record.revision, 0, 0)
@@ -250,8 +250,9 @@ class Sessions:
         return cached if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
-        """Returns the store's snapshot of the session. Returns None if the snapshot was made with other weights or
-        graphs, or if `record` does not hold all later tokens."""
+        """Returns the store's snapshot of the session. Returns None if there is no snapshot, if it was made with other
+        weights or graphs, if its size is wrong, or if `record` does not hold all tokens after the snapshot's
+        position."""
         snapshot = record.snapshot
         if (
             snapshot is None

@@ -82,7 +82,7 @@ def test_the_error_names_a_missing_file(path: Path, name: str) -> None:
 def test_a_newer_manifest_is_refused(path: Path) -> None:
     edit_manifest(path, "schema_version", value=7)
     edit_manifest(path, "a_field_of_the_future", value=True)
-    refused(path, "written by a newer Wane (schema_version 7, this one reads 4)")
+    refused(path, "written by a newer version of Wane: schema_version is 7, but this version reads up to 4")
 
 
 def test_a_manifest_of_schema_3_is_read(path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_model_may_start_from_the_zero_state(path: Path) -> None:
 
 def test_what_becomes_of_unknown_events_must_fit_the_vocabulary(path: Path) -> None:
     edit_manifest(path, "unknown", value="skip")
-    refused(path, "unknown: 'skip' is for vocabularies of events, not of words")
+    refused(path, "unknown: 'skip' needs a vocabulary of kind 'events', not 'words'")
     edit_manifest(path, "vocabulary", "kind", value="events")
     assert Bundle.read(path).manifest.unknown == "skip"
     edit_manifest(path, "unknown", value="token")
@@ -114,7 +114,7 @@ def test_what_becomes_of_unknown_events_must_fit_the_vocabulary(path: Path) -> N
 def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path) -> None:
     edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
-    refused(path, "written by an older Wane (schema_version 2, this one reads 3 to 4): export it again")
+    refused(path, "schema_version is 2, but this version reads 3 to 4: export the bundle again")
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_the_statistics_of_a_text_equal_those_of_each_of_its_histories(seed: int
     [
         (7, (0.5, 0.2, 0.2, 0.2), "weights[7] sums to"),
         (7, (0.0, 0.5, 0.3, 0.2), "weights[7][0], the network's weight, must be above 0"),
-        (2, (0.5, 0.3, 0.2, 0.0), "weights[2] gives a weight to a component that has no occurrence"),
-        (6, (0.5, 0.3, 0.0, 0.2), "weights[6] gives a weight to a component that has no occurrence"),
+        (2, (0.5, 0.3, 0.2, 0.0), "weights[2] must have the weight 0 for a share that is based on 0 occurrences"),
+        (6, (0.5, 0.3, 0.0, 0.2), "weights[6] must have the weight 0 for a share that is based on 0 occurrences"),
     ],
 )
 def test_the_error_names_wrong_weights(row: int, weights: tuple[float, float, float, float], message: str) -> None:

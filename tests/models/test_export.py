@@ -224,7 +224,7 @@ def test_a_network_with_another_gate_order_is_refused(export: Export, tmp_path: 
         name: tensor.reshape(3, 6, -1)[[1, 0, 2]].reshape(tensor.shape) if ".cell." in name else tensor
         for name, tensor in weights.items()
     }
-    with pytest.raises(ExportError, match=r"torch network, whole, position 0: .* differ .* tolerance 0\.0001"):
+    with pytest.raises(ExportError, match=r"torch network, in one pass, position 0: .* differ .* tolerance 0\.0001"):
         export(model, weights, torch_network=torch_network(model, swapped))
     assert list(tmp_path.iterdir()) == []
 
@@ -426,7 +426,7 @@ def test_weights_that_do_not_fit_are_refused(export: Export, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([], "sample_tokens is empty"), ([1, 11], r"sample_tokens\[1\] is 11, the vocabulary has 11 tokens")],
+    [([], "sample_tokens is empty"), ([1, 11], r"sample_tokens\[1\] is 11, but the vocabulary has 11 tokens")],
 )
 def test_invalid_sample_tokens_are_refused(export: Export, tokens: list[int], message: str) -> None:
     model = architecture("gated")

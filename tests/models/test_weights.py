@@ -35,7 +35,7 @@ def test_the_error_names_a_missing_tensor() -> None:
 
 def test_the_error_names_an_unknown_tensor() -> None:
     weights = random_weights(MODEL, seed=0) | {"extra": np.zeros(1, np.float32)}
-    with pytest.raises(WeightsError, match="tensor extra is not one of the architecture's"):
+    with pytest.raises(WeightsError, match="tensor extra is not a tensor of the architecture"):
         check_weights(MODEL, weights)
 
 

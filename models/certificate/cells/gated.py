@@ -122,8 +122,8 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes the cell's next state in a window, and bounds of its distance from the uninterrupted run's
-    state."""
+    """Computes the cell's next state in a window, and bounds of the distance between this state and the uninterrupted
+    run's state (see `Moved`)."""
     gate, candidate = pre
     f, df = step.gate_cap * sigmoid(gate.value), step.gate_cap * sigmoid_rise(gate.value, gate.radius)
     z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)

@@ -86,7 +86,8 @@ class GruLayer:
         self.cap = Perturbation.within(2 * self.h)
 
     def _scaled(self, maps: tuple[LinearMap, ...], slope_n: Vector) -> tuple[LinearMap, ...]:
-        """Returns the linear maps from dh to dh' through r, z and n, with the greatest 1 - z of each unit."""
+        """Returns the linear maps from dh to dh' through r, z and n. Each row is scaled by the greatest slopes of its
+        unit and, for r and n, by the unit's greatest 1 - z."""
         r, z, n = maps
         return (r.scaled(self.enter * self.slope_r), z.scaled(self.switch), n.scaled(self.enter * slope_n))
 
@@ -169,8 +170,8 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes the cell's next state in a window, and bounds of its distance from the uninterrupted run's
-    state."""
+    """Computes the cell's next state in a window, and bounds of the distance between this state and the uninterrupted
+    run's state (see `Moved`)."""
     h = state[0]
     recalled = [Pre.of(linear, h, error[0]) for linear in step.recurrent]
     reset, keep, q = pre[0] + recalled[0], pre[1] + recalled[1], recalled[2]

@@ -1,9 +1,9 @@
 """The LSTM's contraction, proved by comparison with non-negative matrices.
 
 **The box.** x^ denotes an upper bound of |x|. |h| < 1 bounds the gates and the candidate g: f <= f^, i <= i^, o <= o^,
-|g| <= g^. Hence |c| <= c^ = i^ g^
-/ (1 - f^) and |h| <= h^ = o^ tanh(c^). This bound of |h| is smaller than 1, and from it the same steps are repeated.
-Every iteration's box contains all states that are reached from zero, for all admissible inputs.
+|g| <= g^. Hence |c| <= c^ = i^ g^ / (1 - f^) and |h| <= h^ = o^ tanh(c^). This bound of |h| is smaller than 1, and from
+it the same steps are repeated. Every iteration's box contains all states that are reached from zero, for all admissible
+inputs.
 
 **Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Let `df = f - f~`, and likewise for the other gates.
 Then
@@ -25,17 +25,18 @@ g's tanh, so |di| <= I |y_i| and |dg| <= G |y_g|. Unit by unit, therefore,
 a matrix scales the matrix's rows.
 
     |dc'| <= max(f^) |dc| + a |dh|,                  a = |c^ F W_f| + |g^ I W_i| + |i^ G W_g|
-    |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |t^ O W_o|, a_o: like a, with each matrix's rows also scaled by
-    o^
+    |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |t^ O W_o|
+
+a_o is like a, with each matrix's rows also scaled by o^.
 
 The 2 x 2 matrix of these factors maps bounds of (|dc|, |dh|) to bounds of (|dc'|, |dh'|). Let p > 0 be its Perron
 vector and r its spectral radius. Then each step multiplies max(|dc| / p_1, |dh| / p_2) by at most r.
 
 **Miller and Hardt** ("Stable recurrent models", 2019), in the maximum norm, with f the largest forget gate. If |W_i|,
 |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with b = |W_f| / (4 (1 - f)) +
-|W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence a step multiplies max(|dc|, |dh|) by at most f + b
-+ |W_o| / 4. This
-rule is a baseline for comparison. The factors of the rules above are never larger, except for the effect of `POSITIVE`.
+|W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence a step multiplies max(|dc|, |dh|) by at most
+f + b + |W_o| / 4. This rule is a baseline for comparison. The factors of the rules above are never larger, except for
+the effect of `POSITIVE`.
 
 If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound. No rule, including that of Miller
 and Hardt, then states a factor below 1.
@@ -112,7 +113,7 @@ class LstmBox:
         return box._token_by_token(weight_ih, weight_hh, bias, inputs) if isinstance(inputs, Rows) else box
 
     def _token_by_token(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Rows) -> LstmBox:
-        """Returns a smaller box for c, from the gates and the candidate at the same token.
+        """Returns the box with smaller bounds of c, from the gates and the candidate at the same token.
 
         `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| is at most the greatest `i |g| / (1 - f)` over x.
         """
@@ -238,7 +239,7 @@ class LstmLayer:
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
     """Returns the proof by the rule of Miller and Hardt, for |h_i| <= 1. weights: |W_i|, |W_f|, |W_g|, |W_o|.
-    forget_driven: the greatest part of f's pre-activation that input and biases determine."""
+    forget_driven: the greatest value of the part of f's pre-activation that input and biases determine."""
     hidden = len(weights[0])
     i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
     forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP
@@ -255,8 +256,8 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes the cell's next state in a window, and bounds of its distance from the uninterrupted run's
-    state."""
+    """Computes the cell's next state in a window, and bounds of the distance between this state and the uninterrupted
+    run's state (see `Moved`)."""
     h, c = state
     i, f, g, o = (part + Pre.of(linear, h, error[0]) for part, linear in zip(pre, step.recurrent, strict=True))
     enter, keep, show = (sigmoid(gate.value) for gate in (i, f, o))

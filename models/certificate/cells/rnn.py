@@ -43,8 +43,8 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes the cell's next state in a window, and bounds of its distance from the uninterrupted run's
-    state."""
+    """Computes the cell's next state in a window, and bounds of the distance between this state and the uninterrupted
+    run's state (see `Moved`)."""
     both = pre[0] + Pre.of(step.recurrent[0], state[0], error[0])
     p, radius = both.value, both.radius
     if step.cell == "rnn_tanh":

@@ -1,6 +1,6 @@
 """The constraints of the cells during training. Each cell has one file, which `models/cell_registry.py` imports.
 
 Each file defines `constrain(layer, target)`. It changes the weights of a layer in place so that the layer's contraction
-factor is at most `target`. It returns the greatest |h| of each unit, (H) float64, or None if unknown. Weights within
-the bound are not changed, and no weight grows.
+factor is at most `target`. It returns the greatest |h| of each unit, (H) float64, or None if unknown. The weights of a
+layer whose factor is already at most `target` are not changed, and no weight grows.
 """

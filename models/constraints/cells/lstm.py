@@ -49,9 +49,9 @@ class LstmComparison:
         return torch.cat([HEARD * ones, ones])
 
     def _cases(self, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns three bounds. The first, (C, H), is that part of c's difference that the previous c and f cause, for
-        each interval of f. The second, (C, H), is that part of h's difference that o causes, for each interval of o.
-        The third, (H), is that part of c's difference that i and g cause."""
+        """Returns three arrays of bounds. The first, (C, H), bounds the part of c's difference that the previous c and
+        f cause, for each interval of f. The second, (C, H), bounds the part of h's difference that o causes, for each
+        interval of o. The third, (H), bounds the part of c's difference that i and g cause."""
         v, w = bounds.chunk(2)
         y = (self.magnitude @ v).chunk(4)
         kept = self.forget.high * w + self.forget.slope * (self.c * y[1])

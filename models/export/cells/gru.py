@@ -9,8 +9,8 @@ from wane.models.manifest import Architecture
 
 
 class GruWriter(CellWriter):
-    """`h' = n + z (h - n)`. `drive` returns two values, the input's terms of the gates r and z, and those of the
-    candidate n."""
+    """`h' = n + z (h - n)`. `drive` returns two values: the input's terms of the gates r and z, and the input's terms
+    of the candidate n."""
 
     def drive(self, x: str) -> list[str]:
         graph = self._graph

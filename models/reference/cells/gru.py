@@ -1,8 +1,8 @@
 """The GRU, Cho et al. 2014, in torch's form, in which the reset gate multiplies the product of the recurrent matrix and
 the state:
 
-r = sigma(U_r x + b_r + W_r h + d_r),  z = sigma(U_z x + b_z + W_z h + d_z) n = tanh(U_n x + b_n + r * (W_n h + d_n)),
-h' = (1 - z) * n + z * h
+r = sigma(U_r x + b_r + W_r h + d_r),  z = sigma(U_z x + b_z + W_z h + d_z)
+n = tanh(U_n x + b_n + r * (W_n h + d_n)),  h' = (1 - z) * n + z * h
 """
 
 from __future__ import annotations

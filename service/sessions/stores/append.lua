@@ -1,9 +1,10 @@
 -- Compare-and-append: see `RedisStore.append`, and codec.py for the format of a session.
--- KEYS: the session, its state. ARGV: the revision that it must be at, the next revision, the alternative revision if
--- Redis was restarted since the last change; the session's new head, the tokens, the bytes of the tail to keep
--- (0: all), milliseconds to live, the state ("": unchanged).
--- Returns 1 (at the next revision) or 2 (at the alternative one) if this call appended, now or when it was sent before;
--- false if the session does not exist; else the current session.
+-- KEYS: the keys of the session and of its state.
+-- ARGV: 1 the revision that the session must have; 2 its next revision; 3 its next revision if Redis was restarted or
+-- saved to disk since the session's last change; 4 the session's new head; 5 the tokens; 6 the number of bytes of the
+-- tail to keep (0: all); 7 the time to live in milliseconds; 8 the state ("": unchanged).
+-- If this call appended the tokens, now or when it was sent before, returns 1 (at the revision ARGV[2]) or 2 (at the
+-- revision ARGV[3]). Returns false if the session does not exist, and otherwise the current session.
 local held = redis.call('GET', KEYS[1])
 if not held then
     return false
@@ -19,8 +20,8 @@ end
 if at ~= ARGV[1] then
     return held
 end
--- The time of the last save to disk, or of the start. After a restart Redis may have lost acknowledged changes. Then
--- the next revision may have been used before, and must not be used again.
+-- The time of the last save to disk or, before the first save, of the start. A restart may lose acknowledged changes.
+-- The next revision may then have been used before the restart, and must not be used again.
 local run = struct.pack('>I4', redis.call('LASTSAVE'))
 local done = string.sub(held, 9, 12) == run and 1 or 2
 local tail = string.sub(held, head + 1) .. ARGV[5]

@@ -1,11 +1,13 @@
--- Counts a session among its owner's and returns 1, if the owner is below its quota or the session is counted already.
--- Else returns the first sessions whose time has come or is in doubt, each with its score.
+-- Counts a session against its owner's quota, and returns 1, if the owner has fewer sessions than the quota or if the
+-- session is already counted. Otherwise returns the first sessions whose expiry time has passed or is uncertain, each
+-- with its score.
 --
--- Before that, sessions that the caller looked up get their remaining time, or are removed if they have expired. A
--- session whose score has changed is skipped, because it may have been created since.
+-- Before that, updates the expiry times of the sessions that the caller looked up, and removes those that have expired.
+-- A session whose score has changed since the look-up is skipped, because it may have been created again.
 --
--- KEYS[1] the owner's sessions    ARGV session, quota, time to live in milliseconds; then for each session that the
--- caller looked up: session, its earlier score, its PTTL
+-- KEYS: the set of the owner's sessions, with their expiry times as scores. ARGV: the session, the quota, the time to
+-- live in milliseconds; then, for each session that the caller looked up: the session, its score before the look-up,
+-- and its remaining time in milliseconds (negative: expired).
 local at_once = 256
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)

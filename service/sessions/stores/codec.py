@@ -5,15 +5,16 @@ A session:
     revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
     uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
 
-Numbers are big-endian, and token ids are little-endian. `run` identifies one start of Redis; in a dump file it is 0.
-`length` is the number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a
-change and its writer. `start` is the last step's position, or -1 if there is no last step. `identity` (model, version,
-mode, width of a token id, vocabulary) does not change. Each digest follows a byte with its length.
+Numbers are big-endian, and token ids are little-endian. `run` is the time of Redis's last save to disk or, before the
+first save, of its start. It therefore changes with every restart of Redis. In a dump file it is 0. `length` is the
+number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a change and its
+writer. `start` is the last step's position, or -1 if there is no last step. `identity` (model, version, mode, width of
+a token id, vocabulary) does not change. A byte with the digest's length stands before each digest.
 
-A snapshot (`Snapshot`), which the store keeps in addition to a session's last tokens, at every checkpoint:
+A snapshot (`Snapshot`), which is stored at every checkpoint in addition to the session's last tokens:
 
     position  dropped_tokens  length  model_fingerprint  state
-    uint64    uint64          uint16  `length` bytes     float32, as the pool holds it
+    uint64    uint64          uint16  `length` bytes     float32, as in the state pool
 
 Numbers are big-endian. The state has this machine's byte order.
 """
@@ -57,7 +58,7 @@ def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
 
 def due(before: int, after: int, every: int) -> bool:
     """Returns whether a step from position `before` to `after` reaches a checkpoint. A checkpoint is a position that is
-    a multiple of `every` tokens."""
+    a multiple of `every`."""
     return after // every > before // every
 
 
@@ -108,7 +109,9 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
         about = data[_FRONT.size : _FRONT.size + length]
         form, _, position, start, tokens, key = _HEAD.unpack_from(about)
         if form != FORMAT:
-            raise Unreadable(f"session {id_of(session)!r} is written in format {form}, and this version reads {FORMAT}")
+            raise Unreadable(
+                f"session {id_of(session)!r} is written in format {form}, but this version reads format {FORMAT}"
+            )
         model, version, mode, width, vocabulary = _read_identity(about[_HEAD.size :])
     except (struct.error, ValueError, TypeError) as error:
         if isinstance(error, Unreadable):

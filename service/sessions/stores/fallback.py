@@ -30,9 +30,9 @@ AT_ONCE = 256  # number of sessions that are written concurrently when the store
 @dataclass(slots=True, eq=False)
 class UnsyncedSession:
     """A session that is newer in this process than in the store. The mark (`codec.mark`) of the store's session is one
-    of `marks`, unless another process changed that session. `since` is the position up to which the two sessions are
-    equal. A rewind can lower this position. `counts` says whether the session was created in this process and counts
-    against its owner's quota."""
+    of `marks`, unless another process changed that session. `used_s` is the time of the last use. `since` is the
+    position up to which the two sessions are equal. A rewind can lower this position. `counts` says whether the session
+    was created in this process and counts against its owner's quota."""
 
     record: SessionRecord
     marks: list[bytes]

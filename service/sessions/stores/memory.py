@@ -5,9 +5,9 @@ A session is one `bytes` object, because a million sessions must fit into a giga
     touched_s  position  revision  start  identity  tokens' digest  key's digest  tail
     float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
 
-`start` is the last step's position, or -1 without a last step. The key's digest is empty if the step had no key. An
-identity (model, version, mode, the width of a token id, the vocabulary) is stored once for all sessions that share it.
-Bytes hold no references, so the garbage collector does not traverse them.
+`start` is the last step's starting position, or -1 if there is no last step. The key's digest is empty if the step had
+no key. An identity (model, version, mode, the width of a token id, the vocabulary) is stored once for all sessions that
+share it. A bytes object holds no references, so the garbage collector does not traverse it.
 
 The sessions are spread over shards. A shard is a plain dict, which keeps its order of insertion. A used entry is
 removed and inserted again. The longest idle session therefore comes first. Unlike an OrderedDict, a dict needs no
@@ -49,8 +49,8 @@ _IDENTITY = struct.Struct("<H")
 _IDENTITY_AT = struct.calcsize("<dQQq")
 _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
-# Measured by benchmarks/parked.py: the overhead of a string, of a bytes object, of an entry in a dict's table, and of
-# an allocator that rounds up to 16 bytes.
+# The memory of a session in addition to its id and its packed bytes, measured by benchmarks/parked.py: the overhead of
+# a string, of a bytes object, of an entry in a dict's table, and of an allocator that rounds up to 16 bytes.
 OVERHEAD_BYTES = 200
 
 
@@ -81,7 +81,7 @@ def revision(packed: bytes) -> int:
 
 
 def touched(packed: bytes, now_s: float) -> bytes:
-    """Returns the packed session with its last use set to `now_s`."""
+    """Returns the packed session with the time of its last use set to `now_s`."""
     return TOUCHED.pack(now_s) + packed[TOUCHED.size :]
 
 
@@ -94,7 +94,7 @@ class Packing:
         self._numbers: dict[Identity, int] = {}
 
     def pack(self, record: SessionRecord, now_s: float) -> bytes:
-        """Packs the record with `now_s` as its last use."""
+        """Packs the record, with `now_s` as the time of its last use."""
         identity = record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
         number = self._numbers.get(identity)
         if number is None:
@@ -167,7 +167,7 @@ class Shard:
         return self._entries.pop(session, None)
 
     def all(self, now_s: float) -> Iterator[tuple[str, bytes]]:
-        """Yields every session that has not expired, in descending order of idle time."""
+        """Returns an iterator over every session that has not expired, in descending order of idle time."""
         since_s = now_s - self._ttl_s
         return ((session, packed) for session, packed in self._entries.items() if touched_s(packed) >= since_s)
 
@@ -196,7 +196,7 @@ EXPIRED_AT_ONCE = 1000  # largest number of expired sessions that one call remov
 
 
 class MemoryStore:
-    """A `Store` of sessions in memory, within a budget in bytes. A session expires after `ttl_s` without use.
+    """A `Store` of sessions in memory, within a budget in bytes. A session expires after `ttl_s` seconds without use.
 
     A new session is rejected unless it fits with a full token history. Existing sessions may still exceed the budget
     when their token histories grow. The longest idle sessions are then evicted.
@@ -244,7 +244,7 @@ class MemoryStore:
         if self.used_bytes + whole > self.budget_bytes:
             raise Overloaded(
                 f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and a new session uses up to "
-                f"{whole}: more than session_budget_bytes, which is {self.budget_bytes}"
+                f"{whole}: together more than session_budget_bytes, which is {self.budget_bytes}"
             )
         fresh = record._replace(revision=branch())
         self._add(fresh)
@@ -401,8 +401,8 @@ class MemoryStore:
         revision: int,
         last: LastStep | None = None,
     ) -> SessionRecord:
-        """Stores the session at `revision`, with `now_s` as its last use, and returns the new record. `packed` is the
-        session's earlier packed value."""
+        """Stores the session at `revision`, with `now_s` as the time of its last use, and returns the new record.
+        `packed` is the session's earlier packed value."""
         session, model, version, mode = before[:4]
         record = SessionRecord(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)

@@ -10,10 +10,10 @@ from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes
 from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
 SNAPSHOTS = 256  # largest number of cached snapshots; a snapshot is dropped when its session changes
-# Steps do not use the cache if the share of outdated sessions among the calls of `saw` exceeds this value. A step that
-# finds the session up to date calls `saw` once, with moved=False. A step that finds it outdated calls `saw` once with
-# moved=True, reads the session again, and calls `saw` once or twice with moved=False. The share is therefore a quarter
-# to a third if half of all steps find an outdated session.
+# Steps do not use the cache if more than this share of the calls of `saw` have moved=True. A step that finds an
+# outdated session calls `saw` once with moved=True, and once or twice with moved=False after it has read the session
+# again. Any other step calls it once with moved=False. If half of all steps find an outdated session, the share is
+# therefore a quarter to a third.
 MOVED_OFTEN = 0.25
 EMA_ALPHA = 1 / 16  # weight of the latest call of `saw` in the moving average
 
@@ -35,7 +35,7 @@ class RecordCache:
 
     @property
     def mostly_moved(self) -> bool:
-        """Whether cached sessions are often outdated, because other processes step them too."""
+        """Whether cached sessions are often outdated, because other processes also append tokens to them."""
         return self._moved > MOVED_OFTEN
 
     def saw(self, *, moved: bool) -> None:

@@ -15,8 +15,8 @@ is used twice.
 Every change is one script that atomically compares the revision, makes the change, and sets the time to live. A caller
 that got no answer may run the script again: it changes nothing if the session already has the new revision. This
 requires that revisions are never used twice. The upper half of a revision is random. The random half is drawn again
-when a session is created or rewound. It is also drawn again by the first change after a restart of Redis, because Redis
-may have lost acknowledged changes.
+when a session is created or rewound. It is also drawn again by the first change after a restart of Redis, because a
+restart may lose acknowledged changes. A save of Redis to disk has the same effect as a restart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COUNTED = 1
 their scores."""
 DOUBT_BITS = 40
 """Number of bits of a random score, which marks a session's expiry time as uncertain. As a time in milliseconds since
-1970, such a score is far in the past."""
+1970, such a score is far in the past, so a `claim` that finds the set full looks the session up."""
 DONE = (1, 2)
 """The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
 """
@@ -112,8 +112,8 @@ class RedisStore:
         try:
             made = await self.replace(fresh, [NOBODY], since=0)  # deletes an earlier session's state
         finally:
-            # If no session was created, its time in the set becomes uncertain. A later `claim` then removes the entry
-            # unless the session exists.
+            # If the session was not created, its expiry time in the set is marked as uncertain. A later `claim` then
+            # removes the entry unless the session exists.
             if counts:
                 self.trips.tell(*(self.counting(fresh.session) if made is not None else self._doubting(fresh.session)))
         return made
@@ -122,8 +122,8 @@ class RedisStore:
         """Counts a new session against its owner's quota of `most` sessions. Raises QuotaExceeded.
 
         Redis does not notify when a session expires. The set therefore holds, for each session, the time when the
-        session expires if it is not used. If the set is full, the sessions whose time has passed or is uncertain are
-        looked up. Expired sessions are removed from the set. The time of the other sessions is updated.
+        session expires if it is not used. If the set has `most` sessions, those whose time has passed or is uncertain
+        are looked up. Expired sessions are removed from the set. The time of the other sessions is updated.
         """
         owner = owner_of(session)
         looked: list[tuple[Argument, ...]] = []
@@ -140,9 +140,9 @@ class RedisStore:
             looked = list(zip(found, scores, left_ms, strict=True))
 
     def counting(self, session: str) -> tuple[str, ...]:
-        """Returns the command that counts a session against its owner's quota, even if that exceeds the quota. The time
-        of a newly counted session is uncertain. If the session is already counted, its time increases by about half a
-        millisecond."""
+        """Returns the command that counts a session against its owner's quota, even if that exceeds the quota. A
+        session that is not in the set gets an uncertain time. The time of a session that is already in the set
+        increases by 0.5 to 0.75 milliseconds, so that its score changes."""
         part = 0.5 + secrets.randbits(DOUBT_BITS) / (4 << DOUBT_BITS)
         return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
@@ -176,8 +176,9 @@ class RedisStore:
     ) -> SessionRecord | None:
         """See `Store`. If the session is not at the revision of `record`, caches the current session.
 
-        A script that was sent twice may have succeeded the first time and failed the second time, because another
-        process appended in between. Raises Unanswered in this case, because the result of the first run is unknown.
+        A script that was sent twice may have appended the tokens the first time, and may have failed the second time,
+        because another process appended in between. Raises Unanswered if the second run failed, because the result of
+        the first run is unknown.
         """
         session, revision = record.session, record.revision
         after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
@@ -285,7 +286,7 @@ class RedisStore:
             raise Unavailable(f"{error}: is a replica of a later version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:
-        """Caches the session that a script found instead of the expected revision."""
+        """Caches the session that a script found at another revision than the expected one."""
         self._remembered.saw(moved=True)
         record = self._read(session, found)
         if record is None:

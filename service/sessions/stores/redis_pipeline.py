@@ -1,8 +1,9 @@
-"""Pipelines commands to Redis into round trips, and tracks whether Redis is reachable.
+"""Sends commands to Redis in pipelines, and tracks whether Redis is reachable.
 
-The commands of one iteration of the event loop are sent together. The commits of one batch therefore take one round
-trip. While MOST_TRIPS round trips are in flight, commands wait for the next round trip. A round trip is a pipeline, not
-a transaction: each command is atomic by itself. In a cluster, each command is sent to the node of its key.
+The commands of one iteration of the event loop are sent together, as one pipeline, which takes one round trip. The
+commits of one batch therefore take one round trip. While MOST_TRIPS round trips are in flight, commands wait for the
+next round trip. A pipeline is not a transaction: each command is atomic by itself. In a cluster, each command is sent
+to the node of its key.
 
 While Redis is unreachable, every command fails immediately, without waiting for a timeout.
 """
@@ -45,7 +46,8 @@ CLUSTER = "+cluster"
 KIND = "redis"
 Argument = bytes | str | int
 Tells = Callable[[Any], bool]
-"""Returns whether the reply of a script that was sent twice shows the result of its first run."""
+"""A function of the reply of a script that was sent twice. Returns whether the reply shows the result of the script's
+first run."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
 """Errors that show that Redis, or the node of a command's key, is unavailable."""
 

@@ -1,9 +1,10 @@
 -- Compare-and-replace: see `RedisStore.replace`, and codec.py for the format of a session.
--- KEYS: the session, its state. ARGV: its new, unique revision; the bytes after the run; milliseconds to live; the
--- position up to which it is unchanged; then the marks that it may be at: revisions, or revisions followed by the
--- stamp, or "" for no session. A state of a position after the unchanged part is deleted.
--- Returns 1 if this call replaced the session, now or when it was sent before; false if the session does not exist;
--- else the current session.
+-- KEYS: the keys of the session and of its state. ARGV: the session's new, unique revision; the new session's bytes
+-- after the field `run`; the time to live in milliseconds; the position up to which the session stays unchanged; then
+-- the marks (`codec.mark`) of which the session must have one. The mark "" stands for a session that does not exist. A
+-- state at a position after the unchanged part is deleted.
+-- Returns 1 if this call replaced the session, now or when it was sent before. Returns false if the session does not
+-- exist, and otherwise the current session.
 local held = redis.call('GET', KEYS[1])
 local at = held and string.sub(held, 1, 8) .. string.sub(held, 16, 23) or ''
 if string.sub(at, 1, 8) == ARGV[1] then

@@ -15,8 +15,9 @@ from wane.service.types import Mode
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """The health of a store. `kind` is `memory` or `redis`. `ready`: whether requests to sessions can be answered.
-    `not_durable`: the number of sessions with tokens that are only in this process and not yet in the shared store."""
+    """The health of a store. `kind` is `memory` or `redis`. `reachable`: whether the store answers. `ready`: whether
+    requests to sessions can be answered. `not_durable`: the number of sessions with tokens that are only in this
+    process and not yet in the shared store."""
 
     kind: str
     reachable: bool = True
@@ -35,7 +36,8 @@ def appended(revision: int) -> int:
 
 
 def branch() -> int:
-    """Returns an unused revision for a session that is created or rewound. Its successors are unused too."""
+    """Returns an unused revision for a session that is created or rewound. The revisions after it (`appended`) are
+    unused too."""
     return secrets.randbits(_BRANCH_BITS) << _BRANCH_BITS
 
 
@@ -46,8 +48,8 @@ def follows(revision: int, earlier: int) -> bool:
 
 
 def digest(data: bytes) -> bytes:
-    """Returns a digest of at most 16 bytes of a step's tokens or key. Shorter data is its own digest. Otherwise the
-    digest is BLAKE2b, for which a collision is expected among 2^64 digests."""
+    """Returns the digest of a step's tokens or key. Data of fewer than 16 bytes is its own digest. The digest of longer
+    data is a BLAKE2b hash of 16 bytes. A collision of such hashes is expected only among about 2^64 digests."""
     return data if len(data) < DIGEST_BYTES else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -89,13 +91,13 @@ class Snapshot(NamedTuple):
 class SessionRecord(NamedTuple):
     """A session as a store keeps it.
 
-    `revision` differs after every change: see `appended` and `branch`. A change succeeds only if the revision is the
-    expected one. Unlike a position, a revision is never used twice. A session that another process rewound and stepped,
-    or deleted and created again, is therefore not mistaken for the earlier session. `tail` holds the latest tokens.
-    `idle_s` is the time between the session's last use and the read of this record. `model_version` is the version that
-    created the session, for information only. `vocabulary` identifies the tokenizer of `tail`. A model version with
-    another tokenizer cannot run the session. `durable`: whether a shared store has the session at this revision; None
-    if the store is not shared. `snapshot` is the latest state in the store, if it was read.
+    Every change gives the session another `revision`: see `appended` and `branch`. A change succeeds only if the
+    revision is the expected one. Unlike a position, a revision is never used twice. A session that another process
+    rewound and stepped, or deleted and created again, is therefore not mistaken for the earlier session. `tail` holds
+    the latest tokens. `idle_s` is the time between the session's last use and the read of this record. `model_version`
+    is the version that created the session, for information only. `vocabulary` identifies the tokenizer of `tail`. A
+    model version with another tokenizer cannot run the session. `durable`: whether a shared store has the session at
+    this revision; None if the store is not shared. `snapshot` is the latest state in the store, if it was read.
     """
 
     session: str
@@ -119,7 +121,7 @@ class SessionRecord(NamedTuple):
 
     @property
     def earliest(self) -> int:
-        """The earliest position to which the session can be rewound. One token must remain in `tail`."""
+        """The earliest position to which the session can be rewound. At least one token must remain in `tail`."""
         return self.position - len(self.tail) + 1
 
 
@@ -164,8 +166,9 @@ class Store(Protocol):
         """Returns the session as this process last saw it, without a request to the backend. A later append or rewind
         checks whether the session is still the same.
 
-        If `to_step`, also returns None if an append would probably fail. If `to_step`, raises PositionConflict once if
-        tokens that were acknowledged as not durable have been lost since the last step.
+        `to_step` says that the caller will append to the session. If it is true, the method also returns None if an
+        append would probably fail. It raises PositionConflict, once, if tokens that were acknowledged as not durable
+        have been lost since the last step.
         """
         ...
 
@@ -189,7 +192,7 @@ class Store(Protocol):
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """Rewinds the session to `position`, and deletes the last step. One token must remain in `tail`.
+        """Rewinds the session to `position`, and deletes its `LastStep`. At least one token must remain in `tail`.
 
         Returns None, without side effects, if the session is not at `revision`.
         """

@@ -65,7 +65,7 @@ def test_invalid_bytes_are_unreadable(name: str) -> None:
 def test_a_session_of_a_later_format_is_unreadable() -> None:
     data = bytearray(codec.write(PLAIN))
     data[14] = 2
-    with pytest.raises(codec.Unreadable, match="written in format 2, and this version reads 1"):
+    with pytest.raises(codec.Unreadable, match="written in format 2, but this version reads format 1"):
         codec.read("s", bytes(data), 300)
 
 
