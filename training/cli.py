@@ -169,7 +169,8 @@ FAILURES = ()  # the exceptions that `wane/cli.py` must report: none, because `m
 def main(arguments: Sequence[str]) -> int:
     """Runs one command and returns the exit status.
 
-    0: success. 1: another process of the group was lost. 2: invalid input. 130: interrupted.
+    0: success. 1: another process of the group was lost. 2: invalid input, or a number that is not finite in training.
+    130: interrupted.
     """
     options = build_parser().parse_args(arguments)
     console, group = Console(), ALONE

@@ -139,7 +139,7 @@ class Group:
         (found,) = message
         if isinstance(found, TrainingError):
             raise found
-        return found  # type: ignore[return-value]  # None only where T is
+        return found  # type: ignore[return-value]  # None is possible only if T allows None
 
     @contextmanager
     def together(self) -> Iterator[None]:

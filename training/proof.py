@@ -13,10 +13,10 @@ differ by at most:
 To first order, such a difference changes the lead of token a over token b by at most `sum_i |d(logit_a - logit_b) / d
 s_i| e_i`. The competing token b with the largest ratio of this change to the lead determines the loss. The loss is
 `log(ratio) + slack`, limited to the range from 0 to `ceiling`. It has an upper limit because a lead near zero cannot be
-proved. The lead itself gets no gradient, because a model has no reason to become more confident.
+proved. The lead in the ratio gets no gradient, because the loss should not make the model more confident.
 
-The loss does not stop units from remembering where their state cannot change the top-1 token: units with small weights,
-in rare contexts, or for rare tokens. Only the caps of the gates limit these units' memory.
+The loss does not limit the memory of units whose states cannot change the top-1 token: units with small weights, or
+units that matter only in rare contexts or for rare tokens. Only the caps of the gates limit the memory of these units.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, OUTER, kind
 @dataclass(frozen=True, slots=True)
 class Linear:
     """The names, in the file, of the tensors of an affine map. If `bias` is None, the bias is zero. `transposed`:
-    whether the matrix has the shape (features, vocabulary), as the weight of a torch.nn.Linear that reads one-hot
+    whether the matrix has the shape (features, vocabulary), like the weight of a torch.nn.Linear that reads one-hot
     input."""
 
     weight: str
@@ -38,7 +38,8 @@ class EmbeddingAndHead:
 
 
 def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndHead:
-    """Finds the maps by the option --map, by their usual names, or by their shapes. Raises ForeignError."""
+    """Finds the embedding and the head by the option --map, by their usual names, or by their shapes. Finds a
+    projection by --map only. Raises ForeignError."""
     inputs, top = layers.inputs, layers.sizes[-1]
     mapped = {name: tensors.mapped(name) for name in OUTER}
     projection = _projection(tensors, mapped, top)
@@ -92,8 +93,9 @@ def _matrices(tensors: TensorMap) -> list[str]:
 
 
 def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[str], bool]) -> str | None:
-    """Returns the name of the matrix that has a usual name, preferably of one whose shape fits. If there is none,
-    returns the name of the only matrix whose shape fits."""
+    """Returns the name of the matrix that has one of the names `usual`. If several have such a name, one whose shape
+    fits is preferred. If no matrix has such a name, returns the name of the only matrix whose shape fits and whose name
+    is not a usual one. Returns None if there is no such matrix. Raises ForeignError if there are several."""
     matrices = _matrices(tensors)
     fitting = [name for name in matrices if fits(name)]
     called = [name for name in matrices if kind(name) is usual]
@@ -137,8 +139,8 @@ def _own_bias(tensors: TensorMap, matrix: str) -> str | None:
 
 
 def _embedding(tensors: TensorMap, weight: str, bias: str | None, inputs: int) -> Linear:
-    """Returns the embedding with the matrix `weight`. It is taken for a Linear over one-hot input if it has one row per
-    input of the bottom layer and, in addition, either a bias or another number of columns."""
+    """Returns the embedding with the matrix `weight`. The matrix is assumed to be the weight of a Linear over one-hot
+    input if it has one row per input of the bottom layer and, in addition, has a bias or is not square."""
     rows, columns = tensors.matrix(weight)
     bias = bias or _own_bias(tensors, weight)
     transposed = rows == inputs and (bias is not None or columns != inputs)
@@ -155,7 +157,8 @@ def _vocabulary(tensors: TensorMap, embedding: Linear) -> int:
 
 
 def _projection(tensors: TensorMap, mapped: dict[str, str | None], top: int) -> Linear | None:
-    """Returns the projection that --map names. Raises ForeignError unless it reads the top layer's output."""
+    """Returns the projection that --map names, or None if --map names none. Raises ForeignError unless the projection's
+    matrix has one column per unit of the top layer."""
     weight = mapped["projection"]
     if weight is None:
         return None
@@ -218,8 +221,9 @@ def _without_embedding(
 
 
 def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, vocabulary: int) -> str | None:
-    """Marks the head's bias as assigned, and returns its name. The bias is the output matrix's own, or else the only
-    vector of this size with a usual name of a head. Returns None if there is no bias."""
+    """Marks the head's bias as assigned, and returns its name. The bias is that of the head's matrix (of the
+    embedding's, if the two are tied), or else the only vector of length `vocabulary` with a usual name of a head.
+    Returns None if there is no bias."""
     matrix = head or (embedding.weight if embedding is not None else "")
     if (own := _own_bias(tensors, matrix)) is not None:
         return own

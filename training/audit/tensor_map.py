@@ -28,7 +28,7 @@ class TensorMap:
         self.names: dict[str, str] = {}
         self.notes = [f"the tensors were read from {checkpoint.inside}"] if checkpoint.inside else []
         if ignored := sorted(self._tensors.keys() - self.unassigned):
-            self.notes.append(f"ignored on request: {', '.join(ignored)}")
+            self.notes.append(f"ignored because of --ignore: {', '.join(ignored)}")
         self._dtypes: set[torch.dtype] = set()
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, .
     for name in usual:
         if name in names:
             if eos == NO_START:
-                return name, ["a sequence starts from the zero state: no token is read before its first"]
+                return name, ["a sequence starts from the zero state: no token is read before its first token"]
             return name, [] if name == EOS else [f"{name!r} is assumed to begin a sequence and to encode a line break"]
     raise ForeignError(
         f"{path}: none of the {len(names)} tokens has a usual name of a token that begins a sequence "

@@ -337,7 +337,7 @@ def test_tensors_outside_the_model_must_be_ignored_explicitly(tmp_path: Path) ->
     ):
         imported(path)
     notes = assert_same(path, module, ignore=["step", "value.*"])
-    assert notes == ("ignored on request: step, value.weight",)
+    assert notes == ("ignored because of --ignore: step, value.weight",)
 
 
 def changed(**changes: Tensor | None) -> Tensors:
