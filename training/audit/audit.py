@@ -104,7 +104,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
 
 
 def _name(file: Path) -> str:
-    """Returns a name for the audited model: the name of its file, with only characters that a bundle's name may have."""
+    """Returns a name for the audited model: its file's name, with only characters that a bundle's name may have."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().stem if file.is_file() else file.resolve().name)
     return plain.lstrip("._-")[:64] or "model"
 
