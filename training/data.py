@@ -128,8 +128,8 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int, start: Start = "token") -> Corpus:
-    """Reads text, or events for a vocabulary of events, as one stream, the corpus's split `audit`. Reads sequences up
-    to a total of `tokens` tokens.
+    """Reads text (or events, if the vocabulary is one of events) as one stream: the corpus's split `audit`. Reads
+    sequences up to a total of `tokens` tokens.
 
     The whole first sequence is always read. A folder's files are read in name order. Events that a vocabulary without
     `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. Raises DataError.

@@ -1,6 +1,6 @@
 """Reads event logs (JSON lines or CSV), cuts them into sessions, splits the sessions and converts them to token ids.
 
-A log is held as arrays of small integers, about 20 bytes an event while it is read, so that ten million events fit in
+A log is held as arrays of small integers. Reading it takes about 20 bytes an event, so that ten million events fit in
 well under a gigabyte.
 
 JSON lines have one session per line, the oldest session first. A line is a list of event names, or `{"session": ...,

@@ -2,11 +2,11 @@
 
 A window's top-1 token is proved to equal the uninterrupted run's if its lead (the difference of two logits) over every
 other token exceeds the change that the truncated past can still cause (`models/certificate/request.py`). In a network
-of one gated layer, with or without convolution blocks, the tokens before a window affect its end through each unit's
-state. With convolution blocks they also affect the gates of the window's first `reach` tokens. After these tokens, the
-uninterrupted run's state s and the window's state s~ both lie between -1 and 1, so they differ by at most 2. Each later
-token multiplies the difference by its gate f_t, which is equal in both runs. At the window's end each unit's states
-differ by at most:
+of one gated layer, with or without convolution blocks, the tokens before a window affect the prediction at its end
+through each unit's state. With convolution blocks they also affect the gates of the window's first `reach` tokens.
+After these tokens, the uninterrupted run's state s and the window's state s~ both lie between -1 and 1, so they differ
+by at most 2. Each later token multiplies the difference by its gate f_t, which is equal in both runs. At the window's
+end each unit's states differ by at most:
 
     e = 2 * prod_(t > reach) f_t     shape (H)
 

@@ -29,8 +29,8 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""The audited text must be long enough for windows of this many tokens, or of `max_window` tokens if `max_window` is
-smaller."""
+"""The audited text must be at least four times as long as a window of this many tokens, or of `max_window` tokens if
+`max_window` is smaller."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
@@ -52,7 +52,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     stream = truncate_text(subject, options.tokens)
     windows = [k for k in window_grid(options.max_window) if 4 * k <= len(stream)]
     if max(windows, default=0) < min(LEAST_WINDOW, options.max_window):
-        raise RunError(f"the text has {len(stream)} tokens, too few for windows of {LEAST_WINDOW}")
+        raise RunError(f"the text has {len(stream)} tokens, too few for windows of {LEAST_WINDOW} tokens")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         proving = bar.add_task("proving", total=None)

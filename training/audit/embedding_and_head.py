@@ -69,7 +69,7 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
                 f"no head: expected a matrix of shape [{vocabulary}, {width}] for the embedding "
                 f"{tensors.describe([embedding.weight])}; name it with --map head=NAME"
             )
-        tensors.notes.append("there is no head: assumed to be tied to the embedding")
+        tensors.notes.append("the file has no head: its matrix is assumed to be tied to the embedding")
     if embedding is not None:
         vocabulary = _vocabulary(tensors, embedding)
         tensors.expect(embedding.weight, (inputs, vocabulary) if embedding.transposed else (vocabulary, inputs))
@@ -82,7 +82,7 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
         tensors.expect(head, (vocabulary, width))
     bias = mapped["head.bias"] or _head_bias(tensors, head, embedding, vocabulary)
     if bias is None:
-        tensors.notes.append("the head has no bias: assumed to be zeros")
+        tensors.notes.append("the head has no bias: it is assumed to be zero")
     else:
         tensors.expect(bias, (vocabulary,))
     return EmbeddingAndHead(embedding, head, bias, projection)
@@ -201,13 +201,16 @@ def _without_embedding(
     a Linear reads one-hot input, or embedding and head are tied and saved as the head, or the bottom layer reads
     one-hot input."""
     if head is None:
-        raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {width}]; name them with --map")
+        raise tensors.error(
+            f"no embedding of shape [V, {inputs}] and no head of shape [V, {width}] for a vocabulary of V tokens; "
+            "name them with --map"
+        )
     vocabulary = tensors.matrix(head)[0]
     linear = [name for name in _matrices(tensors) if tensors.matrix(name) == (inputs, vocabulary)]
     if (weight := _only(tensors, "embedding", linear)) is not None:
         return _embedding(tensors, weight, bias, inputs), head
     if inputs == width:
-        tensors.notes.append(f"there is no embedding: assumed to be tied to {head}")
+        tensors.notes.append(f"the file has no embedding: it is assumed to be tied to {head}")
         return Linear(head), None
     if inputs == vocabulary:
         tensors.notes.append(

@@ -158,8 +158,8 @@ def _recurrent(
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The measurements of one k. Each has shape (positions,) and dtype float32, except `distance` (float64) and `top1`
-    (bool)."""
+    """The measurements for windows of one length k. Each field has the shape (positions,) and the dtype float32, except
+    `distance` (float64) and `top1` (bool)."""
 
     distance: Tensor
     total_variation: Tensor

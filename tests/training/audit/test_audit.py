@@ -130,7 +130,7 @@ def test_gru4rec_is_exported_with_a_zero_start_and_answers_as_published(folder: 
     assert (manifest.vocabulary.size, manifest.vocabulary.eos_id) == (VOCABULARY + 1, VOCABULARY)
     assert manifest.quality is None
     notes = manifest.provenance.config["imported"]["notes"]  # type: ignore[index]
-    assert "no event ends a sequence: <eos> is added as the last event, with probability 0" in notes
+    assert "no event has a usual name of <eos>: <eos> is added as the last event, with probability 0" in notes
     assert any("the sequences are joined for the measurement" in note for note in notes)
     tokens = np.array([[3, 1, 4, 1, 5]])
     outputs = OnnxRunner(bundle, "cpu", threads=1).run("window", {"tokens": tokens, "lengths": np.array([5])})
