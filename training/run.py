@@ -117,7 +117,7 @@ def train(
     epochs = trainer.step / trainer.train_lanes.steps
     console.print(
         f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}; {epochs:.1f} epochs, "
-        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations, at most {peak_memory_gib():.2f} GiB",
+        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations, peak memory {peak_memory_gib():.2f} GiB",
         soft_wrap=True,
     )
     return folder.path

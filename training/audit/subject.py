@@ -70,7 +70,7 @@ class Subject:
 
     @property
     def joined(self) -> bool:
-        """Whether the text is one sequence that joins all sequences, because the model reads no token between them."""
+        """Whether the sequences of the text are joined to one, because the model reads no token between them."""
         return self.corpus.start == "zero" and self.corpus.vocabulary.kind == "events"
 
 
@@ -147,7 +147,7 @@ def _join(corpus: Corpus, split: str) -> tuple[str, ...]:
     vocabulary, stream = corpus.vocabulary, corpus.streams[split]
     if vocabulary.kind == "events":
         corpus.streams[split] = stream[stream != vocabulary.eos_id]
-        return ("the sequences are joined for the measurement, so its perplexity is not that of separate sequences",)
+        return ("the sequences are joined for the measurement, so the perplexity is not that of separate ones",)
     corpus.streams[split] = stream[1:]
     return ()
 
