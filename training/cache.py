@@ -119,7 +119,8 @@ class CacheTraining:
 
     @classmethod
     def of(cls, experiment: Experiment, corpus: Corpus, device: torch.device) -> CacheTraining | None:
-        """Returns the experiment's mixture with weights that are not fitted yet. Returns None without a cache."""
+        """Returns the experiment's mixture with weights that are not fitted yet, or None if the experiment has no
+        cache."""
         if experiment.model.cache is None:
             return None
         streams = {split: corpus.streams[split] for split in ("train", "valid")}

@@ -153,7 +153,7 @@ def _read_json_lines(paths: Sequence[Path], reader: _Reader) -> EventLog:
                     session, names = _parsed(raw.decode("utf-8-sig" if lines == 1 else "utf-8"))
                     if session is not None:
                         if session in sessions:
-                            raise ValueError(f"the session {session!r} has a line already")
+                            raise ValueError(f"an earlier line has the same session {session!r}")
                         sessions.add(session)
                     events.extend([reader.id(name) for name in names])
                 except UnicodeDecodeError as error:

@@ -113,7 +113,7 @@ def test_all_wrong_lines_are_counted_and_the_first_five_are_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"session": 1, "events": ["a"]}', "the session 1 has a line already"),
+        ('{"session": 1, "events": ["a"]}', "an earlier line has the same session 1"),
         ('{"session": 2, "items": ["a"]}', 'not a list of event names or {"session": ..., "events": [...]}'),
         ('{"session": 1.5, "events": ["a"]}', 'the value of "session" is neither text nor an integer'),
         ('{"session": 2, "events": "a"}', "not a list of event names"),

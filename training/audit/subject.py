@@ -153,8 +153,8 @@ def _join(corpus: Corpus, split: str) -> tuple[str, ...]:
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """Truncates the subject's stream so that at most `tokens` of its tokens have a next token, and returns the stream.
-    Removes the word count of a truncated stream."""
+    """Truncates the subject's stream to `tokens` + 1 tokens, and returns the stream. (The last token is only predicted,
+    not read.) Removes the word count of a truncated stream."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:
         corpus.streams[split] = corpus.streams[split][: tokens + 1]
