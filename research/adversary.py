@@ -41,7 +41,7 @@ AT_ONCE = (1, 3, 9)
 """The numbers of positions at which `flipped` substitutes tokens at once. It tries each number in turn."""
 
 SHARPNESS = 2.0
-"""A mixture starts at one token. This is the initial logit of this token. The logits of all other tokens start at 0."""
+"""The initial logit of the token at which a mixture starts. The logits of all other tokens start at 0."""
 
 STEP = 1.0
 """The largest change of a logit in one step of the gradient ascent."""

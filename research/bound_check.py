@@ -141,7 +141,8 @@ class _Examined:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
         if self.architecture.front is None:
-            # The states are rounded to float32. The factor keeps the rounded states within the reachable limits.
+            # Without convolution blocks the states are also checked in float32, so they are rounded to float32. The
+            # factor keeps the rounded states within the reachable limits.
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
         return states, last
 
@@ -218,8 +219,8 @@ class _Examined:
         found["served_of_one"] = float(off.max() / rounding.carried)
 
     def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
-        """Returns the distance (N, T) between the `hidden` of the two float32 runs after each token, and, for the run
-        with the past, the largest distance (N) from the same run in exact arithmetic.
+        """Returns the distance (N, T) between the `hidden` of the two float32 runs of `_hold_served` after each token,
+        and, for the run with the past, the largest distance (N) from the same run in exact arithmetic.
         """
         rows = len(tokens)
         exact = self.exact.zero_state(rows)

@@ -18,7 +18,7 @@ Three kinds of bounds are checked:
 - The served rounding: the certificate's bound of the rounding of the exported float32 graphs. The `step` graph of every
   contractive model is exported, and its rounding is measured as for a bundle. Two float32 runs over thousands of common
   tokens (repeated tokens, cycles, the adversary's histories, random tokens) must differ by at most e_k plus this
-  rounding. Each of the two runs must differ from exact arithmetic by at most half of this rounding.
+  rounding. The first run must differ from the same run in exact arithmetic by at most half of this rounding.
 - The bounds of single windows, in float64. The second run reads only the window. The first runs read different pasts
   before the window: those of all these histories, and pasts that are adversarial to this window. The first run's
   `hidden` must be within the window's radius. Every lead (difference between two logits) must change by at most the
@@ -188,7 +188,7 @@ def draw(results: list[dict[str, object]], file: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0, 1].legend(loc="lower left")
-    figure.supxlabel("k, tokens since the cut")
+    figure.supxlabel("k, number of common last tokens")
     figure.supylabel("largest observed distance / bound: median, 10th to 90th percentile")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)

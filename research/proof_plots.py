@@ -28,7 +28,7 @@ KINDS = (
 
 def plot(results: Results, path: Path) -> None:
     """Plots each bundle's distances and bounds as functions of k in the upper row. The lower row shows the shares of
-    proved predictions and the perplexity that they cost."""
+    proved predictions as functions of k, and the windows' perplexity against these shares."""
     models = {name: model for name, model in sorted(results.models.items()) if model.windows}
     count = max(len(models), 1)
     figure = plt.figure(figsize=(max(10.5, 2.9 * count), 8.2), layout="constrained")

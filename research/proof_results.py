@@ -33,7 +33,8 @@ class Proved(Frozen):
     never-interrupted run.
 
     curve: the share that the service's margin proof proves from the certificate's error bound e_k.
-    request: the share that the service's margin proof proves from the smaller of e_k and the request's radius.
+    request: the share that the service's margin proof proves from the smaller of e_k and the request's radius (the
+        bound of the distance for the window's own tokens).
     direction: the share that the direction proof of `models/certificate/top1.py` proves, in exact arithmetic.
 
     For `curve` and `request`, the rounding of two float32 runs is added to the error bound.
@@ -54,7 +55,7 @@ class WindowFigures(Frozen):
     observed_variation: the variation, in float64.
     worst_case: e_k, the certificate's bound of the distance.
     worst_case_variation: epsilon(k), the certificate's bound of the variation, including the rounding of two runs.
-    request: the request's radius, which is the bound of the distance for the window's own tokens.
+    request: the request's radius (see `Proved`).
     request_variation: the bound of the variation that follows from the smaller of this radius and e_k.
     direction_variation: the direction proof's bound of the variation (see `Proved`). It is None in older results.
     over_worst_case: the observed distance divided by `worst_case`.
@@ -87,8 +88,9 @@ class ModelFigures(Frozen):
     smallest_window: k(1e-3), the smallest window whose total variation is proved to be at most 1e-3.
     curve: e_k, by k.
     rounding: the certificate's rounding of two runs.
-    perplexity: the recurrent mode's perplexity per token on the validation split, from the manifest.
-    window_perplexity: the perplexity per token of windows at the same positions, by k, from the manifest.
+    perplexity: the recurrent mode's perplexity per token at the sampled positions of the validation split, from the
+        manifest.
+    window_perplexity: the perplexity per token of windows at these positions, by k, from the manifest.
     """
 
     weights: str

@@ -27,14 +27,14 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The run over the whole stream that was never interrupted, at N positions. ends: the indices of these positions in
-    the stream, (N). hidden: `hidden` after the token at each position, (N, H)."""
+    """The results of a never-interrupted run over the whole stream, at N positions. ends: the indices of these
+    positions in the stream, (N). hidden: `hidden` after the token at each position, (N, H)."""
 
     ends: Tokens
     hidden: Values
 
     def fewer(self, count: int) -> Never:
-        """Returns the run at no more than `count` of these positions, evenly spread."""
+        """Returns the results at no more than `count` of these positions, evenly spread."""
         chosen = np.linspace(0, len(self.ends) - 1, min(count, len(self.ends))).astype(np.int64)
         return Never(self.ends[chosen], self.hidden[chosen])
 

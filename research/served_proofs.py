@@ -1,17 +1,18 @@
-"""Checks the bounds and proofs that the service answers for windows with `prove: true`, cache included.
+"""Checks the bounds and proofs in the service's answers to window requests with `prove: true`. The answers include the
+model's cache.
 
     OMP_NUM_THREADS=1 python -m research.served_proofs --data FOLDER [--only NAME ...] [--positions N] [--timed N]
     python -m research.served_proofs --render
 
 FOLDER contains WikiText-2's word-level files. The positions are spread evenly over the test split. At each position, an
-engine answers a prediction in the mode `window` with `prove`. The request has the last tokens before the position, as
-many as the window or the model's cache needs. The answer's whole distribution is compared with the distribution of a
+engine answers a prediction in the mode `window` with `prove`. The request has the last tokens up to the position: as
+many as the window and the model's cache need. The answer's whole distribution is compared with the distribution of a
 never-interrupted run in float64, mixed with the same cache. A bound is violated if the observed total variation exceeds
 `error_bound`. A proof is wrong if `top1_proved` is true and the two most probable tokens differ.
 
-The added time is measured at `--timed` of the positions. There, one request with
-`prove` and one without it run one after the other, in alternating order, without other requests. The figures are the
-medians of the two times and of their difference.
+The time that `prove` adds is measured at `--timed` of the positions. There, one
+request with `prove` and one without it run one after the other, in alternating order, without other requests. The
+figures are the medians of the two times and of their difference.
 
 The results of each bundle are written to the JSON file as soon as they are measured. With `--render` the program only
 makes the page's table from the JSON.
@@ -121,7 +122,8 @@ class Distributions:
 
 
 async def answered(engine: Engine, tokens: Tokens, k: int, *, prove: bool) -> Answer:
-    """Returns the engine's answer for a window of `k` of the tokens, which end a longer sequence."""
+    """Returns the engine's answer for a window of the last `k` of `tokens`. The tokens are the end of a longer
+    sequence."""
     request = PredictRequest(
         tuple(tokens.tolist()), mode=Mode.WINDOW, window=k, top_k=1, truncated=True, prove=prove, logits=True
     )
@@ -147,7 +149,8 @@ async def times_of(engine: Engine, contexts: Sequence[Tokens], k: int) -> Times 
 
 
 async def measure(path: Path, k: int, stream: Tokens, positions: int, timed: int, progress: Progress) -> Figures:
-    """Measures one bundle at `positions` positions of `stream`, and times it at `timed` of them."""
+    """Measures one bundle's answers at `positions` positions of `stream`, and the times of requests at `timed` of these
+    positions."""
     settings = Settings()
     opened = loader.open_graphs(Bundle.read(path), settings)
     bundle = opened.bundle
@@ -184,7 +187,7 @@ async def _compared(
     task = progress.add_task(f"windows of {k}", total=len(never.ends))
     for index, (end, hidden) in enumerate(zip(never.ends, never.hidden, strict=True)):
         answer = await answered(engine, stream[end + 1 - needed : end + 1], k, prove=True)
-        assert answer.logits is not None and answer.error_bound is not None, "a contractive model answers both"
+        assert answer.logits is not None and answer.error_bound is not None, "the answer lacks logits or a bound"
         exact = distributions.after(hidden, stream[1 : end + 1])
         shares = np.exp(answer.logits.astype(np.float64))
         shares /= shares.sum()
@@ -213,7 +216,7 @@ def table(results: Mapping[str, Figures]) -> list[str]:
         "cache",
         "positions",
         "`top1_proved`",
-        "same first token",
+        "same most probable token",
         "`error_bound`: median, 90th percentile (largest)",
         "observed total variation: median (largest)",
         "violations",

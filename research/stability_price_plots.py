@@ -62,8 +62,8 @@ def plot_prices(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_distances(results: dict[str, Any], path: Path) -> None:
-    """Plots the distance between the weights of recurrent and of truncated training (solid), and the distance of the
-    weights of each from the initial weights (dashed, dotted)."""
+    """Plots the distance between the weights of recurrent and of truncated training (solid), and the distance of each
+    training's weights from the initial weights (recurrent: dashed, truncated: dotted)."""
     figure, parts = plt.subplots(1, len(OPTIMIZERS), figsize=(10.5, 4.8), layout="constrained")
     for axes, (optimizer, title) in zip(parts, OPTIMIZERS.items(), strict=True):
         for index, found in enumerate(f for f in results["distances"] if f["optimizer"] == optimizer):

@@ -1,4 +1,4 @@
-"""The commands `wane export` and `wane cache` on a bundle. Both write a new version of the bundle with the same
+"""The commands `wane export` and `wane cache` on a bundle. The bundle that they write is a new version with the same
 weights."""
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ LARGEST_STREAM = 1 << 22
 
 
 LEAST_HALF = 64
-"""The smallest number of tokens in each half of data on which the bundle was not trained."""
+"""The smallest allowed number of tokens in each of the two halves into which `corpus_of` cuts data on which the bundle
+was not trained."""
 
 
 def open_bundle(path: Path) -> Bundle:
@@ -75,7 +76,7 @@ def export_bundle_again(
 
 
 def next_version(manifest: Manifest) -> str:
-    """Returns the next version number after a bundle's version."""
+    """Returns the version number of the manifest plus one."""
     return str(int(manifest.version) + 1)
 
 
@@ -176,7 +177,8 @@ def fit_lengths(network: Network, corpus: Corpus, lengths: list[int], advance: A
 def _network_losses(
     network: Network, corpus: Corpus, split: str, advance: Advance | None = None
 ) -> NDArray[np.float64]:
-    """Returns the network's -log p of every token but the first, float64 (n,), NaN where nothing is predicted."""
+    """Returns the network's -log p of every token but the first, float64 (n,). The value is NaN for a token that the
+    network does not predict."""
     if corpus.vocabulary.kind == "events":
         return session_losses(network, sessions_of(corpus, split), advance=advance)[0]
     return recurrent_losses(network, corpus.streams[split], advance).double().numpy(force=True)

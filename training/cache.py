@@ -24,11 +24,11 @@ LEAST_NETWORK = 0.05
 """The smallest weight of the network in a fitted table. A token that the cache does not predict must keep a positive
 probability."""
 PRIOR = 20.0
-"""The number of pseudo-positions that are added to each row's own positions. At the pseudo-positions, the components
-occur in proportion to the weights that fit all positions of the stream."""
+"""The number of pseudo-positions that are added to the positions of each row when its weights are fitted. The
+pseudo-positions pull the row's weights towards those that fit all positions of the stream."""
 WORTH = 0.005
-"""The smallest reduction of the loss, in nats per token, for which the counts of single tokens get a weight. The loss
-is measured on the stream to which the cache is fitted."""
+"""The smallest reduction of the loss, in nats per token, for which the counts of single tokens (the first cache
+component) get a weight. The loss is measured on the stream to which the cache is fitted."""
 FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
 """The initial weights of a fit: of the network and of the three cache components."""
 TINY = 1e-30
@@ -80,7 +80,8 @@ def _fitted(
     parts: NDArray[np.float64], weights: NDArray[np.float64], prior: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
     """Returns the weights (4) that maximise the likelihood, by expectation maximisation. parts: (n, 4), the probability
-    of each token by each component."""
+    of each token by each component. prior: (4), the weights at the PRIOR pseudo-positions, or None for a fit without
+    pseudo-positions."""
     extra = np.zeros(4) if prior is None else PRIOR * prior
     for _ in range(ITERATIONS):
         total = np.maximum(parts @ weights, TINY)
@@ -118,7 +119,8 @@ class CacheTraining:
 
     @classmethod
     def of(cls, experiment: Experiment, corpus: Corpus, device: torch.device) -> CacheTraining | None:
-        """Returns the experiment's mixture with weights that are not fitted yet. Returns None without a cache."""
+        """Returns the experiment's mixture with weights that are not fitted yet, or None if the experiment has no
+        cache."""
         if experiment.model.cache is None:
             return None
         streams = {split: corpus.streams[split] for split in ("train", "valid")}
@@ -126,8 +128,8 @@ class CacheTraining:
         return cls(streams, corpus.vocabulary.size, unfitted_cache(experiment.model.cache), start, device)
 
     def losses(self, split: str, positions: NDArray[np.int64], network: Tensor) -> Tensor:
-        """Returns -log p of the mixture for each position. network: -log p of the network for each position. Result and
-        `network` have the shape of `positions`."""
+        """Returns the mixture's -log p of the token after each position. network: the network's -log p of this token.
+        Result and `network` have the shape of `positions`."""
         weight, added = self._statistics[split].at(positions).parts(self.model)
         log_added = self._tensor(np.log(np.maximum(added, TINY)))
         return -torch.logaddexp(self._tensor(np.log(weight)) - network, log_added)
@@ -135,8 +137,8 @@ class CacheTraining:
     def fitted(
         self, split: str, positions: NDArray[np.int64], network: NDArray[np.float64]
     ) -> tuple[CacheModel, float]:
-        """Returns the mixture with the smallest mean loss at `positions`, and this loss. network: -log p of the
-        network. `positions` and `network` have the shape (n, lanes)."""
+        """Returns the mixture with the smallest mean loss at `positions`, and this loss. network: the network's -log p
+        of the token after each position, in the shape of `positions`."""
         statistics = self._statistics[split].at(positions.ravel())
         found = fit_cache(statistics, network.ravel())
         return found, float(-statistics.log_probabilities(found, -network.ravel()).mean())
@@ -161,8 +163,8 @@ def cache_start(vocabulary: Vocabulary) -> int | None:
 
 
 def sequence_before(stream: NDArray[np.int64], at: int, length: int, start: int | None) -> NDArray[np.int64]:
-    """Returns the tokens that are in the cache after the token at position `at` of a stream. These are at most `length`
-    tokens."""
+    """Returns the tokens that are in the cache after the token at position `at` of a stream: at most `length` tokens.
+    start: the token that empties the cache, or None."""
     known = stream[max(1, at - length + 1) : at + 1]
     if start is not None and len(begins := np.flatnonzero(known == start)):
         known = known[begins[-1] + 1 :]

@@ -99,7 +99,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--vocabulary",
         type=Path,
-        help="token names in id order (words, characters or events): JSON, or one per line",
+        help="file of token names in id order (words, characters or events): JSON, or one name per line",
     )
     command.add_argument(
         "--eos",
@@ -127,7 +127,9 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=MAX_WINDOW,
         help="largest k that is evaluated and served (default: %(default)s)",
     )
-    command.add_argument("--threads", type=_positive, help="torch threads; use 1 on a busy machine (default: torch's)")
+    command.add_argument(
+        "--threads", type=_positive, help="number of torch threads; use 1 on a busy machine (default: torch's)"
+    )
     command.add_argument("--report", type=Path, metavar="DIR", help="report folder (default: audits/NAME)")
     command.add_argument("--export", type=Path, metavar="BUNDLES", help="also write the bundle BUNDLES/NAME")
     command.add_argument("--replace", action="store_true", help=REPLACE)
@@ -169,7 +171,8 @@ FAILURES = ()  # the exceptions that `wane/cli.py` must report: none, because `m
 def main(arguments: Sequence[str]) -> int:
     """Runs one command and returns the exit status.
 
-    0: success. 1: another process of the group was lost. 2: invalid input. 130: interrupted.
+    0: success. 1: another process of the group was lost. 2: invalid input, or a number that is not finite in training.
+    130: interrupted.
     """
     options = build_parser().parse_args(arguments)
     console, group = Console(), ALONE

@@ -28,7 +28,7 @@ class ModelConfig(Frozen):
 
     cell: Cell = Field(description="recurrent cell; the gates of `gated` read only the input")
     hidden: Whole = Field(description="width of each layer's output")
-    layers: Whole = Field(default=1, description="recurrent layers")
+    layers: Whole = Field(default=1, description="number of recurrent layers")
     embedding: Whole | None = Field(default=None, description="width of the token embedding; absent: `hidden`")
     block: Literal["plain", "residual"] = Field(
         default="plain",
@@ -44,7 +44,7 @@ class ModelConfig(Frozen):
     units: Whole | None = Field(
         default=None, description="number of units of a cell in a residual block; absent: `hidden`"
     )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout while training")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout probability in training")
     contraction: Share | tuple[Share, ...] | None = Field(
         default=None,
         description="contraction factor that training enforces: one number, or one for each layer, bottom to top; "
@@ -62,8 +62,8 @@ class ModelConfig(Frozen):
         ge=2,
         le=LARGEST_CACHE,
         strict=True,
-        description="size, in tokens, of a cache language model that is mixed with the network, also in the loss; "
-        "absent: no cache",
+        description="size, in tokens, of a cache language model that is mixed with the network, also in the training "
+        "loss; absent: no cache",
     )
 
     def architecture(self, vocabulary_size: int) -> Architecture:
@@ -148,12 +148,13 @@ class DataConfig(Frozen):
     )
     start: Start = Field(
         default="token",
-        description="start of a sequence of events: `token`: the zero state reads `<eos>` first; `zero`: the zero "
-        "state reads the first event, and nothing is predicted before it",
+        description="what the model reads first in a sequence of events: `token`: `<eos>`; `zero`: the first event, "
+        "which is then not predicted",
     )
     split: Literal["time", "session"] = Field(
         default="time",
-        description="events: `time`: the test has the sessions that end last; `session`: sessions are drawn at random",
+        description="events: `time`: the test has the sessions that end last; `session`: the sessions of each "
+        "split are drawn at random",
     )
     session_gap_s: float | None = Field(
         default=None,
@@ -174,11 +175,14 @@ class DataConfig(Frozen):
     def _consistent(self) -> DataConfig:
         size = self.vocabulary_size
         if self.kind != "events" and self.vocabulary == "bpe" and size is not None and size < LEAST_VOCABULARY:
-            raise ValueError(f"vocabulary_size {size} is below {LEAST_VOCABULARY}: every byte, <eos> and <unk>")
+            raise ValueError(
+                f"vocabulary_size {size} is below {LEAST_VOCABULARY}, the number of tokens for every byte, <eos> and "
+                "<unk>"
+            )
         if self.kind != "events":
             for key in ("min_count", "unknown", "start", "split", "session_gap_s", "columns"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} is for kind = 'events'")
+                    raise ValueError(f"{key} needs kind = 'events'")
         return self
 
 
@@ -201,7 +205,7 @@ class ProofConfig(Frozen):
     slack: Finite = Field(
         default=0.2,
         ge=0,
-        description="natural logarithm of the margin: the loss is 0 if the ratio is at most exp(-slack)",
+        description="the loss is 0 if the ratio is at most exp(-slack)",
     )
     ceiling: Finite = Field(
         default=2.0, gt=0, description="largest value of the loss before it is multiplied by `weight`"
@@ -317,7 +321,9 @@ class Experiment(Frozen):
     def _can_be_built(self) -> Experiment:
         architecture = self.model.architecture(LEAST_VOCABULARY)
         if self.training.negatives and self.model.cache is not None:
-            raise ValueError("training.negatives needs a model without a cache: fit the cache with `wane cache`")
+            raise ValueError(
+                "training.negatives needs a model without a cache: fit the cache after training with `wane cache`"
+            )
         if self.training.proof is not None:
             if self.data.kind == "events":
                 raise ValueError(

@@ -128,8 +128,8 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int, start: Start = "token") -> Corpus:
-    """Reads text, or events for a vocabulary of events, as one stream, the corpus's split `audit`. Reads sequences up
-    to a total of `tokens` tokens.
+    """Reads text (or events, if the vocabulary is one of events) as one stream: the corpus's split `audit`. Reads
+    sequences up to a total of `tokens` tokens.
 
     The whole first sequence is always read. A folder's files are read in name order. Events that a vocabulary without
     `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. Raises DataError.
@@ -180,7 +180,7 @@ def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], di
         lines.extend(_lines(text))
     if len(lines) >= LEAST_LINES:
         return _split(lines, config, path), hashes
-    # some corpora are one long line, which is split between words
+    # A text with fewer lines, such as a corpus of one long line, is split between words.
     words = _split("\n".join(lines).split(" "), config, path)
     return {split: " ".join(part).split("\n") for split, part in words.items()}, hashes
 
@@ -229,8 +229,8 @@ def _train_tokenizer(config: DataConfig, lines: list[str]) -> str:
 
 
 def _word_tokenizer(counts: Counter[str], size: int) -> str:
-    """Returns a word-level vocabulary of at most `size` tokens: the special tokens and the most frequent names. Ties
-    are ordered by name."""
+    """Returns a word-level vocabulary of at most `size` tokens: the special tokens and the most frequent words. Equally
+    frequent words are in alphabetical order."""
     names = sorted((name for name in counts if name not in (EOS, UNK)), key=lambda name: (-counts[name], name))
     table = {name: index for index, name in enumerate([EOS, UNK, *names[: size - 2]])}
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))

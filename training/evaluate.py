@@ -1,9 +1,9 @@
 """Evaluates the perplexity of one network in both modes of serving: recurrent, and with a window of the last k tokens.
 
-Recurrent perplexity covers a whole split, from whose first to last token the state is never reset. Window perplexity
-covers positions spread evenly through the split. The token after each position is predicted from exactly the last k
-tokens. The recurrent perplexity is also computed at these positions, so that the two perplexities differ only by the
-truncated past.
+Recurrent perplexity covers a whole split. The state is never reset between its first and its last token. Window
+perplexity covers positions spread evenly through the split. The token after each position is predicted from exactly the
+last k tokens. The recurrent perplexity is also computed at these positions, so that the two perplexities differ only by
+the truncated past.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class SplitLosses:
     """The mean negative log-probabilities of one split, in nats per token. If there is a cache, they are the losses of
     the mixture of network and cache.
 
+    `recurrent`: over all tokens, in the recurrent mode. `recurrent_at_positions`: the same, but only at the `positions`
+    positions at which windows are evaluated. `window`: for windows of k tokens at these positions, by k.
     `without_cache`: like `recurrent`, but for the network alone; None if there is no cache.
     """
 

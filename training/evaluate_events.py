@@ -100,7 +100,8 @@ class _Judge:
     def of_model(
         self, hidden: Tensor, cache: CacheModel | None, missed_share: float
     ) -> tuple[NDArray[np.float64], RankingMetrics]:
-        """Returns -log p of the next token, float64 (n,), and the metrics. hidden: (n, H), the output layer's input."""
+        """Returns the model's -log p of the token after each sampled position, float64 (n,), and its ranking metrics.
+        hidden: (n, H), the output layer's input at these positions."""
         stream, targets = self._sessions.stream, self._sessions.stream[self._positions + 1]
         losses: list[NDArray[np.float64]] = []
         next_ranks: list[NDArray[np.int64]] = []

@@ -1,6 +1,6 @@
 """Reads event logs (JSON lines or CSV), cuts them into sessions, splits the sessions and converts them to token ids.
 
-A log is held as arrays of small integers, about 20 bytes an event while it is read, so that ten million events fit in
+A log is held as arrays of small integers. Reading it takes about 20 bytes an event, so that ten million events fit in
 well under a gigabyte.
 
 JSON lines have one session per line, the oldest session first. A line is a list of event names, or `{"session": ...,
@@ -38,7 +38,8 @@ NAMED_FAULTS = 5
 lines."""
 
 LATEST_TIME_S = 1e11
-"""Times above this number of seconds since 1970, in the year 5138, are taken for milliseconds, and refused."""
+"""Times above this number of seconds since 1970 (a time in the year 5138) are assumed to be milliseconds, and refused.
+"""
 
 SEED = 0
 """The seed of `split = "session"`. Every run on the same data has the same splits."""
@@ -152,7 +153,7 @@ def _read_json_lines(paths: Sequence[Path], reader: _Reader) -> EventLog:
                     session, names = _parsed(raw.decode("utf-8-sig" if lines == 1 else "utf-8"))
                     if session is not None:
                         if session in sessions:
-                            raise ValueError(f"the session {session!r} has a line already")
+                            raise ValueError(f"an earlier line has the same session {session!r}")
                         sessions.add(session)
                     events.extend([reader.id(name) for name in names])
                 except UnicodeDecodeError as error:
@@ -179,7 +180,7 @@ def _parsed(line: str) -> tuple[str | int | None, list[object]]:
             raise ValueError('not a list of event names or {"session": ..., "events": [...]}')
         session, record = record.get("session"), record["events"]
         if session is not None and type(session) not in (str, int):
-            raise ValueError("session is not a text or an integer")
+            raise ValueError('the value of "session" is neither text nor an integer')
     if not isinstance(record, list):
         raise ValueError("not a list of event names")
     return session, record
@@ -212,9 +213,9 @@ def _read_csv(paths: Sequence[Path], columns: ColumnsConfig, session_gap_s: floa
                 try:
                     session, time, item = (row[index].strip() for index in at)
                     if not session:
-                        raise ValueError(f"{columns.session} is empty")
+                        raise ValueError(f"the value of {columns.session!r} is empty")
                     if not item:
-                        raise ValueError(f"{columns.item} is empty")
+                        raise ValueError(f"the value of {columns.item!r} is empty")
                     seconds, event = _seconds(time), reader.id(item)
                 except IndexError:
                     reader.wrong(rows.line_num, f"{len(row)} columns, too few")
@@ -344,8 +345,8 @@ class EncodedLog:
 
 
 def encode_log(log: EventLog, vocabulary: Vocabulary, unknown: str) -> EncodedLog:
-    """Converts sessions to token ids. Unknown events become `<unk>`, or are left out if `unknown` is "skip". Sessions
-    without a known event are then left out."""
+    """Converts sessions to token ids. Events that the vocabulary lacks become `<unk>`, or are left out if `unknown` is
+    "skip". A session all of whose events are left out is also left out."""
     ids = {name: index for index, name in enumerate(vocabulary.texts)}
     absent = ids.get(UNK, -1) if unknown == "token" else -1
     table = np.array([ids.get(name, absent) for name in log.names], np.int64)
@@ -383,9 +384,9 @@ def describe_events(splits: dict[str, EventLog], vocabulary: Vocabulary, how: st
     lines.append(
         f"vocabulary: {len(known - {EOS, UNK}):,} events"
         + (
-            f"; it lacks {events:,} events, {share:.2%} of the training clicks"
+            f"; it lacks {events:,} events, whose occurrences are {share:.2%} of the training split"
             if events
-            else ", every one of the training split"
+            else "; it has every event of the training split"
         )
     )
     return tuple(lines)

@@ -139,7 +139,7 @@ class Group:
         (found,) = message
         if isinstance(found, TrainingError):
             raise found
-        return found  # type: ignore[return-value]  # None only where T is
+        return found  # type: ignore[return-value]  # None is possible only if T allows None
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class Group:
         return rows if parts is None else [torch.cat(whole) for whole in zip(*parts, strict=True)]
 
     def check_same(self, what: str, digest: Callable[[], str]) -> None:
-        """Raises RunError in every process if `digest` returns another value in some process than in the first. `what`:
+        """Raises RunError in every process if the results of `digest` are not the same in all processes. `what`:
         the name of the compared values, for the message."""
         if self.alone:
             return

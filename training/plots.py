@@ -162,7 +162,8 @@ def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
 
 
 def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
-    """Plots a proved curve from k = 1. Does not extend a logarithmic axis below the measured values."""
+    """Plots a curve of proved bounds, whose first value is that of k = 1. Does not extend a logarithmic axis below the
+    measured values."""
     bottom = axes.get_ylim()[0]
     axes.plot(range(1, len(curve) + 1), _shown(axes, curve), "--", color="C3", label=label)
     if axes.get_yscale() == "log":

@@ -2,21 +2,21 @@
 
 A window's top-1 token is proved to equal the uninterrupted run's if its lead (the difference of two logits) over every
 other token exceeds the change that the truncated past can still cause (`models/certificate/request.py`). In a network
-of one gated layer, with or without convolution blocks, the tokens before a window affect its end through each unit's
-state. With convolution blocks they also affect the gates of the window's first `reach` tokens. After these tokens, the
-uninterrupted run's state s and the window's state s~ both lie between -1 and 1, so they differ by at most 2. Each later
-token multiplies the difference by its gate f_t, which is equal in both runs. At the window's end each unit's states
-differ by at most:
+of one gated layer, with or without convolution blocks, the tokens before a window affect the prediction at its end
+through each unit's state. With convolution blocks they also affect the gates of the window's first `reach` tokens.
+After these tokens, the uninterrupted run's state s and the window's state s~ both lie between -1 and 1, so they differ
+by at most 2. Each later token multiplies the difference by its gate f_t, which is equal in both runs. At the window's
+end each unit's states differ by at most:
 
     e = 2 * prod_(t > reach) f_t     shape (H)
 
 To first order, such a difference changes the lead of token a over token b by at most `sum_i |d(logit_a - logit_b) / d
 s_i| e_i`. The competing token b with the largest ratio of this change to the lead determines the loss. The loss is
 `log(ratio) + slack`, limited to the range from 0 to `ceiling`. It has an upper limit because a lead near zero cannot be
-proved. The lead itself gets no gradient, because a model has no reason to become more confident.
+proved. The lead in the ratio gets no gradient, because the loss should not make the model more confident.
 
-The loss does not stop units from remembering where their state cannot change the top-1 token: units with small weights,
-in rare contexts, or for rare tokens. Only the caps of the gates limit these units' memory.
+The loss does not limit the memory of units whose states cannot change the top-1 token: units with small weights, or
+units that matter only in rare contexts or for rare tokens. Only the caps of the gates limit the memory of these units.
 """
 
 from __future__ import annotations

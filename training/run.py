@@ -117,7 +117,7 @@ def train(
     epochs = trainer.step / trainer.train_lanes.steps
     console.print(
         f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}; {epochs:.1f} epochs, "
-        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations, at most {peak_memory_gib():.2f} GiB",
+        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations, peak memory {peak_memory_gib():.2f} GiB",
         soft_wrap=True,
     )
     return folder.path
@@ -197,8 +197,8 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
             for split in EVALUATED_SPLITS:
                 losses[split] = evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
         found = quality(losses)
-        bar.update(task, completed=total)  # the steps of a split with fewer positions than requested are fewer than
-        # `total`
+        # A split with fewer positions than requested has taken fewer steps than `total`.
+        bar.update(task, completed=total)
     name, plot = run.experiment.name, run.folder.path / "evaluation.png"
     run.folder.write_quality(found, run.best_step, positions)
     console.print(quality_table(name, found))

@@ -1,6 +1,6 @@
 """A run folder: the files of one training run. The folder is checked before a run resumes from it or is exported.
 
-    experiment.json   the experiment, as last run
+    experiment.json   the experiment of the run's last start or resume
     tokenizer.json    the vocabulary
     origin.jsonl      a line per start or resume of the run: command, commit, versions, hardware
     log.jsonl         a line per logged step and per evaluation

@@ -42,7 +42,7 @@ def show(title: str, lines: list[str]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulates with the costs from the measurements' files, and writes docs/scaling.md."""
+    """Simulates the fleets with the costs from the files of measurements, and writes docs/scaling.md."""
     wire_s = 1e-6 * options.wire_us
     by_policy = {policy: replace(costs.read(policy), wire_s=wire_s) for policy in measure.POLICIES}
     limits = costs.Limits(load=options.load)

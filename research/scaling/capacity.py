@@ -1,4 +1,4 @@
-"""Simulates the capacity of one replica and one Redis at rising rates, up to the rate at which tail latencies rise
+"""Simulates the latencies of one replica and of one Redis at rising rates, up to the rate at which tail latencies rise
 steeply."""
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Plan:
 
 
 def at(costs: Costs, steps_per_s: float, trips_s: Any, seed: int = 0) -> dict[str, float]:
-    """Simulates one replica at a given rate of steps. All of its sessions have a state in memory."""
+    """Simulates one replica at a given rate of steps. The states of all its sessions are in memory. trips_s: the
+    durations of trips to the store from which the simulation draws (see `trips_of`)."""
     sample = Sample(
         costs,
         sessions=10_000,

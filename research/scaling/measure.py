@@ -163,7 +163,7 @@ def memory(stack: Stack) -> Result:
     """Measures the memory that a session with a full tail takes in Redis and, including its state, in a replica."""
     replica, store = stack.replicas[2], stack.processes[STORE]
     random = Random(0)
-    # the first steps trigger one-time allocations
+    # The first steps trigger one-time allocations, which do not count as memory of sessions.
     start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)
     sessions = [f"kept-{number}" for number in range(KEPT)]
     with Redis.from_url(stack.administered_store) as redis:

@@ -1,5 +1,5 @@
-"""The resident states of a replica: either an LRU cache of individual sessions, or only the counts of a population of
-equal sessions.
+"""Two simulations of the states in a replica's memory. One is an LRU cache of the states of individual sessions. The
+other counts only the resident, remembered and away sessions of a population of equal sessions.
 
 If the steps of all sessions are Poisson processes of equal rate, each session is equally likely to step next, whatever
 happened before. The sessions are then exchangeable, so the number of resident sessions is itself a Markov chain (the

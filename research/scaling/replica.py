@@ -29,7 +29,7 @@ from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
-"""The number of last tokens from which a state is rebuilt that is used for few steps only. Otherwise a state is rebuilt
+"""A state that will be used for few steps only is rebuilt from this number of last tokens. Any other state is rebuilt
 from all tokens that the service keeps (see `_rebuilt_from`)."""
 
 DEADLINE_S = 30.0

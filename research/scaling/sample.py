@@ -2,10 +2,10 @@
 background load.
 
 One replica is sufficient for two reasons. Sessions step independently, so the steps at a replica are a Poisson process
-with the sum of their rates, and which session steps next does not depend on the past (`memory.py`). Replicas share only
-HAProxy and Redis. HAProxy and Redis serve so many replicas that one replica's own requests hardly affect their latency.
-The time of a trip to Redis is therefore drawn from a separate simulation of one shard, which receives the trips of all
-replicas (a mean field). Events at other replicas are simulated as sessions that join and leave.
+with the sum of the sessions' rates, and which session steps next does not depend on the past (`memory.py`). Replicas
+share only HAProxy and Redis. HAProxy and Redis serve so many replicas that one replica's own requests hardly affect
+their latency. The time of a trip to Redis is therefore drawn from a separate simulation of one shard, which receives
+the trips of all replicas (a mean field). Events at other replicas are simulated as sessions that join and leave.
 
 Therefore the simulation of a fleet with 10^8 sessions has no more events than the simulation of one replica with 10^4
 sessions. `tests/research/scaling/test_sample.py` shows that this simulation and that of a whole fleet (`fleet.py`)

@@ -96,8 +96,8 @@ def p99_over_time(slices: list[Result]) -> list[float | None]:
 
 def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
     """Returns the highest p99 latency of all time slices, separately for steps with resident and with rebuilt states.
-    Also returns how many seconds after the event (`begun_s`) the p99 of steps with resident states stays at or below
-    twice its value before the event (`calm_ms`).
+    Also returns the number of seconds from the event (`begun_s`) until the p99 of steps with resident states is at most
+    twice its value before the event (`calm_ms`) and stays there.
     """
 
     def worst(name: str) -> float | None:
@@ -141,7 +141,8 @@ def deployed(setting: Setting, replicas: int, at_once: float, notice_s: float = 
     duration, the number of rebuilt states, and the highest rate of rebuilds in the whole fleet.
 
     The state of a session that steps while its replica restarts is rebuilt at another replica. After the restart the
-    state of every session is rebuilt at its own replica.
+    state of every session is rebuilt at its own replica. notice_s: the seconds until HAProxy notices that a replica
+    shuts down.
     """
     together = max(1, int(at_once * replicas))
     each_s = notice_s + setting.costs.ready_s + SLOWSTART_S

@@ -66,8 +66,8 @@ class Shard:
 def response_times(
     costs: Costs, trips_per_s: float, commands: float, count: int, seed: int, *, fsync: str = "always"
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Simulates the trips of many replicas to one of many shards, as a Poisson process. A trip has `commands` commands
-    on average. Returns the seconds of each trip, without the first tenth of all trips.
+    """Simulates the trips of many replicas to one of many shards (Redis servers), as a Poisson process. A trip has
+    `commands` commands on average. Returns the seconds of each trip, without the first tenth of all trips.
     """
     env, random = simpy.Environment(), np.random.default_rng(seed)
     shard = Shard(env, costs, random, fsync=fsync)

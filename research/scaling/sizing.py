@@ -25,7 +25,9 @@ THREADS = 2
 class Size:
     """The size of a fleet.
 
+    think_s: the mean seconds between two steps of a session.
     resident: the share of the sessions whose states are in memory.
+    replicas, shards, fronts: the numbers of replicas, of Redis servers, and of HAProxy servers.
     cores: the required cores, by part of the fleet: the used cores divided by the planned load of a core.
     gib: the required GiB of memory, by part of the fleet.
     """

@@ -39,17 +39,17 @@ def table(columns: Sequence[Column], rows: Iterable[Result]) -> list[str]:
 
 
 def number(head: str, name: str, spec: str = ",", unit: str = "", times: float = 1) -> Column:
-    """Returns a column that shows the number `name` of each row, multiplied by `times`."""
+    """Returns a column that shows the number `row[name]` of each row, multiplied by `times`."""
     return head, lambda row: f"{times * row[name]:{spec}}{unit}"
 
 
 def word(head: str, name: str) -> Column:
-    """Returns a column that shows the value `name` of each row without formatting."""
+    """Returns a column that shows the value `row[name]` of each row without formatting."""
     return head, lambda row: str(row[name])
 
 
 def by_policy(result: Result, name: str) -> Iterator[Result]:
-    """Yields the rows of the results `name` of each policy. Adds the policy to each row."""
+    """Yields the rows in the list `name` of each policy's results. Adds the policy to each row."""
     return ({"policy": policy, **one} for policy, own in result["policies"].items() for one in own[name])
 
 

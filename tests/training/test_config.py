@@ -78,8 +78,8 @@ def test_the_error_names_an_invalid_key(tmp_path: Path, change: tuple[str, str],
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ('kind = "text"\nmin_count = 2', r"data: .*min_count is for kind = 'events'"),
-        ('kind = "text"\nstart = "zero"', r"data: .*start is for kind = 'events'"),
+        ('kind = "text"\nmin_count = 2', r"data: .*min_count needs kind = 'events'"),
+        ('kind = "text"\nstart = "zero"', r"data: .*start needs kind = 'events'"),
         ('kind = "text"\nvocabulary_size = 100', r"data: .*vocabulary_size 100 is below 258"),
         ('kind = "events"\nvocabulary_size = 2', r"data\.vocabulary_size: .*greater than or equal to 3"),
         ('kind = "events"\nsession_gap_s = 0', r"data\.session_gap_s: .*greater than 0"),

@@ -83,8 +83,8 @@ def test_several_csv_files_are_one_log(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ("u,1", "2 columns, too few"),
-        (",1,a", "session is empty"),
-        ("u,1,", "item is empty"),
+        (",1,a", "the value of 'session' is empty"),
+        ("u,1,", "the value of 'item' is empty"),
         ("u,soon,a", "the time 'soon' is neither a number of seconds nor ISO 8601"),
         ("u,nan,a", "the time 'nan' is not finite"),
         ("u,1700000000000,a", "milliseconds"),
@@ -113,9 +113,9 @@ def test_all_wrong_lines_are_counted_and_the_first_five_are_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"session": 1, "events": ["a"]}', "the session 1 has a line already"),
+        ('{"session": 1, "events": ["a"]}', "an earlier line has the same session 1"),
         ('{"session": 2, "items": ["a"]}', 'not a list of event names or {"session": ..., "events": [...]}'),
-        ('{"session": 1.5, "events": ["a"]}', "session is not a text or an integer"),
+        ('{"session": 1.5, "events": ["a"]}', 'the value of "session" is neither text nor an integer'),
         ('{"session": 2, "events": "a"}', "not a list of event names"),
     ],
 )
@@ -183,10 +183,10 @@ def test_the_vocabulary_has_every_event_that_occurs_often_enough_in_training(tmp
     lines[-2] = ["item-1", "item-2"]
     write_events(path, [*lines[:-1], ["item-3", "item-4"]])
     assert load().vocabulary.size == 3001
-    assert "vocabulary: 3,000 events, every one of the training split" in load().notes[-1]
+    assert "vocabulary: 3,000 events; it has every event of the training split" in load().notes[-1]
     assert load(min_count=2).vocabulary.size == 2501
     assert load(min_count=2).notes[-1] == (
-        "vocabulary: 2,500 events; it lacks 500 events, 9.09% of the training clicks"
+        "vocabulary: 2,500 events; it lacks 500 events, whose occurrences are 9.09% of the training split"
     )
     assert load(vocabulary_size=11, unknown="token").vocabulary.size == 11
     with pytest.raises(DataError, match="no event occurs 3 times in the training split"):

@@ -1,4 +1,5 @@
-"""Audits any model. Proves and measures how fast the model forgets, and recommends a window length k."""
+"""The command `wane audit`. Proves and measures how fast a model forgets earlier tokens, and recommends a
+window length k."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""The audited text must be long enough for windows of this many tokens, or of `max_window` if this is smaller."""
+"""The audited text must be at least four times as long as a window of this many tokens, or of `max_window` tokens if
+`max_window` is smaller."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
@@ -102,7 +104,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
 
 
 def _name(file: Path) -> str:
-    """Returns a name for the audited model. Its characters are allowed in a bundle's name."""
+    """Returns a name for the audited model: its file's name, with only characters that a bundle's name may have."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().stem if file.is_file() else file.resolve().name)
     return plain.lstrip("._-")[:64] or "model"
 
@@ -122,7 +124,7 @@ def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) ->
     vocabulary = corpus.vocabulary
     unknown = [index for index in range(vocabulary.size) if vocabulary.token(index) == UNK]
     return AuditedText(
-        split="all of the given data" if subject.split == "audit" else f"its {subject.split} split",
+        split="all of the given data" if subject.split == "audit" else f"the {subject.split} split of the run",
         files=corpus.hashes,
         tokens=len(stream) - 1,
         words=corpus.words.get(subject.split),
@@ -134,8 +136,8 @@ def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) ->
 
 
 def _write(report: AuditReport, folder: Path) -> list[Path]:
-    """Writes the report and, if it has measurements, its plot. Deletes the plot of an earlier audit. Returns the paths
-    of the written files."""
+    """Writes the report and, if the report has measurements, its plot. Deletes the plot of an earlier audit. Returns
+    the paths of the written files."""
     json, plot = folder / "audit.json", folder / "audit.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,8 +159,9 @@ def _export(
     network: Network,
     console: Console,
 ) -> None:
-    """Writes the bundle `target`. Its default window is the recommended k, or the largest window if no k is
-    recommended. Its manifest has no perplexities if the sequences were joined for the measurement. Raises RunError."""
+    """Writes the bundle `target`. The bundle's default window is the recommended k (`Recommended.p99`), or the largest
+    window if no k is recommended. The manifest has no perplexities if the sequences were joined for the measurement.
+    Raises RunError."""
     recommended = report.recommended.p99
     window = min(recommended or options.max_window, options.max_window)
     with writing(target):

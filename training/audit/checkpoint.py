@@ -1,4 +1,5 @@
-"""Reads a foreign checkpoint, written by `torch.save` or safetensors, as named tensors. Never runs code from the file.
+"""Reads a foreign checkpoint as named tensors. Another program wrote it with `torch.save` or safetensors. Code in the
+file is never run.
 
 A file may hold the tensors themselves, or dictionaries of tensors, as training scripts write them: `{"state_dict":
 ...}`, `{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. The keys of nested
@@ -68,7 +69,8 @@ def _safetensors(path: Path, data: bytes) -> object:
 
 
 def _torch(path: Path) -> object:
-    """Loads with weights_only, which rejects a pickle that holds anything other than tensors and plain containers."""
+    """Loads a file of `torch.save` with `weights_only`, which rejects a pickle that holds anything other than tensors
+    and plain containers."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged archive can raise nearly any exception

@@ -17,7 +17,7 @@ from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, OUTER, kind
 @dataclass(frozen=True, slots=True)
 class Linear:
     """The names, in the file, of the tensors of an affine map. If `bias` is None, the bias is zero. `transposed`:
-    whether the matrix has the shape (features, vocabulary), as the weight of a torch.nn.Linear that reads one-hot
+    whether the matrix has the shape (features, vocabulary), like the weight of a torch.nn.Linear that reads one-hot
     input."""
 
     weight: str
@@ -38,7 +38,8 @@ class EmbeddingAndHead:
 
 
 def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndHead:
-    """Finds the maps by the option --map, by their usual names, or by their shapes. Raises ForeignError."""
+    """Finds the embedding and the head by the option --map, by their usual names, or by their shapes. Finds a
+    projection by --map only. Raises ForeignError."""
     inputs, top = layers.inputs, layers.sizes[-1]
     mapped = {name: tensors.mapped(name) for name in OUTER}
     projection = _projection(tensors, mapped, top)
@@ -68,7 +69,7 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
                 f"no head: expected a matrix of shape [{vocabulary}, {width}] for the embedding "
                 f"{tensors.describe([embedding.weight])}; name it with --map head=NAME"
             )
-        tensors.notes.append("there is no head: assumed to be tied to the embedding")
+        tensors.notes.append("the file has no head: its matrix is assumed to be tied to the embedding")
     if embedding is not None:
         vocabulary = _vocabulary(tensors, embedding)
         tensors.expect(embedding.weight, (inputs, vocabulary) if embedding.transposed else (vocabulary, inputs))
@@ -81,7 +82,7 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
         tensors.expect(head, (vocabulary, width))
     bias = mapped["head.bias"] or _head_bias(tensors, head, embedding, vocabulary)
     if bias is None:
-        tensors.notes.append("the head has no bias: assumed to be zeros")
+        tensors.notes.append("the head has no bias: it is assumed to be zero")
     else:
         tensors.expect(bias, (vocabulary,))
     return EmbeddingAndHead(embedding, head, bias, projection)
@@ -92,8 +93,9 @@ def _matrices(tensors: TensorMap) -> list[str]:
 
 
 def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[str], bool]) -> str | None:
-    """Returns the name of the matrix that has a usual name, preferably of one whose shape fits. If there is none,
-    returns the name of the only matrix whose shape fits."""
+    """Returns the name of the matrix that has one of the names `usual`. If several have such a name, one whose shape
+    fits is preferred. If no matrix has such a name, returns the name of the only matrix whose shape fits and whose name
+    is not a usual one. Returns None if there is no such matrix. Raises ForeignError if there are several."""
     matrices = _matrices(tensors)
     fitting = [name for name in matrices if fits(name)]
     called = [name for name in matrices if kind(name) is usual]
@@ -137,8 +139,8 @@ def _own_bias(tensors: TensorMap, matrix: str) -> str | None:
 
 
 def _embedding(tensors: TensorMap, weight: str, bias: str | None, inputs: int) -> Linear:
-    """Returns the embedding with the matrix `weight`. It is taken for a Linear over one-hot input if it has one row per
-    input of the bottom layer and, in addition, either a bias or another number of columns."""
+    """Returns the embedding with the matrix `weight`. The matrix is assumed to be the weight of a Linear over one-hot
+    input if it has one row per input of the bottom layer and, in addition, has a bias or is not square."""
     rows, columns = tensors.matrix(weight)
     bias = bias or _own_bias(tensors, weight)
     transposed = rows == inputs and (bias is not None or columns != inputs)
@@ -155,7 +157,8 @@ def _vocabulary(tensors: TensorMap, embedding: Linear) -> int:
 
 
 def _projection(tensors: TensorMap, mapped: dict[str, str | None], top: int) -> Linear | None:
-    """Returns the projection that --map names. Raises ForeignError unless it reads the top layer's output."""
+    """Returns the projection that --map names, or None if --map names none. Raises ForeignError unless the projection's
+    matrix has one column per unit of the top layer."""
     weight = mapped["projection"]
     if weight is None:
         return None
@@ -198,13 +201,16 @@ def _without_embedding(
     a Linear reads one-hot input, or embedding and head are tied and saved as the head, or the bottom layer reads
     one-hot input."""
     if head is None:
-        raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {width}]; name them with --map")
+        raise tensors.error(
+            f"no embedding of shape [V, {inputs}] and no head of shape [V, {width}] for a vocabulary of V tokens; "
+            "name them with --map"
+        )
     vocabulary = tensors.matrix(head)[0]
     linear = [name for name in _matrices(tensors) if tensors.matrix(name) == (inputs, vocabulary)]
     if (weight := _only(tensors, "embedding", linear)) is not None:
         return _embedding(tensors, weight, bias, inputs), head
     if inputs == width:
-        tensors.notes.append(f"there is no embedding: assumed to be tied to {head}")
+        tensors.notes.append(f"the file has no embedding: it is assumed to be tied to {head}")
         return Linear(head), None
     if inputs == vocabulary:
         tensors.notes.append(
@@ -218,8 +224,9 @@ def _without_embedding(
 
 
 def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, vocabulary: int) -> str | None:
-    """Marks the head's bias as assigned, and returns its name. The bias is the output matrix's own, or else the only
-    vector of this size with a usual name of a head. Returns None if there is no bias."""
+    """Marks the head's bias as assigned, and returns its name. The bias is that of the head's matrix (of the
+    embedding's, if the two are tied), or else the only vector of length `vocabulary` with a usual name of a head.
+    Returns None if there is no bias."""
     matrix = head or (embedding.weight if embedding is not None else "")
     if (own := _own_bias(tensors, matrix)) is not None:
         return own

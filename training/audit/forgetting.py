@@ -34,7 +34,8 @@ difference of any two losses is a finite float64 above 0."""
 
 
 class Unmeasurable(FloatingPointError):
-    """Raised if a run of the model overflows. The message names the run and the token."""
+    """Raised if a run of the model overflows (the message names the run and the token), or if a perplexity would
+    overflow."""
 
 
 class Quantiles(Frozen):
@@ -94,8 +95,9 @@ def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
 def measure(
     network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
 ) -> Forgetting:
-    """Measures at `count` positions. They are spread evenly over the positions at which the uninterrupted run has read
-    at least twice as many tokens as the largest window has. Raises Unmeasurable."""
+    """Compares windows with the uninterrupted run at `count` positions, or fewer if the split is short. The positions
+    are spread evenly over the positions at which the uninterrupted run has read at least twice as many tokens as the
+    largest window has. Raises Unmeasurable."""
     network.eval()
     stream = corpus.streams[split]
     longest = max(windows)
@@ -140,12 +142,12 @@ def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str
 def _recurrent(
     network: Network, stream: NDArray[np.int64], positions: NDArray[np.int64], starts: set[int], advance: Advance | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Runs over the whole stream without resetting the state. Returns the output layer's input at `positions`, the
-    losses of all tokens, and the states before each position in `starts`."""
+    """Runs the network over the whole stream without resetting the state. Returns the output layer's input at
+    `positions`, the losses of all tokens, and the states before each position in `starts`."""
     hidden, losses, states = [], [], []
     for piece in recurrent_pieces(network, stream, sorted(starts), advance):
         tokens = np.arange(piece.start, piece.start + len(piece.hidden))
-        _check("the never-interrupted run", tokens, piece.hidden, piece.losses)
+        _check("the uninterrupted run", tokens, piece.hidden, piece.losses)
         inside = positions[(positions >= piece.start) & (positions < piece.start + len(piece.hidden))]
         hidden.append(piece.hidden[torch.from_numpy(inside - piece.start)])
         losses.append(piece.losses)
@@ -156,8 +158,8 @@ def _recurrent(
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The measurements of one k. Each has shape (positions,) and dtype float32, except `distance` (float64) and `top1`
-    (bool)."""
+    """The measurements for windows of one length k. Each field has the shape (positions,) and the dtype float32, except
+    `distance` (float64) and `top1` (bool)."""
 
     distance: Tensor
     total_variation: Tensor
@@ -209,9 +211,9 @@ def _gradients(
     states: list[Tensor],
     advance: Advance | None,
 ) -> Tensor:
-    """Runs over `length` tokens from each position in `starts`, with the initial states `states`. Returns 2-norms,
-    float64 of shape (length, len(starts)): each is of the gradient, with respect to one input, of the predicted
-    probability of the token that follows the last input."""
+    """Runs the network over `length` tokens from each position in `starts`, with the initial states `states`. Computes
+    the gradient of the predicted probability of the token after the last input, with respect to the embedding of each
+    input. Returns the 2-norms of these gradients: float64 (length, len(starts))."""
     embedding = network.embedding.weight.detach()
     norms = []
     for first in range(0, len(starts), GRADIENT_ROWS):
@@ -237,7 +239,8 @@ def _gradients(
 def _losses(
     recurrent: Tensor, positions: NDArray[np.int64], windows: dict[int, _Pairs], words: int | None
 ) -> SplitLosses:
-    """Returns the mean losses. Omits the losses per word if the perplexity per word would overflow a float64."""
+    """Returns the mean losses. Omits the number of words if a perplexity per word would overflow a float64. Raises
+    Unmeasurable if a perplexity per token would."""
     found = SplitLosses(
         tokens=len(recurrent),
         words=words,

@@ -152,7 +152,7 @@ def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
         return cell
     if nonlinearity is None:
         tensors.notes.append(
-            "a file does not record an RNN's nonlinearity: assumed to be tanh (or give --nonlinearity relu)"
+            "a file does not record an RNN's nonlinearity: it is assumed to be tanh (or give --nonlinearity relu)"
         )
     return "rnn_relu" if nonlinearity == "relu" else "rnn_tanh"
 

@@ -2,9 +2,9 @@
 
 The recurrent tensors are recognised by torch's names. The kind of cell is recognised by the number of rows of the
 recurrent matrix: for H units, an RNN has H rows, a GRU 3H and an LSTM 4H. The embedding and the head are recognised by
-their usual names. Without such a name, a matrix is recognised by its shape if it is the only one that fits. `notes`
-lists every assumption and conversion. A tensor without a place in the imported model is an error, because the model
-might compute a different function without it.
+their usual names. Without such a name, a matrix is recognised by its shape if it is the only one that fits.
+`ForeignModel.notes` lists every assumption and conversion. A tensor without a place in the imported model is an error,
+because the model might compute a different function without it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def import_model(
     """Imports the model of a checkpoint.
 
     `mapping`: the result of `tensor_names.parse_mapping`. `ignore`: patterns for the names of tensors that do not
-    belong to the model. `nonlinearity`: "tanh" or "relu" for an RNN, None for the default. Raises ForeignError, which
-    names the tensor and the expected shape or name.
+    belong to the model. `nonlinearity`: "tanh" or "relu" for an RNN. If it is None, an RNN is assumed to have tanh.
+    Raises ForeignError, which names the tensor and the expected shape or name.
     """
     tensors = TensorMap(checkpoint, mapping or {}, ignore)
     layers = find_layers(tensors, nonlinearity)

@@ -238,7 +238,7 @@ def _gradient(report: AuditReport) -> str:
 
 
 def _recommended(found: Recommended) -> Table:
-    table = Table(title=f"recommended k, total variation {found.tolerance:g}", box=box.SIMPLE_HEAD)
+    table = Table(title=f"recommended k, total variation <= {found.tolerance:g}", box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("k", justify="right")
     for name, k in (

@@ -70,7 +70,7 @@ class Subject:
 
     @property
     def joined(self) -> bool:
-        """Whether the text is one sequence that joins all sequences, because the model reads no token between them."""
+        """Whether the sequences of the text are joined to one, because the model reads no token between them."""
         return self.corpus.start == "zero" and self.corpus.vocabulary.kind == "events"
 
 
@@ -147,14 +147,14 @@ def _join(corpus: Corpus, split: str) -> tuple[str, ...]:
     vocabulary, stream = corpus.vocabulary, corpus.streams[split]
     if vocabulary.kind == "events":
         corpus.streams[split] = stream[stream != vocabulary.eos_id]
-        return ("the sequences are joined for the measurement, so its perplexity is not that of separate sequences",)
+        return ("the sequences are joined for the measurement, so the perplexity is not that of separate ones",)
     corpus.streams[split] = stream[1:]
     return ()
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """Truncates the subject's stream so that at most `tokens` of its tokens have a next token, and returns the stream.
-    Removes the word count of a truncated stream."""
+    """Truncates the subject's stream to `tokens` + 1 tokens, and returns the stream. (The last token is only predicted,
+    not read.) Removes the word count of a truncated stream."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:
         corpus.streams[split] = corpus.streams[split][: tokens + 1]

@@ -16,9 +16,9 @@ Array = NDArray[np.float32]
 
 
 class TensorMap:
-    """Records which of the file's tensors is which of Wane's tensors. `unassigned`: the names of the file's tensors
-    that are not assigned yet, so have no place in the imported model. `names`: for each of Wane's tensors, its name in
-    the file."""
+    """Records which tensor of the file corresponds to which of Wane's tensors. `unassigned`: the names of the file's
+    tensors that are not assigned yet, so have no place in the imported model. `names`: for each of Wane's tensors, its
+    name in the file."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path
@@ -28,7 +28,7 @@ class TensorMap:
         self.names: dict[str, str] = {}
         self.notes = [f"the tensors were read from {checkpoint.inside}"] if checkpoint.inside else []
         if ignored := sorted(self._tensors.keys() - self.unassigned):
-            self.notes.append(f"ignored on request: {', '.join(ignored)}")
+            self.notes.append(f"ignored because of --ignore: {', '.join(ignored)}")
         self._dtypes: set[torch.dtype] = set()
 
     def shape(self, name: str) -> tuple[int, ...]:

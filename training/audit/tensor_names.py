@@ -37,8 +37,8 @@ def parse_mapping(options: Sequence[str]) -> dict[str, str]:
         ours, equals, theirs = option.partition("=")
         if not equals or not theirs or not (ours in OUTER or re.fullmatch(r"layers\.\d{1,4}(\.\w+)?", ours)):
             raise ForeignError(
-                f"--map {option}: expected NAME=THEIRS, NAME one of {', '.join(OUTER)}, layers.N (a module) "
-                f"and layers.N.PART, PART one of {', '.join(PARTS)}"
+                f"--map {option}: expected NAME=THEIRS. THEIRS is a name in the file. NAME is one of "
+                f"{', '.join(OUTER)}, layers.N (a module) and layers.N.PART. PART is one of {', '.join(PARTS)}"
             )
         if ours.count(".") == 2 and ours.split(".")[2] not in PARTS:
             raise ForeignError(f"--map {option}: a layer has no {ours.split('.')[2]}, only {', '.join(PARTS)}")

@@ -23,7 +23,7 @@ from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.training.errors import ForeignError
 
 LINE_BREAK = "\u010a"
-"""The character of a line feed in byte-level BPE."""
+"""The character that stands for a line feed in byte-level BPE."""
 
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
@@ -144,7 +144,7 @@ def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, .
     for name in usual:
         if name in names:
             if eos == NO_START:
-                return name, ["a sequence starts from the zero state: no token is read before its first"]
+                return name, ["a sequence starts from the zero state: no token is read before its first token"]
             return name, [] if name == EOS else [f"{name!r} is assumed to begin a sequence and to encode a line break"]
     raise ForeignError(
         f"{path}: none of the {len(names)} tokens has a usual name of a token that begins a sequence "
@@ -189,7 +189,7 @@ def _made(
     if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
         notes.append(f"there is no token for unknown items ({UNK}): they are refused")
     if lacks_end:
-        notes.append(f"no event ends a sequence: {EOS} is added as the last event, with probability 0")
+        notes.append(f"no event has a usual name of {EOS}: {EOS} is added as the last event, with probability 0")
     start: Start = "zero" if eos == NO_START else "token"
     return ForeignVocabulary(vocabulary, tokenizer_json, tuple(notes), start, int(lacks_end))
 

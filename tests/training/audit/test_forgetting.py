@@ -171,7 +171,7 @@ def test_an_overflow_of_the_run_is_reported_with_its_token(piece: int, monkeypat
         finite = bool(network.logits(hidden).isfinite().all())
         read += 1
     assert 16 < read < len(stream) - 1
-    with pytest.raises(Unmeasurable, match=f"^the never-interrupted run overflows float32 at token {read}$"):
+    with pytest.raises(Unmeasurable, match=f"^the uninterrupted run overflows float32 at token {read}$"):
         measure(network, short_corpus(), "audit", WINDOWS, COUNT)
     # With one token less, all values are finite.
     with pytest.raises(Unmeasurable, match=r"^the perplexity of a mean loss"):

@@ -337,7 +337,7 @@ def test_tensors_outside_the_model_must_be_ignored_explicitly(tmp_path: Path) ->
     ):
         imported(path)
     notes = assert_same(path, module, ignore=["step", "value.*"])
-    assert notes == ("ignored on request: step, value.weight",)
+    assert notes == ("ignored because of --ignore: step, value.weight",)
 
 
 def changed(**changes: Tensor | None) -> Tensors:
@@ -381,7 +381,7 @@ def changed(**changes: Tensor | None) -> Tensors:
             r"rnn.weight_hh_l0 holds a value that is not finite",
         ),
         (changed(fc__weight=torch.ones(13, 6, dtype=torch.int8)), r"fc.weight is int8"),
-        (changed(embedding__weight=None, fc__weight=None), r"no embedding \[V, 6\] and no head \[V, 6\]"),
+        (changed(embedding__weight=None, fc__weight=None), r"no embedding of shape \[V, 6\] and no head of shape \[V"),
         (
             {name: tensor for name, tensor in Plain(width=5).state_dict().items() if not name.startswith("fc")},
             r"no head: expected a matrix of shape \[13, 6\] for the embedding embedding.weight \[13, 5\]",
