@@ -1,6 +1,6 @@
-"""Runs a visit: measures one contender, or a server of this checkout together with the baseline's server, with one
-model in one round. Starts the servers on the model's bundle, checks the servers' answers, applies the loads, and stops
-the servers.
+"""Runs a visit: measures one contender, or a server of this checkout together with the same server of another checkout
+(the baseline), with one model in one round. Starts the servers on the model's bundle, checks the servers' answers,
+applies the loads, and stops the servers.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class StepModel:
 
     @classmethod
     def served(cls) -> StepModel:
-        """Opens the bundle in the environment variable BENCH_BUNDLE."""
+        """Opens the bundle whose path is in the environment variable BENCH_BUNDLE."""
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def step(self, sessions: Sequence[str], tokens: Sequence[int]) -> list[list[Prediction]]:
