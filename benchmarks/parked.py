@@ -3,8 +3,7 @@ and the store's time per call.
 
     python -m benchmarks.parked [--sessions N] [--history TOKENS] [--json FILE]
 
-Each way to store the sessions is measured in its own process. The resident memory of the process is compared with 1
-GiB:
+The resident memory of a process is compared with 1 GiB. Each way to store the sessions is measured in its own process:
 
 - objects: a dict of Python objects. Each object has its history in a list of ints. All lists refer to the same int
 objects.

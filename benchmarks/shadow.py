@@ -2,13 +2,13 @@
 time of shadows. A shadow is a window prediction from the last k tokens of a session, which the server compares with the
 live answer for a sampled share of the answers (the rate).
 
-    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    keeps the other k in the file
+    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    keeps the figures of other k in the file
     python -m benchmarks.shadow table docs/figures/shadow.json
     python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 
 One server runs for each shadow rate. All servers have the same bundle, whose default window is the measured k. Sessions
-much longer than k are stepped in an open loop at a share of the server's capacity. Every round measures one server
-after the other, and each round begins with another server. While one server is under load, the others are idle.
+longer than k are stepped in an open loop at a share of the server's capacity. Every round measures one server after the
+other, and each round begins with another server. While one server is under load, the others are idle.
 """
 
 from __future__ import annotations

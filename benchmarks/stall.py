@@ -3,9 +3,9 @@
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 
 One server runs with default settings and one model. A separate process measures the latencies of two requests in turn:
-a one-token step of a session, and /healthz, which needs only the event loop. Meanwhile each body is sent several times,
-one after another. Before each kind of body, no body is sent for QUIET_S seconds. The latencies during this time are the
-baseline.
+a one-token step of a session, and /healthz, which needs only the event loop. Meanwhile each kind of body is sent
+several times, one request after another. Before each kind of body, no body is sent for QUIET_S seconds. The latencies
+during this time are the baseline.
 """
 
 from __future__ import annotations

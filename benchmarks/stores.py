@@ -4,11 +4,12 @@ is the session's last tokens.
     python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
 
 Measures two parts, `served` and `sizes`. Both parts use a redis-server that this benchmark starts. Redis fsyncs its
-append-only file at every write in one half of the measurements, and every second in the other half:
+append-only file at every write in one half of the measurements, and every second in the other half. The parts are:
 
 - served: engines of real models, without HTTP. 64 clients concurrently step one session each, by one token per step.
   Then a second engine, which has none of the sessions' states, takes the sessions over. Reports the steps per second,
-  Redis's memory per session, and the bytes written to the file per step. Also reports the latency of a session's first
+  Redis's memory per session, and the bytes written to the append-only file per step. Also reports the latency of a
+  session's first
   step at the second engine, for sessions that are taken over one after another and for many at the same time, and the
   share of sessions for which the two engines predict the same most probable token.
 - sizes: the store alone. One token at a time is appended to each of 64 sessions, with a state of a given size. This
@@ -141,7 +142,8 @@ async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, sec
 
 
 async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tuple[list[float], int]:
-    """Runs the clients in a closed loop. Returns the steps per second of each slice, and the number of steps."""
+    """Runs the clients in a closed loop. The time `seconds` is divided into SLICES equal slices. Returns the steps per
+    second of each slice, and the number of steps."""
     rates, total = [], 0
     for _ in range(SLICES):
         begun = time.perf_counter()
@@ -219,7 +221,8 @@ async def sizes(server: RedisServer, seconds: float) -> list[Result]:
 
 
 async def append(store: RedisStore, size: int, seconds: float) -> Result:
-    """Measures appends per second, and the latency of reading a session, in milliseconds. Tails are full."""
+    """Measures appends per second, and the latency of reading a session, in milliseconds. The sessions' tails are full.
+    """
     state = np.random.default_rng(0).bytes(size)
     tail = TokenHistory.start(0, 2048).append(range(512), 512, 512)
     for client in range(CLIENTS):
@@ -242,7 +245,7 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
 
 def show(document: Result) -> None:
     """Prints the tables."""
-    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} (least to most)")
+    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} slices (least to most)")
     columns = (
         "model",
         "policy",

@@ -10,10 +10,10 @@ their tails. Every round measures each of three cases once:
 
 - undisturbed: no parked session returns.
 - fair: the engine's own queue (`service/batching/scheduler.py`).
-- first come: one queue. The next batch is the oldest item and all later items of the same kind.
+- first come: one queue. The next batch is the oldest item and the later items of the same role that fit into the batch.
 
-The figures are the latencies of the steps that are due between the storm's start and end. In the case undisturbed, they
-are the latencies of the steps that are due in an interval of UNDISTURBED_S seconds.
+The figures are the latencies of the steps that are due between the storm's start and end. In the case `undisturbed`,
+they are the latencies of the steps that are due in an interval of UNDISTURBED_S seconds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LEAD_S = 0.5
 
 UNDISTURBED_S = 2.0
 SLICE_S = 0.025
-"""Seconds of a slice in the plot."""
+"""Duration of a slice in the plot, in seconds."""
 
 TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
@@ -295,8 +295,8 @@ HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"s until {PARKED} are rebu
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Plots the latency of resident steps against their due time in the last rounds. A line shows each slice's median
-    latency. A shaded area extends to the slice's longest latency."""
+    """Plots the latency of resident steps against their due time in each case's last round. A line shows each slice's
+    median latency. A shaded area extends to the slice's longest latency."""
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):

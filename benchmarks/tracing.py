@@ -3,8 +3,9 @@
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 
 Three servers run with one model. One of them sends no traces. The others send traces to a real collector, one with the
-sampling ratio 0, one with the ratio 1. Each case has one connection, which sends steps of one token one after another.
-In each round, every case sends a hundred steps. All processes share the machine. Needs the extras `otel` and `dev`.
+sampling ratio 0, one with the ratio 1. `WAYS` lists the cases. Each case has one connection, which sends steps of one
+token one after another. In each round, every case sends a hundred steps. All processes share the machine. Needs the
+extras `otel` and `dev`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Measures, and writes the figures and the page's table."""
+    """Measures all cases, and writes the figures and the page's table."""
     parser = argparse.ArgumentParser("python -m benchmarks.tracing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, default=Path(FIGURES))

@@ -71,7 +71,8 @@ def store(folder: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Returns the exit code. It is 2, with a message, if a process did not start."""
+    """Runs the command. Returns the exit code, which is 2, with a message, if a process did not start or Ray could not
+    apply the configuration."""
     parser = argparse.ArgumentParser("scripts/ray", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIGURATION, help="default: deploy/ray/serve.yaml")
     parser.add_argument("--port", type=int, help="port for clients; default: the port in the configuration")
@@ -80,7 +81,7 @@ def main() -> int:
         "--folder",
         type=Path,
         default=ROOT / "build" / "ray",
-        help="folder for Redis's log and file; default: build/ray",
+        help="folder for Redis's log and data; default: build/ray",
     )
     parser.add_argument("--ray-folder", type=Path, help="folder for Ray's logs and sockets; default: /tmp/ray")
     options = parser.parse_args()
