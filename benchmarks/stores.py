@@ -221,8 +221,7 @@ async def sizes(server: RedisServer, seconds: float) -> list[Result]:
 
 
 async def append(store: RedisStore, size: int, seconds: float) -> Result:
-    """Measures appends per second, and the latency of reading a session, in milliseconds. The sessions' tails are full.
-    """
+    """Measures the appends per second, and the latency of reading a session, in milliseconds. All tails are full."""
     state = np.random.default_rng(0).bytes(size)
     tail = TokenHistory.start(0, 2048).append(range(512), 512, 512)
     for client in range(CLIENTS):

@@ -14,9 +14,10 @@ aisle or a detour:
 - A detour goes to a random popular item. The click after a step is a detour with the probability `leave`. The click
   after a detour is another detour with the probability `stay`.
 
-After its second click, a session ends after each click with the probability `stop`. With `--memory long`, detours last
-5 clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are no
-detours, so the next click depends on the last click alone. A table of counts of pairs of clicks is then the best model.
+From its second click on, a session ends after each click with the probability `stop`. With `--memory long`, detours
+last 5 clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are
+no detours, so the next click depends on the last click alone. A table of counts of pairs of clicks is then the best
+model.
 
 The earlier clicks of a session determine the true probabilities of its next click exactly. A ranking by these
 probabilities has the largest possible recall. The perplexity of these probabilities is the smallest possible
@@ -195,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="folder for clicks.csv and sessions.jsonl")
     parser.add_argument("--sessions", type=int, default=20_000, help="number of sessions (default: %(default)s)")
     parser.add_argument("--aisles", type=int, default=Shop.aisles, help="number of aisles (default: %(default)s)")
-    parser.add_argument("--items", type=int, default=Shop.items, help="items of an aisle (default: %(default)s)")
-    parser.add_argument("--popular", type=int, default=Shop.popular, help="popular items (default: %(default)s)")
+    parser.add_argument("--items", type=int, default=Shop.items, help="number of items of each aisle (default: %(default)s)")
+    parser.add_argument("--popular", type=int, default=Shop.popular, help="number of popular items (default: %(default)s)")
     parser.add_argument("--memory", choices=("long", "short"), default="long", help="short: no detours")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers (default: %(default)s)")
     options = parser.parse_args(arguments)

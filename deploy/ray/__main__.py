@@ -88,7 +88,7 @@ def main() -> int:
     signals = Signals()
     signals.listen()
     try:
-        print("starting; Ctrl-C stops it ...", flush=True)
+        print("starting Ray and Redis; Ctrl-C stops them ...", flush=True)
         with (
             store(options.folder.resolve()),
             Cluster(options.config, options.port, options.cpus, options.ray_folder) as cluster,

@@ -13,7 +13,7 @@ file. Existing files are not changed.
     grafana/grafana_password    the password of Grafana's user admin
 
 Only the folder's owner can enter the folder. All users may read the files in the folder, because a container's user is
-not the owner of the files. Further keys: `wane key NAME >> secrets/wane/api_keys`.
+not the owner of the files. `wane key NAME >> secrets/wane/api_keys` adds another key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tests the loss term that makes predictions provable. Compares this term with the error bound of a request."""
+"""Tests the loss term that makes predictions provable. Compares the state error in this term with the error bound of a
+request."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ class Gru4Rec(nn.Module):
 
 
 class WeightDrop(nn.Module):
-    """The wrapper of awd-lstm: it keeps the recurrent matrix under the name `weight_hh_l0_raw`, and copies it into the
-    wrapped module before each run. In training, dropout is applied to the copy."""
+    """A wrapper with the names of awd-lstm's wrapper: it keeps the recurrent matrix of the wrapped LSTM under the name
+    `weight_hh_l0_raw`. In training, dropout is applied to a copy of this matrix."""
 
     def __init__(self, module: nn.LSTM) -> None:
         super().__init__()
