@@ -244,7 +244,9 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
 
 def show(document: Result) -> None:
     """Prints the tables."""
-    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} slices (least to most)")
+    table = Table(
+        title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} slices (least to most)"
+    )
     columns = (
         "model",
         "policy",

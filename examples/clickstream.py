@@ -196,8 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="folder for clicks.csv and sessions.jsonl")
     parser.add_argument("--sessions", type=int, default=20_000, help="number of sessions (default: %(default)s)")
     parser.add_argument("--aisles", type=int, default=Shop.aisles, help="number of aisles (default: %(default)s)")
-    parser.add_argument("--items", type=int, default=Shop.items, help="number of items of each aisle (default: %(default)s)")
-    parser.add_argument("--popular", type=int, default=Shop.popular, help="number of popular items (default: %(default)s)")
+    parser.add_argument(
+        "--items", type=int, default=Shop.items, help="number of items of each aisle (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--popular", type=int, default=Shop.popular, help="number of popular items (default: %(default)s)"
+    )
     parser.add_argument("--memory", choices=("long", "short"), default="long", help="short: no detours")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers (default: %(default)s)")
     options = parser.parse_args(arguments)

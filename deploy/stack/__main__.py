@@ -62,7 +62,9 @@ def main() -> int:
             for process in stack.processes.values():
                 print(f"  {process.name:10} 127.0.0.1:{process.port}  pid {process.pid}")
             print(f"  the API key is in {stack.secrets / CLIENT_KEY}")
-            print(f"ready at {stack.processes[ENTRANCE].url}; logs in {stack.logs}; Ctrl-C stops all services", flush=True)
+            print(
+                f"ready at {stack.processes[ENTRANCE].url}; logs in {stack.logs}; Ctrl-C stops all services", flush=True
+            )
             while True:
                 time.sleep(LOOK_EVERY_S)
                 for name in stack.tend():
