@@ -244,9 +244,7 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
 
 def show(document: Result) -> None:
     """Prints the tables."""
-    table = Table(
-        title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} slices (least to most)"
-    )
+    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates: medians of {SLICES} slices (least to most)")
     columns = (
         "model",
         "policy",

@@ -90,7 +90,7 @@ class Process:
                 )
             if time.monotonic() > deadline:
                 raise ProcessFailed(
-                    f"{self.name} was not ready within {READY_WITHIN_S:.0f} s; its log ends in\n{self._tail()}"
+                    f"{self.name} was not ready in {READY_WITHIN_S:.0f} s; its log ends in\n{self._tail()}"
                 )
             time.sleep(ASK_EVERY_S)
 

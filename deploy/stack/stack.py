@@ -102,7 +102,7 @@ class Stack:
         return sorted(found, key=lambda process: process.name)
 
     def start(self) -> None:
-        """Starts all services and waits until they are ready. Raises ProcessFailed if a service does not become ready."""
+        """Starts all services and waits until they are ready. Raises ProcessFailed if a service does not start."""
         self.logs.mkdir(parents=True, exist_ok=True)
         ready: set[str] = set()
         for process in self.processes.values():

@@ -94,7 +94,8 @@ def compare(command: Command, printed: str) -> None:
     found = re.fullmatch(_pattern(command.expected), _tidy(printed))
     if found is None:
         raise TranscriptError(
-            f"line {command.line}: $ {command.text}\n--- the document says\n{command.expected}--- the command printed\n{printed}"
+            f"line {command.line}: $ {command.text}\n--- the document says\n{command.expected}"
+            f"--- the command printed\n{printed}"
         )
     _compare_decimals(command, found)
 

@@ -10,7 +10,7 @@ from benchmarks.peers.window_model import WindowModel
 
 
 class Window(MLModel):
-    """A custom runtime. MLServer's documentation recommends one for models that its included runtimes do not support."""
+    """A custom runtime. MLServer's documentation recommends one for models that no included runtime supports."""
 
     async def load(self) -> bool:
         self.model = WindowModel.served()
