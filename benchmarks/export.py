@@ -164,7 +164,8 @@ def feeds(architecture: Architecture, role: Role, batch: int) -> list[np.ndarray
 
 
 def alternate(sessions: list[onnxruntime.InferenceSession], values: list[np.ndarray], repeat: int) -> list[np.ndarray]:
-    """Runs the sessions in alternation. Returns the durations of each session's runs, in seconds."""
+    """Asserts that the two ONNX Runtime sessions have equal outputs, and runs them alternately. Returns the durations
+    of each session's runs, in seconds."""
     named = [dict(zip((i.name for i in session.get_inputs()), values, strict=True)) for session in sessions]
     answers = [session.run(None, inputs)[0] for session, inputs in zip(sessions, named, strict=True)]
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-4)

@@ -192,9 +192,10 @@ def probe(port: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of one kind of body, in milliseconds. answered: the answers to the body. answer_ms: the time until
-    the answer. quiet_p50_ms, quiet_max_ms: the latencies of steps while no body was sent. step_p50_ms, step_max_ms: the
-    latencies of steps while this body was sent. loop_max_ms: the longest latency of /healthz while this body was sent.
+    """The figures of one kind of body, in milliseconds. answered: the answers to the body. answer_ms: the median time
+    until the answer. quiet_p50_ms, quiet_max_ms: the latencies of steps while no body was sent. step_p50_ms,
+    step_max_ms: the latencies of steps while this body was sent. loop_max_ms: the longest latency of /healthz while
+    this body was sent.
     """
 
     body: str

@@ -58,7 +58,7 @@ TIMES = ("first_s", "ready_s")
 
 
 def shown(figure: str, spread: Spread) -> str:
-    """Formats a figure: times with two decimals, others as integers."""
+    """Formats a figure: times with two decimals, other figures as integers."""
     return f"{spread:.2f}" if figure in TIMES else f"{spread:,.0f}"
 
 

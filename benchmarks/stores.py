@@ -101,7 +101,7 @@ class Replica:
         await self.engine.submit(StepRequest(f"s{client}", tokens, deadline=deadline))
 
     async def first(self, client: int) -> tuple[int, float | None]:
-        """Returns the top-1 next token of a client's session, and the answer's error bound."""
+        """Returns the most probable next token of a client's session, and the answer's error bound."""
         answer = await self.engine.submit(PredictRequest(session=f"s{client}", top_k=1))
         return answer.predictions[0].token_id, answer.error_bound
 

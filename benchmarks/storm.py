@@ -1,12 +1,12 @@
-"""Measures the latency of resident sessions' steps while a thousand other sessions are rebuilt, as after the loss of a
-replica.
+"""Measures the latency of the steps of sessions with resident states, while the states of a thousand other sessions
+(parked sessions) are rebuilt, as after the loss of a replica.
 
     python -m benchmarks.storm [--bundle BUNDLE] [--rounds N] [--within S] [--json FILE] [--plot FILE]
 
-One engine runs without HTTP. The clients of resident sessions step at a steady rate, in an open loop. A step's latency
-is measured from its due time. After half a second, the storm begins: every parked session takes one step. These steps
-are spread evenly over S seconds (`--within`). Parked sessions have no states, so the engine rebuilds their states from
-their tails. Every round measures each of three cases once:
+One engine runs without HTTP. The sessions with resident states are stepped at a steady rate, in an open loop. A step's
+latency is measured from its due time. After half a second, the storm begins: every parked session takes one step. These
+steps are spread evenly over S seconds (`--within`). Parked sessions have no states, so the engine rebuilds their states
+from their tails. Every round measures each of three cases once:
 
 - undisturbed: no parked session returns.
 - fair: the engine's own queue (`service/batching/scheduler.py`).
@@ -301,7 +301,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):
         last = result["ways"][way]["last"]
-        # A log scale shows only positive values. A median may be negative, because a timer may fire too early.
+        # A log scale shows only positive values. A median latency may be negative, because a timer may fire too early,
+        # so that a step is sent before its due time.
         middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])
         axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
         axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)

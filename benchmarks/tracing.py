@@ -1,4 +1,5 @@
-"""Measures the cost of traces for a session's step over HTTP: without traces, not sampled, and sampled.
+"""Measures the duration of a session's step over HTTP without traces, with a trace that is not sampled, and with a
+sampled trace.
 
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 

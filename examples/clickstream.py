@@ -191,7 +191,7 @@ def write(shop: Shop, clicks: Clicks, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program."""
+    """Writes the clicks, and prints the best possible scores."""
     parser = argparse.ArgumentParser(description="Generates the clicks of a shop with a known best score.")
     parser.add_argument("folder", type=Path, help="folder for clicks.csv and sessions.jsonl")
     parser.add_argument("--sessions", type=int, default=20_000, help="number of sessions (default: %(default)s)")

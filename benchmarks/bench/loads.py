@@ -103,7 +103,7 @@ class Load:
 
     items: the number of tokens or windows per request.
     prepare: a function that builds the requests. It returns a function that applies the load for a given number of
-        seconds. It raises NotUnderstood if the server does not support the requests.
+        seconds. `prepare` raises NotUnderstood if the server does not support the requests.
     figure: the figure by which two servers are compared under this load.
     """
 

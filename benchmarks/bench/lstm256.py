@@ -36,7 +36,8 @@ ARCHITECTURE = Architecture(cell="lstm", vocabulary_size=SIZE, embedding=SIZE, h
 
 
 def export(folder: Path) -> Manifest:
-    """Writes the bundle `folder`/lstm256 and replaces an existing one. Raises ExportError."""
+    """Writes the bundle `folder`/lstm256 and replaces an existing one. Raises ExportError if a graph does not compute
+    the same values as the network."""
     torch.manual_seed(SEED)
     network = Network(ARCHITECTURE).eval().requires_grad_(False)
     project(network, [CONTRACTION])

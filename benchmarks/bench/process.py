@@ -74,8 +74,8 @@ class ServerProcess:
         self._process.wait()
 
     def wait_ready(self, path: str, body: str) -> bytes:
-        """Repeats the request until the server answers it successfully, and returns the answer. Raises ServerFailed
-        after a timeout."""
+        """Repeats the request until the server answers it successfully, and returns the answer. Raises ServerFailed if
+        the server ends or does not answer in time."""
         deadline = time.monotonic() + READY_WITHIN_S
         with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
             while time.monotonic() < deadline:

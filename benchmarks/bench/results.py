@@ -142,8 +142,8 @@ class Summary(Frozen):
 
 
 class Target(Frozen):
-    """A row in the table of targets: the ratio of a figure of Wane to another figure, or a figure of Wane alone, and
-    the target of this value.
+    """A row in the table of targets. Its value is the ratio of a figure of Wane to another figure, or a figure of Wane
+    alone.
 
     what: the description of Wane's figure.
     against: the description of the other figure.

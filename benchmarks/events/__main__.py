@@ -57,7 +57,8 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
 
 
 def export(folder: Path, items: int, hidden: int) -> Path:
-    """Writes the bundle `folder`/shop, and returns the bundle's path. Raises ExportError."""
+    """Writes the bundle `folder`/shop, and returns the bundle's path. Raises ExportError if a graph does not compute
+    the same values as the network."""
     architecture = Architecture(
         cell="gru", vocabulary_size=items + 2, embedding=hidden, hidden=hidden, layers=1, tied=False
     )

@@ -1,4 +1,4 @@
-"""Runs Wane on a local Ray cluster with Redis for `scripts/ray`, until a signal interrupts it.
+"""Runs a local Ray cluster with Wane, and Redis, for `scripts/ray`, until a signal stops the process.
 
 On SIGHUP, the process reads the configuration again. Ray then applies the changes, such as another number of replicas
 or other settings.

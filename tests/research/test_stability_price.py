@@ -32,7 +32,7 @@ threads = 1
 
 
 class Command:
-    """Runs the command on the licence's text. The command writes into `folder`."""
+    """Runs `research.stability_price` on the licence's text. The command writes into `folder`."""
 
     def __init__(self, folder: Path, steps: int = 20) -> None:
         self.folder, self.runs, self.steps = folder, folder / "runs", steps
