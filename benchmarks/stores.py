@@ -9,9 +9,8 @@ append-only file at every write in one half of the measurements, and every secon
 - served: engines of real models, without HTTP. 64 clients concurrently step one session each, by one token per step.
   Then a second engine, which has none of the sessions' states, takes the sessions over. Reports the steps per second,
   Redis's memory per session, and the bytes written to the append-only file per step. Also reports the latency of a
-  session's first
-  step at the second engine, for sessions that are taken over one after another and for many at the same time, and the
-  share of sessions for which the two engines predict the same most probable token.
+  session's first step at the second engine, for sessions that are taken over one after another and for many at the same
+  time, and the share of sessions for which the two engines predict the same most probable token.
 - sizes: the store alone. One token at a time is appended to each of 64 sessions, with a state of a given size. This
   shows from which size on storing a state costs more than storing only the tail.
 
