@@ -238,7 +238,7 @@ def main() -> None:
         type=int,
         default=64,
         metavar="TOKENS",
-        help="tokens in the history of each session (default 64)",
+        help="number of tokens in the history of each session (default 64)",
     )
     parser.add_argument("--way", choices=WAYS, help="measure one way to store sessions and print its figures as JSON")
     parser.add_argument("--json", type=Path)

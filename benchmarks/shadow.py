@@ -1,6 +1,6 @@
-"""Measures the cost of shadows, for each rate and k: the latency of live answers with and without shadows, and the CPU
-time of shadows. A shadow is a window prediction from the last k tokens of a session, which the server compares with the
-live answer for a sampled share of the answers (the rate).
+"""Measures the cost of shadows: the latency of live answers with and without shadows, and the CPU time of shadows. A
+shadow is a window prediction from the last k tokens of a session, which the server compares with the live answer. The
+rate is the share of live answers for which a shadow is computed. Every rate is measured with every k.
 
     python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    keeps the figures of other k in the file
     python -m benchmarks.shadow table docs/figures/shadow.json
@@ -95,8 +95,8 @@ class OfRate(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Round], none: Sequence[Round] | None) -> OfRate:
-        """Summarises rounds. none: the figures at the rate 0 in the same rounds; None if `rounds` are themselves those
-        of the rate 0."""
+        """Summarises rounds. `none` has the figures at the rate 0 in the same rounds. It is None if `rounds` has the
+        figures at the rate 0 itself."""
         pairs = [] if none is None else list(zip(rounds, none, strict=True))
         return cls(
             rounds=len(rounds),

@@ -52,7 +52,7 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
-PAST = 600  # number of tokens of a session before the measurement, which is more than a tail has
+PAST = 600  # number of tokens of each session before the measurement: more than the tail can have
 # number of sessions that the second engine takes over one after another; it takes over the others concurrently
 ALONE = 24
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")

@@ -56,7 +56,7 @@ SHIPPED = Path("models/bundles/gated-stable")
 PARKED = 1000
 RESIDENT = 200
 RATE = 500.0
-"""Steps per second, over all resident sessions."""
+"""Steps per second of all sessions with resident states together."""
 
 LEAD_S = 0.5
 """Seconds of steady load before the storm."""

@@ -97,7 +97,7 @@ def _bundle_hash(manifest: Manifest) -> str:
 
 def provenance(module: str, *packages: str, bundles: Iterable[str] | None = None) -> dict[str, Any]:
     """Returns this process's command, commit and machine, the versions of Python and of `packages`, and the hashes of
-    the measured bundles. `bundles`: the names of these shipped bundles; None: all."""
+    the measured bundles. `bundles` are the names of the measured bundles; None for all shipped bundles."""
     return {
         "bundles": bundle_hashes(bundles),
         "command": command(module, sys.argv[1:]),

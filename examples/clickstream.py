@@ -42,7 +42,8 @@ DAYS = 30
 MEAN_GAP_S = 40.0
 """The mean time between two successive clicks of a session, in seconds."""
 TEST_SHARE = 0.05
-"""The optimum is computed for this share of the sessions: those that end last. `wane train` uses them as test split."""
+"""The optimum is computed for this share of the sessions: those that end last. `wane train` uses these sessions as the
+test split."""
 ROWS_AT_ONCE = 100_000
 
 

@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=50_000)
     parser.add_argument("--hidden", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=500, help="measured steps of each kind in each round")
+    parser.add_argument("--steps", type=int, default=500, help="number of measured steps of each kind in each round")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
     results = measure(options.items, options.hidden, options.rounds, options.steps)

@@ -71,8 +71,8 @@ def make(folder: Path) -> list[str]:
 
 
 def redis_acl(wane: str, admin: str) -> str:
-    """Returns Redis's ACL file, with the hashes of the users' passwords. Wane sends no user name, so its user is
-    `default`."""
+    """Returns the content of Redis's ACL file, with the hashes of the users' passwords. Wane sends no user name, so its
+    user is `default`."""
     may = " ".join(f"+{command.lower()}" for command in COMMANDS)
     return f"user default on #{wane} ~{KEYS} resetchannels -@all {may}\nuser admin on #{admin} ~* &* +@all"
 

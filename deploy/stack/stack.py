@@ -1,5 +1,5 @@
-"""Runs the services of `docker-compose.yml` as local processes, except those that Debian and Ubuntu do not package. All
-files of the processes are in one folder."""
+"""Runs the services of `docker-compose.yml` as local processes, except those whose programs Debian and Ubuntu do not
+package. All files of the processes are in one folder."""
 
 from __future__ import annotations
 

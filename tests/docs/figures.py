@@ -50,8 +50,8 @@ def results_table() -> list[str]:
 
 
 def window_table() -> list[str]:
-    """Returns the table of the validation perplexity per token: for each window, and for the recurrent mode at the same
-    positions."""
+    """Returns the table of the validation perplexity per token: for each window length, and for the recurrent mode at
+    the same positions."""
     windows = sorted(quality(manifests()[0]).window["valid"].by_k)
     lines = [
         "| model | " + " | ".join(f"k = {k}" for k in windows) + " | recurrent |",

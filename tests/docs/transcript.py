@@ -7,9 +7,10 @@ A fenced block whose first word is `console` is run line by line in the root fol
     {"ready":true,...}
     ```
 
-The lines after a `$ ` line are the command's output on both streams. Within a line, `...` matches any text. Alone in a
-line, it matches any number of lines. Decimal numbers may differ by a thousandth of their value. Milliseconds (`..._ms`
-in JSON, `... ms` in text) need not agree. A line that ends in a backslash continues in the next line.
+The lines after a `$ ` line are the command's output on stdout and stderr together. Within a line, `...` matches any
+text. Alone in a line, it matches any number of lines. Decimal numbers may differ by a thousandth of their value.
+Milliseconds (`..._ms` in JSON, `... ms` in text) need not agree. A line that ends in a backslash continues in the next
+line.
 
 A `console background` block starts a server on a terminal. The server must print the block's output, and then runs
 until the end of the file. Blocks with any other first word are ignored. Other tests run the `bash` blocks, which
