@@ -31,8 +31,8 @@ def results_table() -> list[str]:
     """Returns the table of the models: their perplexities in the recurrent and in the window mode, per BPE token and
     per word, and the contraction factors of their layers."""
     lines = [
-        "| model | MB | test perplexity, recurrent: per token (per word) | as a window of 64 "
-        "| window within 0.5 % from k | contraction by layer |",
+        "| model | MB | test perplexity, recurrent: per token (per word) | change in windows of 64 "
+        "| smallest k within 0.5 % | contraction by layer |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for manifest in manifests():
