@@ -1,5 +1,5 @@
-"""Measures the model alone: a loop that runs its graphs with onnxruntime on one thread. The loop's rate is an upper
-bound of a server's rate, because the loop builds no answers from the model's outputs."""
+"""Measures the model alone: a loop that runs the model's graphs with onnxruntime on one thread. The loop's rate is an
+upper bound of a server's rate, because the loop builds no answers from the model's outputs."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Front:
 
 
 def once(headers: list[tuple[bytes, bytes]], name: bytes) -> list[tuple[bytes, bytes]]:
-    """Returns the headers with only the first header of this name. Ray's proxy adds a second header of the same name
-    and value."""
+    """Removes all headers of this name except the first, and returns the remaining headers. Ray's proxy adds a second
+    header with the same name and value."""
     first = next((pair for pair in headers if pair[0].lower() == name), None)
     return [pair for pair in headers if pair[0].lower() != name or pair is first]
 

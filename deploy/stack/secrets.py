@@ -42,7 +42,7 @@ COMMANDS = (
 """The commands of Redis that Wane and its scripts use: docs/sessions.md lists them."""
 
 KEYS = "wane:*"
-"""The pattern of the Redis keys that Wane uses. Wane uses no channels."""
+"""The pattern of the Redis keys that Wane uses. Wane uses no channels of Redis."""
 
 
 def make(folder: Path) -> list[str]:
