@@ -3,8 +3,8 @@ batching, sessions and answers.
 
     python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
 
-For every bundle, measures two kinds of requests: steps of sessions whose states are resident, and windows of the
-bundle's length. In every round, each of these methods is measured once:
+For every bundle, measures two kinds of requests: steps of sessions whose states are resident, and windows of the length
+that the bundle's manifest states. In every round, each of these methods is measured once:
 
 - bare: the runner computes full batches in a loop on one thread. The states that a run returns are the input of the
   next run. The other outputs are dropped.

@@ -52,7 +52,8 @@ def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a table of the process's resident memory, the bytes per session, and the store's time per call."""
+    """Returns a table with a row for each way to store sessions (see `benchmarks.parked`): the resident memory of the
+    process, the bytes per session, and the store's time per call."""
     return markdown(
         ["", "GiB", "bytes a session", "append, us", "get, us"],
         [

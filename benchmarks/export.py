@@ -6,7 +6,7 @@ thread.
 Both exports contain the graphs `step` and `window` with the same random weights. First, the outputs of the two exports
 are compared. Then timed runs alternate between the two exports. torch's window graph returns the state after the last
 position, also for rows with fewer tokens. Wane's window graph returns, for each row, the state after the row's last
-token. Needs the extras train and bench.
+token. Needs the extras `train` and `bench`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _count(graph: onnx.GraphProto) -> int:
 
 
 def export_ours(folder: Path, architecture: Architecture, network: Network, role: Role) -> Exported:
-    """Exports the graph of a bundle."""
+    """Writes Wane's graph for `role` and its weights into `folder`."""
     folder.mkdir()
     data = encode_weights({name: tensor.numpy() for name, tensor in network.weights().items()})
     (folder / "weights.safetensors").write_bytes(data)
@@ -118,8 +118,8 @@ def export_ours(folder: Path, architecture: Architecture, network: Network, role
 
 
 def export_torch(folder: Path, architecture: Architecture, network: Network, role: Role) -> Exported:
-    """Exports with torch.onnx.export. If torch cannot keep the time axis dynamic, exports the graph for one fixed
-    window."""
+    """Exports with torch.onnx.export. If torch cannot keep the time axis dynamic, exports the graph for windows of one
+    fixed length."""
     folder.mkdir()
     path = folder / f"{role}.onnx"
     batch = torch.export.Dim("B", min=1, max=4096)
@@ -151,11 +151,11 @@ def export_torch(folder: Path, architecture: Architecture, network: Network, rol
         except Exception as error:
             # torch raises many types of exceptions. If all attempts fail, the last exception is reported.
             failure = error
-    raise SystemExit(f"torch cannot export {role}: {failure}")
+    raise SystemExit(f"torch cannot export the graph {role}: {failure}")
 
 
 def feeds(architecture: Architecture, role: Role, batch: int) -> list[np.ndarray]:
-    """Returns random inputs, in the graphs' order."""
+    """Returns random inputs of the graph `role`, in the order of the graph's inputs."""
     generator = np.random.default_rng(batch)
     if role == "step":
         state = [generator.uniform(-1, 1, (batch, architecture.hidden)) for _ in architecture.state_tensors()]
@@ -164,7 +164,8 @@ def feeds(architecture: Architecture, role: Role, batch: int) -> list[np.ndarray
 
 
 def alternate(sessions: list[onnxruntime.InferenceSession], values: list[np.ndarray], repeat: int) -> list[np.ndarray]:
-    """Runs the sessions in alternation. Returns the durations of each session's runs, in seconds."""
+    """Asserts that the two ONNX Runtime sessions have equal outputs, and runs them alternately. Returns the durations
+    of each session's runs, in seconds."""
     named = [dict(zip((i.name for i in session.get_inputs()), values, strict=True)) for session in sessions]
     answers = [session.run(None, inputs)[0] for session, inputs in zip(sessions, named, strict=True)]
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-4)
@@ -178,7 +179,7 @@ def alternate(sessions: list[onnxruntime.InferenceSession], values: list[np.ndar
 
 
 def main() -> None:
-    """Prints the table."""
+    """Measures both exports of each network, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=100, help="number of runs of each graph at each batch size")
     repeat = parser.parse_args().repeat

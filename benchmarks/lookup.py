@@ -5,7 +5,7 @@ the first layer's input weights.
 
 Without BUNDLE, the bundles are the model of `benchmarks/bench/lstm256.py` and the shipped lstm. Each bundle is compared
 with a temporary export of the same weights without tables, whose first layer multiplies at each step. All times are CPU
-times of one thread. Every round measures the two bundles one after the other. Needs the extra train.
+times of one thread. Every round measures the bundle and the export one after the other. Needs the extra `train`.
 """
 
 from __future__ import annotations

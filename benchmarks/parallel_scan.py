@@ -359,7 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
     parser.add_argument(
-        "--tokens", type=int, default=65_536, help=f"tokens of the sequence, a multiple of {WIDTH * STEPS}"
+        "--tokens", type=int, default=65_536, help=f"number of tokens of the sequence, a multiple of {WIDTH * STEPS}"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="output file for the figures")

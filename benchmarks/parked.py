@@ -3,8 +3,7 @@ and the store's time per call.
 
     python -m benchmarks.parked [--sessions N] [--history TOKENS] [--json FILE]
 
-Each way to store the sessions is measured in its own process. The resident memory of the process is compared with 1
-GiB:
+The resident memory of a process is compared with 1 GiB. Each way to store the sessions is measured in its own process:
 
 - objects: a dict of Python objects. Each object has its history in a list of ints. All lists refer to the same int
 objects.
@@ -239,7 +238,7 @@ def main() -> None:
         type=int,
         default=64,
         metavar="TOKENS",
-        help="tokens in the history of each session (default 64)",
+        help="number of tokens in the history of each session (default 64)",
     )
     parser.add_argument("--way", choices=WAYS, help="measure one way to store sessions and print its figures as JSON")
     parser.add_argument("--json", type=Path)

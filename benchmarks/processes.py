@@ -1,11 +1,11 @@
-"""Compares training on two processes with training on two threads, on this machine's CPUs.
+"""Compares training in two processes with training in one process with two threads, on this machine's CPUs.
 
     python -m benchmarks.processes TEXT [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.processes --render
 
-The benchmark trains shipped experiments on TEXT, with the shipped vocabulary. Every round measures each setting once,
-in new processes. Whole training steps are timed, without evaluations and checkpoints. `--render` writes the figures
-into the documentation.
+The benchmark trains shipped experiments on TEXT, with the shipped vocabulary. Every round measures each setting (a
+number of processes and of threads) once, in new processes. Whole training steps are timed, without evaluations and
+checkpoints. `--render` writes the stored figures into docs/training.md.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
     python -m benchmarks.protocols [--rounds N] [--seconds S] [--only NAME ...] [--json FILE] [--page FILE]
 
-One server serves one model. Each round measures the two routes of a pair one after the other. The order of the two
-routes changes from round to round. Each connection sends its next request after the answer to the last one. Both routes
-do the same work: the same predictions, or continuations of the same prompts by the same number of tokens. All processes
-share the machine.
-
-`PAIRS` lists the pairs.
+One server serves one model. `PAIRS` lists pairs of a protocol's route and a native route. Each round measures the two
+routes of each pair one after the other. The order of the two routes changes from round to round. Each connection sends
+its next request after the answer to the last one. Both routes do the same work: the same predictions, or continuations
+of the same prompts by the same number of tokens. All processes share the machine.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "pro
 @dataclass(frozen=True)
 class Route:
     """A route of a server. `requests` are the requests as bytes. They are sent in order; after the last one, the first
-    follows. The body of every valid answer contains `wanted`. `units` is the amount of work of one request, in the unit
-    of the pair. `connections` is the number of connections that the route uses; None for the number that the
-    measurement sets."""
+    follows. The body of every valid answer contains `wanted`. `units` is the amount of work of one request, counted in
+    the `unit` of the `Pair`. `connections` is the number of connections that the route uses; None for the number that
+    the measurement sets."""
 
     path: str
     requests: Sequence[bytes]
@@ -160,7 +158,7 @@ def rate(port: int, route: Route, connections: int, seconds: float) -> float:
                     if body is None:
                         continue
                     if route.wanted not in body:
-                        raise BadAnswer(f"{route.path} answered {body[:300]!r}")
+                        raise BadAnswer(f"{route.path} gave an unexpected answer: {body[:300]!r}")
                     total += route.units
                     if time.perf_counter() - begun < seconds:
                         sender.sendall(route.requests[number % len(route.requests)])

@@ -82,7 +82,7 @@ def session(chunk: int | None) -> onnxruntime.InferenceSession:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Measures both methods, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=100, help="number of runs of each graph at each size")
     repeat = parser.parse_args().repeat

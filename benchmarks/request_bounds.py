@@ -63,7 +63,7 @@ def session(
 
 
 def cost(repeat: int) -> None:
-    """Prints the table of times."""
+    """Measures the times, and prints them as a table."""
     table = Table(title=f"milliseconds, median (p10 to p90); onnxruntime {onnxruntime.__version__}")
     for heading in ("network", "batch", "k", "run", "run with radius", "ratio of medians", "ratio of minima", "numpy"):
         table.add_column(heading, justify="left" if heading == "network" else "right")

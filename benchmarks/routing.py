@@ -7,8 +7,8 @@ Redis, which writes every step to the disk before it answers. Each connection st
 token per request, in a closed loop. Every round measures consistent hashing and round robin with the same replicas and
 new sessions. Between the two measurements, only HAProxy is restarted, with another value of its variable BALANCE.
 
-Server, clients, HAProxy and Redis share the machine. The last three columns show the replicas' additional work: states
-that were rebuilt, states to which tokens of other replicas were applied, and steps that were run again.
+Server, clients, HAProxy and Redis share the machine. The last three columns of the table show the replicas' additional
+work: states that were rebuilt, states to which tokens of other replicas were applied, and steps that were run again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NAME = "routing"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round with one routing.
+    """The figures of one round with one routing method.
 
     The last three fields are shares of all steps. rebuilt: the share of steps that were answered from a rebuilt state.
     caught_up: the share for which the replica first applied tokens that other replicas had appended. conflicts: the
@@ -138,7 +138,7 @@ def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: 
 
 
 def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
-    """Measures one round with one routing."""
+    """Measures one round with one routing method."""
     haproxy = stack.processes[ENTRANCE]
     haproxy.terminate()
     haproxy.wait()
@@ -162,7 +162,7 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
 
 
 def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
-    """Returns, for each routing, the numbers of rounds and steps, and the spread of each of `figures`."""
+    """Returns, for each routing method, the numbers of rounds and steps, and the spread of each of `figures`."""
     found: dict[str, dict[str, Any]] = {}
     for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]
@@ -172,7 +172,7 @@ def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
 
 
 def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yields a table row for each routing."""
+    """Yields a table row for each routing method."""
     for way, found in ways.items():
         yield [
             way,

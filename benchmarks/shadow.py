@@ -1,14 +1,14 @@
-"""Measures the cost of shadows, for each rate and k: the latency of live answers with and without shadows, and the CPU
-time of shadows. A shadow is a window prediction from the last k tokens of a session, which the server compares with the
-live answer for a sampled share of the answers (the rate).
+"""Measures the cost of shadows: the latency of live answers with and without shadows, and the CPU time of shadows. A
+shadow is a window prediction from the last k tokens of a session, which the server compares with the live answer. The
+rate is the share of live answers for which a shadow is computed. Every rate is measured with every k.
 
-    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    keeps the other k in the file
+    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    keeps the figures of other k in the file
     python -m benchmarks.shadow table docs/figures/shadow.json
     python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 
 One server runs for each shadow rate. All servers have the same bundle, whose default window is the measured k. Sessions
-much longer than k are stepped in an open loop at a share of the server's capacity. Every round measures one server
-after the other, and each round begins with another server. While one server is under load, the others are idle.
+longer than k are stepped in an open loop at a share of the server's capacity. Every round measures one server after the
+other, and each round begins with another server. While one server is under load, the others are idle.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class OfRate(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Round], none: Sequence[Round] | None) -> OfRate:
-        """Summarises rounds. none: the figures at the rate 0 in the same rounds; None if `rounds` are themselves those
-        of the rate 0."""
+        """Summarises rounds. `none` has the figures at the rate 0 in the same rounds. It is None if `rounds` has the
+        figures at the rate 0 itself."""
         pairs = [] if none is None else list(zip(rounds, none, strict=True))
         return cls(
             rounds=len(rounds),

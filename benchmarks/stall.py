@@ -3,9 +3,9 @@
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 
 One server runs with default settings and one model. A separate process measures the latencies of two requests in turn:
-a one-token step of a session, and /healthz, which needs only the event loop. Meanwhile each body is sent several times,
-one after another. Before each kind of body, no body is sent for QUIET_S seconds. The latencies during this time are the
-baseline.
+a one-token step of a session, and /healthz, which needs only the event loop. Meanwhile each kind of body is sent
+several times, one request after another. Before each kind of body, no body is sent for QUIET_S seconds. The latencies
+during this time are the baseline.
 """
 
 from __future__ import annotations
@@ -192,9 +192,10 @@ def probe(port: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of one kind of body, in milliseconds. answered: the answers to the body. answer_ms: the time until
-    the answer. quiet_p50_ms, quiet_max_ms: the latencies of steps while no body was sent. step_p50_ms, step_max_ms: the
-    latencies of steps while this body was sent. loop_max_ms: the longest latency of /healthz while this body was sent.
+    """The figures of one kind of body, in milliseconds. answered: the answers to the body. answer_ms: the median time
+    until the answer. quiet_p50_ms, quiet_max_ms: the latencies of steps while no body was sent. step_p50_ms,
+    step_max_ms: the latencies of steps while this body was sent. loop_max_ms: the longest latency of /healthz while
+    this body was sent.
     """
 
     body: str

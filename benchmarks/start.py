@@ -3,8 +3,9 @@
     python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
 Each repeat starts new servers one after another, first with all shipped models, then with the default model alone. With
-each set of models, it starts a server of the baseline, if there is one, and then a server of this checkout. Two times
-are measured from the start of the server's process: until its first prediction, and until /readyz answers 200.
+each set of models, a repeat starts a server of the baseline (see `--baseline`), if there is one, and then a server of
+this checkout. Two times are measured from the start of the server's process: until its first prediction, and until
+/readyz answers 200.
 
 Memory is read from /proc/PID/smaps_rollup. The idle memory is read SETTLED_S after the server is ready. The memory
 under load is the maximum of many samples. The load is CONNECTIONS clients. Each client has a session of one model and
@@ -40,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 BUNDLES = ROOT / "models" / "bundles"
 SERVED = {"all models": BUNDLES, "gated-stable-64": BUNDLES / "gated-stable-64"}
 CONNECTIONS = 32
-SETTLED_S = 5.0  # The server makes measurements after it is ready. This time is longer than those measurements.
+SETTLED_S = 5.0  # longer than the measurements that the server makes after it is ready
 SAMPLE_S = 0.1
 READY_WITHIN_S = 120.0
 MIB = 2**20
@@ -57,7 +58,7 @@ TIMES = ("first_s", "ready_s")
 
 
 def shown(figure: str, spread: Spread) -> str:
-    """Formats a figure: times with two decimals, others as integers."""
+    """Formats a figure: times with two decimals, other figures as integers."""
     return f"{spread:.2f}" if figure in TIMES else f"{spread:,.0f}"
 
 
@@ -184,7 +185,7 @@ def measure(subject: Subject, bundles: Path, seconds: float) -> dict[str, float]
 
 
 def main() -> None:
-    """Runs the command."""
+    """Measures all servers, prints the table, and writes the figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of the load, in seconds")

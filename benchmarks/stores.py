@@ -4,13 +4,13 @@ is the session's last tokens.
     python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
 
 Measures two parts, `served` and `sizes`. Both parts use a redis-server that this benchmark starts. Redis fsyncs its
-append-only file at every write in one half of the measurements, and every second in the other half:
+append-only file at every write in one half of the measurements, and every second in the other half. The parts are:
 
 - served: engines of real models, without HTTP. 64 clients concurrently step one session each, by one token per step.
   Then a second engine, which has none of the sessions' states, takes the sessions over. Reports the steps per second,
-  Redis's memory per session, and the bytes written to the file per step. Also reports the latency of a session's first
-  step at the second engine, for sessions that are taken over one after another and for many at the same time, and the
-  share of sessions for which the two engines predict the same most probable token.
+  Redis's memory per session, and the bytes written to the append-only file per step. Also reports the latency of a
+  session's first step at the second engine, for sessions that are taken over one after another and for many at the same
+  time, and the share of sessions for which the two engines predict the same most probable token.
 - sizes: the store alone. One token at a time is appended to each of 64 sessions, with a state of a given size. This
   shows from which size on storing a state costs more than storing only the tail.
 
@@ -52,7 +52,7 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
-PAST = 600  # number of tokens of a session before the measurement, which is more than a tail has
+PAST = 600  # number of tokens of each session before the measurement: more than the tail can have
 # number of sessions that the second engine takes over one after another; it takes over the others concurrently
 ALONE = 24
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
@@ -100,7 +100,7 @@ class Replica:
         await self.engine.submit(StepRequest(f"s{client}", tokens, deadline=deadline))
 
     async def first(self, client: int) -> tuple[int, float | None]:
-        """Returns the top-1 next token of a client's session, and the answer's error bound."""
+        """Returns the most probable next token of a client's session, and the answer's error bound."""
         answer = await self.engine.submit(PredictRequest(session=f"s{client}", top_k=1))
         return answer.predictions[0].token_id, answer.error_bound
 
@@ -141,7 +141,8 @@ async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, sec
 
 
 async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tuple[list[float], int]:
-    """Runs the clients in a closed loop. Returns the steps per second of each slice, and the number of steps."""
+    """Runs the clients in a closed loop. The time `seconds` is divided into SLICES equal slices. Returns the steps per
+    second of each slice, and the number of steps."""
     rates, total = [], 0
     for _ in range(SLICES):
         begun = time.perf_counter()
@@ -219,7 +220,7 @@ async def sizes(server: RedisServer, seconds: float) -> list[Result]:
 
 
 async def append(store: RedisStore, size: int, seconds: float) -> Result:
-    """Measures appends per second, and the latency of reading a session, in milliseconds. Tails are full."""
+    """Measures the appends per second, and the latency of reading a session, in milliseconds. All tails are full."""
     state = np.random.default_rng(0).bytes(size)
     tail = TokenHistory.start(0, 2048).append(range(512), 512, 512)
     for client in range(CLIENTS):
@@ -242,7 +243,7 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
 
 def show(document: Result) -> None:
     """Prints the tables."""
-    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} (least to most)")
+    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates: medians of {SLICES} slices (least to most)")
     columns = (
         "model",
         "policy",

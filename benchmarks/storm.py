@@ -1,19 +1,19 @@
-"""Measures the latency of resident sessions' steps while a thousand other sessions are rebuilt, as after the loss of a
-replica.
+"""Measures the latency of the steps of sessions with resident states, while the states of a thousand other sessions
+(parked sessions) are rebuilt, as after the loss of a replica.
 
     python -m benchmarks.storm [--bundle BUNDLE] [--rounds N] [--within S] [--json FILE] [--plot FILE]
 
-One engine runs without HTTP. The clients of resident sessions step at a steady rate, in an open loop. A step's latency
-is measured from its due time. After half a second, the storm begins: every parked session takes one step. These steps
-are spread evenly over S seconds (`--within`). Parked sessions have no states, so the engine rebuilds their states from
-their tails. Every round measures each of three cases once:
+One engine runs without HTTP. The sessions with resident states are stepped at a steady rate, in an open loop. A step's
+latency is measured from its due time. After half a second, the storm begins: every parked session takes one step. These
+steps are spread evenly over S seconds (`--within`). Parked sessions have no states, so the engine rebuilds their states
+from their tails. Every round measures each of three cases once:
 
 - undisturbed: no parked session returns.
 - fair: the engine's own queue (`service/batching/scheduler.py`).
-- first come: one queue. The next batch is the oldest item and all later items of the same kind.
+- first come: one queue. The next batch is the oldest item and the later items of the same role that fit into the batch.
 
-The figures are the latencies of the steps that are due between the storm's start and end. In the case undisturbed, they
-are the latencies of the steps that are due in an interval of UNDISTURBED_S seconds.
+The figures are the latencies of the steps that are due between the storm's start and end. In the case `undisturbed`,
+they are the latencies of the steps that are due in an interval of UNDISTURBED_S seconds.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ SHIPPED = Path("models/bundles/gated-stable")
 PARKED = 1000
 RESIDENT = 200
 RATE = 500.0
-"""Steps per second, over all resident sessions."""
+"""Steps per second of all sessions with resident states together."""
 
 LEAD_S = 0.5
 """Seconds of steady load before the storm."""
 
 UNDISTURBED_S = 2.0
 SLICE_S = 0.025
-"""Seconds of a slice in the plot."""
+"""Duration of a slice in the plot, in seconds."""
 
 TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
@@ -295,13 +295,14 @@ HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"s until {PARKED} are rebu
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Plots the latency of resident steps against their due time in the last rounds. A line shows each slice's median
-    latency. A shaded area extends to the slice's longest latency."""
+    """Plots the latency of resident steps against their due time in each case's last round. A line shows each slice's
+    median latency. A shaded area extends to the slice's longest latency."""
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):
         last = result["ways"][way]["last"]
-        # A log scale shows only positive values. A median may be negative, because a timer may fire too early.
+        # A log scale shows only positive values. A median latency may be negative, because a timer may fire too early,
+        # so that a step is sent before its due time.
         middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])
         axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
         axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)

@@ -33,7 +33,7 @@ class Spread(Frozen):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Summarises at least one value."""
+        """Summarises `values`, which must not be empty."""
         some = [float(value) for value in values]
         return cls(median=digits(statistics.median(some)), least=digits(min(some)), most=digits(max(some)))
 
@@ -49,7 +49,7 @@ def digits(value: float) -> float:
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
     """Divides each element of one series by the element of the other series at the same index. Returns the spread of
-    these ratios. Raises ValueError if their lengths differ."""
+    these ratios. Raises ValueError if the lengths of the two series differ."""
     return Spread.of(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -97,7 +97,7 @@ def _bundle_hash(manifest: Manifest) -> str:
 
 def provenance(module: str, *packages: str, bundles: Iterable[str] | None = None) -> dict[str, Any]:
     """Returns this process's command, commit and machine, the versions of Python and of `packages`, and the hashes of
-    the measured bundles. `bundles`: the names of these shipped bundles; None: all."""
+    the measured bundles. `bundles` are the names of the measured bundles; None for all shipped bundles."""
     return {
         "bundles": bundle_hashes(bundles),
         "command": command(module, sys.argv[1:]),

@@ -1,12 +1,12 @@
-"""Measures the effect of onnxruntime's threads, spinning and arena on steps and windows, for batches of one and full
-batches.
+"""Measures the effect of onnxruntime's threads, spinning and arena on the duration of steps and windows, for batches of
+one and full batches.
 
     python -m benchmarks.threads [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.threads --render
 
 Every setting has its own ONNX Runtime sessions. Each round measures every setting once, with the same inputs. The
-setting that the server uses is one thread without spinning, with the arena. `--render` writes the figures into the
-documentation.
+setting that the server uses is one thread without spinning, with the arena. `--render` writes the stored figures into
+docs/serving.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Measures the cost of traces for a session's step over HTTP: without traces, not sampled, and sampled.
+"""Measures the duration of a session's step over HTTP without traces, with a trace that is not sampled, and with a
+sampled trace.
 
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 
 Three servers run with one model. One of them sends no traces. The others send traces to a real collector, one with the
-sampling ratio 0, one with the ratio 1. Each case has one connection, which sends steps of one token one after another.
-In each round, every case sends a hundred steps. All processes share the machine. Needs the extras `otel` and `dev`.
+sampling ratio 0, one with the ratio 1. `WAYS` lists the cases. Each case has one connection, which sends steps of one
+token one after another. In each round, every case sends a hundred steps. All processes share the machine. Needs the
+extras `otel` and `dev`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ PAGE = "docs/observability.md"
 FIGURES = "docs/figures/tracing.json"
 NAME = "tracing"
 EACH = 100
-WARM_UP = 5  # number of first rounds whose times are dropped
+WARM_UP = 5  # number of rounds at the beginning whose times are dropped
 NOT_SAMPLED = {"traceparent": f"00-{1:032x}-{1:016x}-00"}
 SHARE_0 = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
 COLUMNS = ("a step", "median, µs", "p90, µs")
@@ -104,7 +106,7 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Measures, and writes the figures and the page's table."""
+    """Measures all cases, and writes the figures and the page's table."""
     parser = argparse.ArgumentParser("python -m benchmarks.tracing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, default=Path(FIGURES))

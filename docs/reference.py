@@ -1,4 +1,4 @@
-"""Generates docs/settings.md and docs/experiments.md from the types of settings and experiments.
+"""Generates docs/settings.md and docs/experiments.md from the classes of the settings and the experiments.
 
     python -m docs.reference
 
@@ -60,9 +60,8 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "[training]",
         "The optimisation of the weights. After `warmup` steps, the schedule `constant` keeps the learning rate, "
-        "`cosine` lowers it to 0, and `inverse_time` sets it to learning_rate / t. `plateau` keeps the "
-        "learning rate until validation "
-        "stops improving, and then lowers it linearly to 0.",
+        "`cosine` lowers it to 0, and `inverse_time` sets it to learning_rate / t in the t-th step after them. "
+        "`plateau` keeps the learning rate until validation stops improving, and then lowers it linearly to 0.",
         TrainingConfig,
     ),
     (

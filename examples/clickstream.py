@@ -14,9 +14,10 @@ aisle or a detour:
 - A detour goes to a random popular item. The click after a step is a detour with the probability `leave`. The click
   after a detour is another detour with the probability `stay`.
 
-After its second click, a session ends after each click with the probability `stop`. With `--memory long`, detours last
-5 clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are no
-detours, so the next click depends on the last click alone. A table of counts of pairs of clicks is then the best model.
+From its second click on, a session ends after each click with the probability `stop`. With `--memory long`, detours
+last 5 clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are
+no detours, so the next click depends on the last click alone. A table of counts of pairs of clicks is then the best
+model.
 
 The earlier clicks of a session determine the true probabilities of its next click exactly. A ranking by these
 probabilities has the largest possible recall. The perplexity of these probabilities is the smallest possible
@@ -41,7 +42,8 @@ DAYS = 30
 MEAN_GAP_S = 40.0
 """The mean time between two successive clicks of a session, in seconds."""
 TEST_SHARE = 0.05
-"""The optimum is computed for this share of the sessions: those that end last. `wane train` uses them as test split."""
+"""The optimum is computed for this share of the sessions: those that end last. `wane train` uses these sessions as the
+test split."""
 ROWS_AT_ONCE = 100_000
 
 
@@ -190,13 +192,17 @@ def write(shop: Shop, clicks: Clicks, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program."""
+    """Writes the clicks, and prints the best possible scores."""
     parser = argparse.ArgumentParser(description="Generates the clicks of a shop with a known best score.")
     parser.add_argument("folder", type=Path, help="folder for clicks.csv and sessions.jsonl")
     parser.add_argument("--sessions", type=int, default=20_000, help="number of sessions (default: %(default)s)")
     parser.add_argument("--aisles", type=int, default=Shop.aisles, help="number of aisles (default: %(default)s)")
-    parser.add_argument("--items", type=int, default=Shop.items, help="items of an aisle (default: %(default)s)")
-    parser.add_argument("--popular", type=int, default=Shop.popular, help="popular items (default: %(default)s)")
+    parser.add_argument(
+        "--items", type=int, default=Shop.items, help="number of items of each aisle (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--popular", type=int, default=Shop.popular, help="number of popular items (default: %(default)s)"
+    )
     parser.add_argument("--memory", choices=("long", "short"), default="long", help="short: no detours")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -113,7 +113,7 @@ def parse() -> argparse.Namespace:
         help="another checkout of Wane, whose server is compared with this checkout's",
     )
     parser.add_argument(
-        "--module", default="wane", help="the baseline is started as `python -m MODULE serve` (default: wane)"
+        "--module", default="wane", help="the baseline's server is started as `python -m MODULE serve` (default: wane)"
     )
     parser.add_argument("--visit", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -138,7 +138,8 @@ def visited(together: list[Contender], model: str, round_: int, seconds: float, 
 
 
 def prepare(names: list[str], models: list[str], console: Console) -> None:
-    """Checks that wrk and the services are installed, and creates the peers' environments and the LSTM's bundle."""
+    """Checks that wrk and the contenders' services are installed, and creates the peers' environments and the LSTM's
+    bundle."""
     try:
         wrk.require_wrk()
         for name in names:

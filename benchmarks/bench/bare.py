@@ -1,5 +1,5 @@
-"""The upper bound of the model alone: a loop that runs onnxruntime on one thread with full batches. The loop does not
-make answers of the model's outputs."""
+"""Measures the model alone: a loop that runs the model's graphs with onnxruntime on one thread. The loop's rate is an
+upper bound of a server's rate, because the loop builds no answers from the model's outputs."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class HttpAnswers:
         self._received = bytearray()
 
     def receive(self, data: bytes) -> bytes | None:
-        """Appends the received `data`. Returns the body of the answer if it is complete, else None. Raises BadAnswer if
-        the status is not 2xx."""
+        """Appends `data` to the bytes received so far. Returns the body of the answer if it is complete, else None.
+        Raises BadAnswer if the status is not 2xx."""
         if not data:
             raise BadAnswer("the server closed the connection")
         self._received += data
@@ -60,7 +60,7 @@ class HttpAnswers:
         body = bytes(self._received[end + 4 : whole])
         del self._received[:whole]
         if not head.startswith(b"http/1.1 2"):
-            raise BadAnswer(f"answered {head[:12].decode()}: {body[:300]!r}")
+            raise BadAnswer(f"the server answered {head[:12].decode()}: {body[:300]!r}")
         return body
 
 

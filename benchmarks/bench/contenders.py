@@ -1,5 +1,5 @@
 """The contenders: Wane, its peers, and two upper bounds: HTTP alone (HANDLER, a trivial handler) and the model alone
-(BARE, a loop without HTTP). SCAN computes one long sequence without HTTP.
+(BARE, a loop without HTTP). SCAN runs one long sequence through the model without HTTP.
 
 A TOML file in a folder of `benchmarks/peers` describes each peer and the trivial handler. `sessions.toml` describes a
 server that keeps the states of sessions. `peer.toml` describes a server that does not.

@@ -17,7 +17,7 @@ class NotInstalled(Exception):
 def install(contender: Contender) -> None:
     """Creates the contender's environment if it is missing or its requirements have changed.
 
-    Raises NotInstalled.
+    Raises NotInstalled if a command fails.
     """
     if contender.requirements is None:
         return

@@ -17,8 +17,9 @@ from benchmarks.engine import CLIENTS, Subject
 
 
 def prepare_engine(bundle: Path, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Returns a function that runs concurrent clients, each of which sends session steps. way: the component that
-    receives the steps, `batcher` or `engine`. The exit of `stack` stops the threads."""
+    """Returns a function that runs concurrent clients for a given number of seconds. Each client sends session steps.
+    way: the component that receives the steps, `batcher` or `engine`. The exit of `stack` stops the engine's threads.
+    """
     runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
     subject = Subject(bundle)
     runner.run(subject.start())

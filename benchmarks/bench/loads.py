@@ -103,7 +103,7 @@ class Load:
 
     items: the number of tokens or windows per request.
     prepare: a function that builds the requests. It returns a function that applies the load for a given number of
-        seconds. It raises NotUnderstood if the server does not support the requests.
+        seconds. `prepare` raises NotUnderstood if the server does not support the requests.
     figure: the figure by which two servers are compared under this load.
     """
 
@@ -198,7 +198,7 @@ def batched_load() -> Load:
 
 
 def columns_load() -> Load:
-    """Builds a load like that of `batched_load`, whose answers are in the columns format."""
+    """Builds the load of `batched_load`, but with answers in the columns format."""
 
     def prepare(stage: Stage) -> Drive:
         return prepare_bulk(stage, "columns", {"format": "columns"})
@@ -322,8 +322,8 @@ def loads_of(contender: Contender, model: str) -> list[Load]:
 
 
 def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Compares the server's answers to windows and to every kind of step with the model's predictions. Raises
-    WrongAnswer."""
+    """Compares the server's answers to windows and to every kind of step with the model's predictions, which `expected`
+    computes. Raises WrongAnswer if an answer differs."""
     contender = stage.contender
     if contender.kind not in ("wane", "windows", "sessions"):
         return
@@ -362,5 +362,5 @@ def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[li
     check_ranked(answer, ranked)
     (result,) = bulk.raise_for_status().json()["results"]
     if "predictions" not in result:
-        raise WrongAnswer(f"a step of a batched call was answered {result}")
+        raise WrongAnswer(f"a step's result in a batched call has no predictions: {result}")
     check_ranked(window_answer("tokens", json.dumps(result).encode()), ranked)

@@ -3,8 +3,9 @@ weights are scaled so that the network is contractive.
 
     python -m benchmarks.bench.lstm256 FOLDER
 
-Its predictions are noise. A step costs as much as a step of a trained model with the same architecture. The certificate
-is valid. The seed is fixed, so that all servers of a comparison use the same weights and graphs. Needs the extra train.
+Its predictions are noise. A step costs as much as a step of a trained model with the same architecture. Its certificate
+is valid. The seed is fixed, so that all servers of a comparison use the same weights and graphs. Needs the extra
+`train`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ARCHITECTURE = Architecture(cell="lstm", vocabulary_size=SIZE, embedding=SIZE, h
 
 
 def export(folder: Path) -> Manifest:
-    """Writes the bundle `folder`/lstm256 and replaces an existing one. Raises ExportError."""
+    """Writes the bundle `folder`/lstm256 and replaces an existing one. Raises ExportError if a graph does not compute
+    the same values as the network."""
     torch.manual_seed(SEED)
     network = Network(ARCHITECTURE).eval().requires_grad_(False)
     project(network, [CONTRACTION])

@@ -74,8 +74,8 @@ def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, st
 
 
 def _dots(axes: Axes, dots: list[Dot], form: str) -> None:
-    """Plots medians as dots with whiskers from the smallest to the largest round. Bars would start at zero, which does
-    not exist on a log scale."""
+    """Plots medians as dots with whiskers from the smallest to the largest of the rounds' values. Bars would start at
+    zero, which does not exist on a log scale."""
     for index, (_, spread, colour) in enumerate(dots):
         axes.plot([spread.least, spread.most], [index, index], color=colour, linewidth=2)
         axes.plot(spread.median, index, "o", color=colour, markersize=7)

@@ -31,8 +31,8 @@ class ServerFailed(Exception):
 class ServerProcess:
     """Context manager that runs a contender's server on one bundle.
 
-    The server's processes are those with a unique environment variable, which /proc shows. So processes that have left
-    the server's process group are stopped, too. Linux only.
+    The server's processes have an environment variable with a unique value, by which they are found in /proc. Processes
+    that have left the server's process group are therefore stopped, too. Linux only.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ServerProcess:
         self._process.wait()
 
     def wait_ready(self, path: str, body: str) -> bytes:
-        """Repeats the request until the server answers it successfully, and returns the answer. Raises ServerFailed
-        after a timeout."""
+        """Repeats the request until the server answers it successfully, and returns the answer. Raises ServerFailed if
+        the server ends or does not answer in time."""
         deadline = time.monotonic() + READY_WITHIN_S
         with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
             while time.monotonic() < deadline:
@@ -108,7 +108,8 @@ class ServerProcess:
                         yield int(entry.name)
 
     def _pids_after(self, seconds: float) -> list[int]:
-        """Waits until the server's processes have ended. Returns the processes that still run after `seconds`."""
+        """Waits until the server's processes have ended. Returns the ids of the processes that still run after
+        `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := list(self._pids())) and time.monotonic() < deadline:
             self._process.poll()

@@ -72,7 +72,7 @@ class Visit(Frozen):
     refused: dict[str, str] = Field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Writes atomically."""
+        """Writes the JSON file `path` atomically."""
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
@@ -123,7 +123,7 @@ class Summary(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Measured]) -> Self:
-        """Summarises at least one round."""
+        """Summarises `rounds`, which must not be empty."""
         lags = [one.lag_p99_ms for one in rounds if one.lag_p99_ms is not None]
         cpus = [one.server_cpus for one in rounds if one.server_cpus is not None]
         item_cpus = [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]
@@ -142,8 +142,8 @@ class Summary(Frozen):
 
 
 class Target(Frozen):
-    """A row in the table of targets: the ratio of a figure of Wane to another figure, or a figure of Wane alone, and
-    the target of this value.
+    """A row in the table of targets. Its value is the ratio of a figure of Wane to another figure, or a figure of Wane
+    alone.
 
     what: the description of Wane's figure.
     against: the description of the other figure.
@@ -210,7 +210,7 @@ class Results(Frozen):
         return cls.model_validate_json(path.read_bytes())
 
     def write(self, path: Path) -> None:
-        """Writes atomically."""
+        """Writes the JSON file `path` atomically."""
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:
@@ -227,7 +227,7 @@ class Results(Frozen):
         )
 
     def summary(self, model: str, contender: str, load: str) -> Summary | None:
-        """Returns one load's summary; None if it was not measured."""
+        """Returns one load's summary; None if the load was not measured."""
         return self.figures.get(model, {}).get(contender, {}).get(load)
 
     def refusal(self, model: str, contender: str, load: str) -> str:

@@ -1,5 +1,5 @@
 """Runs all visits of a benchmark, each in its own process. In a visit, one contender serves one model in one round, and
-all its loads are measured. A visit is skipped if an earlier, interrupted run has written its results."""
+all its loads are measured. A visit is skipped if an earlier, interrupted run has written the visit's results."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ KINDS = ("state", "score")
 
 def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable[[float], Timed]:
     """Returns a function that computes the result `kind` (one of KINDS) again and again with the method `way` (one of
-    WAYS), for a given number of seconds. The exit of `stack` stops the threads."""
+    WAYS), for a given number of seconds. The exit of `stack` stops the subject's threads."""
     from benchmarks.parallel_scan import Subject
 
     subject = Subject(bundle, TOKENS)
@@ -36,7 +36,7 @@ def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable
 
 def prepare_native(bundle: Path, kind: str, vocabulary: int, seed: int) -> Callable[[float], Timed]:
     """Returns a function that runs ONNX's LSTM operator again and again on THREADS threads, for a given number of
-    seconds. Each run computes the whole sequence in one call."""
+    seconds. Each call runs the whole sequence."""
     from benchmarks.bench.native import NativeLstm
 
     native = NativeLstm(bundle, THREADS)

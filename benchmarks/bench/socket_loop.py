@@ -14,7 +14,7 @@ from benchmarks.bench.results import Timed
 
 def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: bytes, seconds: float) -> Timed:
     """Opens a WebSocket at each of `paths`. For `seconds`, sends the next of `frames` on a WebSocket whenever the
-    answer to its last frame has arrived.
+    answer to the last frame on this WebSocket has arrived.
 
     Raises BadAnswer if an answer does not contain `wanted` or takes more than ten seconds.
     """
@@ -39,7 +39,7 @@ def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: byte
                     now = time.perf_counter()
                     latencies.append(now - sent.pop(key.data))
                     if wanted not in answer:
-                        raise BadAnswer(f"answered {answer[:300]!r}")
+                        raise BadAnswer(f"an answer lacks the expected text: {answer[:300]!r}")
                     if now - begun < seconds:
                         sent[key.data] = now
                         key.data.send(next(frames))

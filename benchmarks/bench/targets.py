@@ -162,7 +162,8 @@ def _told(what: str, against: str, wanted: float | None, most: bool, unit: str, 
 
 
 def best_peer(rounds: Rounds, model: str, load: str, figure: Getter, largest: bool) -> str | None:
-    """Returns the peer with the best median figure; None if no peer was measured."""
+    """Returns the peer with the largest median of `figure`, or with the smallest median if `largest` is false. Returns
+    None if no peer was measured."""
     medians = {
         name: statistics.median(map(figure, found)) for name in peer_names() if (found := rounds.of(model, name, load))
     }

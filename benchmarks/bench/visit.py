@@ -1,6 +1,6 @@
-"""Runs a visit: measures one contender, or a server of this checkout together with the baseline's server, with one
-model in one round. Starts the servers on the model's bundle, checks the servers' answers, applies the loads, and stops
-the servers.
+"""Runs a visit: measures one contender, or a server of this checkout together with the same server of another checkout
+(the baseline), with one model in one round. Starts the servers on the model's bundle, checks the servers' answers,
+applies the loads, and stops the servers.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _measure(load: Load, stage: Stage, seconds: float) -> Measured:
 
 
 def version(contender: Contender) -> str:
-    """Returns the version of the contender and that of its onnxruntime. For a baseline, the text also contains the
-    commit of its checkout."""
+    """Returns the version of the contender and that of its onnxruntime. For a server of another checkout, the text also
+    contains the commit of that checkout."""
     names = [name for name in (contender.package, "onnxruntime") if name]
     program = f"from importlib.metadata import version\nprint(*(f'{{n}} {{version(n)}}' for n in {names!r}), sep=', ')"
     python = [str(contender.programs / "python"), "-c", program]

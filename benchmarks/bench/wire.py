@@ -28,7 +28,8 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
             tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
             document = {"inputs": [tensor]}
         case "wane":
-            # The request has one token more than the window, because Wane prepends <eos> to a shorter sequence.
+            # The request has one token more than the window, because Wane prepends <eos> to a sequence that fits in the
+            # window.
             document = {"tokens": [listed[0], *listed], "mode": "window", "window": len(listed)}
     return json.dumps(document, separators=(",", ":"))
 

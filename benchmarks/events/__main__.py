@@ -6,7 +6,7 @@ The model is a GRU with the architecture of GRU4Rec and random weights. Its pred
 same as a step of a trained model. A step appends one event to a session, and its answer lists the most probable next
 events. Each request is sent after the answer to the previous request. The baseline runs the same graph once per event
 with ONNX Runtime in this process, and finds the largest logits with numpy. It uses no session and no HTTP. Each round
-measures the baseline and then each kind of step. Needs the extra train.
+measures the baseline and then each kind of step. Needs the extra `train`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
 
 
 def export(folder: Path, items: int, hidden: int) -> Path:
-    """Writes the bundle `folder`/shop, and returns the bundle's path. Raises ExportError."""
+    """Writes the bundle `folder`/shop, and returns the bundle's path. Raises ExportError if a graph does not compute
+    the same values as the network."""
     architecture = Architecture(
         cell="gru", vocabulary_size=items + 2, embedding=hidden, hidden=hidden, layers=1, tied=False
     )
@@ -119,7 +120,7 @@ def bodies(name: str, items: int, count: int, seed: int) -> Iterator[str]:
 
 def measured_steps(port: int, session: str, requests: Sequence[bytes]) -> list[float]:
     """Sends the requests of one session over one connection. Returns the latency of each request after the first
-    WARM_UP requests, in seconds. Raises BadAnswer."""
+    WARM_UP requests, in seconds. Raises BadAnswer if a step fails."""
     taken: list[float] = []
     with connect(port) as connection:
         answers = HttpAnswers()
@@ -131,7 +132,7 @@ def measured_steps(port: int, session: str, requests: Sequence[bytes]) -> list[f
                 body = answers.receive(connection.recv(READ_AT_ONCE))
             taken.append(time.perf_counter() - begun)
             if f'"position":{number + 1},'.encode() not in body:
-                raise BadAnswer(f"step {number} of session {session} answered {body[:300]!r}")
+                raise BadAnswer(f"step {number} of session {session} got an unexpected answer: {body[:300]!r}")
     return taken[WARM_UP:]
 
 
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=50_000)
     parser.add_argument("--hidden", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=500, help="measured steps of each kind in each round")
+    parser.add_argument("--steps", type=int, default=500, help="number of measured steps of each kind in each round")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
     results = measure(options.items, options.hidden, options.rounds, options.steps)

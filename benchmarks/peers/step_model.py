@@ -1,8 +1,8 @@
 """The model that the peer servers serve in the benchmarks with sessions: a bundle's `step` graph, and the sessions'
 states in memory.
 
-Unlike Wane, this module does not recognise repeated requests, bounds no errors and does not limit the number of
-sessions. It needs only numpy and onnxruntime, so that it runs in each peer's own virtual environment.
+Unlike Wane, this module does not recognise repeated requests, computes no error bounds, and does not limit the number
+of sessions. It needs only numpy and onnxruntime, so that it runs in each peer's own virtual environment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepModel:
 
     @classmethod
     def served(cls) -> StepModel:
-        """Opens the bundle in the environment variable BENCH_BUNDLE."""
+        """Opens the bundle whose path is in the environment variable BENCH_BUNDLE."""
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def step(self, sessions: Sequence[str], tokens: Sequence[int]) -> list[list[Prediction]]:

@@ -47,7 +47,7 @@ class WindowModel:
 
     @classmethod
     def served(cls) -> WindowModel:
-        """Opens the bundle in the environment variable BENCH_BUNDLE."""
+        """Opens the bundle whose path is in the environment variable BENCH_BUNDLE."""
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def top(self, windows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -51,14 +51,15 @@ LIVELY, OTHERS = 400, 1700
 SESSION_TTL_S = 30
 MEASURED_S = 20.0
 SETTLING = 0.2  # share of the soak's time, at its start, in which the server's memory may still grow
-GROWTH = 0.01  # tolerated relative growth of the server's memory after that time
+GROWTH = 0.01  # accepted relative growth of the server's memory in the time after SETTLING
 SAMPLED_S = 1.0
 SLICE_S = 10.0  # length of a slice of time in the figure
 SEED = 0
 IDLE_S = 5.0  # idle time after the load, in which the server runs its integrity checks
 COMPARED = 40
 PROBABILITY = 1e-3  # tolerated difference between the probabilities of one token in two exact answers
-# An answer from a rebuilt state may additionally differ by its error bound. No more than NEARLY is tolerated for this.
+# If an answer comes from a rebuilt state, its probabilities may additionally differ by its error bound, but by at most
+# NEARLY.
 NEARLY = 0.05
 
 
@@ -155,8 +156,8 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
     """For at most COMPARED sessions, compares the prediction from the session with the prediction from all tokens of
     the session. Returns the number of compared sessions.
 
-    The probabilities in the two predictions may differ by PROBABILITY. If the session's state was rebuilt from the
-    session's last tokens, they may differ by the answer's error bound more, but by at most NEARLY more.
+    The probabilities in the two predictions may differ by at most PROBABILITY. If the session's state was rebuilt from
+    the session's last tokens, the answer's error bound, but at most NEARLY, is added to this limit.
     """
     now_s = time.monotonic()
     there = [kept for kept in ledger.lively if kept.tokens and now_s - kept.touched_s < ledger.ttl_s / 2]
@@ -173,8 +174,8 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
         most = PROBABILITY + min(apart, NEARLY)
         if exact or any(abs(first[token] - second[token]) > most for token in first.keys() & second.keys()):
             ledger.wrong.append(
-                f"the prediction of {kept.name} was {first} with error bound {apart}; "
-                f"the prediction of its tokens was {second}"
+                f"the prediction from session {kept.name} was {first} with error bound {apart}; "
+                f"the prediction from its tokens was {second}"
             )
     return len(chosen)
 
@@ -311,7 +312,7 @@ def verdict(
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the table."""
+    """Prints the result as a table."""
     table = Table(title="passed" if result["passed"] else "FAILED", show_header=False)
     for name in (
         "capacity",

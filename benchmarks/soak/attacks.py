@@ -67,7 +67,7 @@ async def wrong_keys(target: Target) -> AsyncIterator[Told]:
 
 
 async def strangers(target: Target) -> AsyncIterator[Told]:
-    """Reads, steps, rewinds, deletes and continues other clients' sessions."""
+    """Tries to read, step, rewind and delete other clients' sessions, and to predict from them."""
     for session in random.sample(victims := target.victims(), min(2, len(victims))):
         path = f"/v1/sessions/{session}"
         yield await ask(target, request("GET", path, target.key), "404")
@@ -101,7 +101,8 @@ async def oversized(target: Target) -> AsyncIterator[Told]:
 
 
 async def drips(target: Target) -> AsyncIterator[Told]:
-    """Sends a body, then a head, byte by byte, and closes the connection before the end."""
+    """Sends a body byte by byte on one connection, and a head byte by byte on another. Closes each connection before
+    the body or the head is complete."""
     headers = {"content-type": "application/json", "content-length": "1000", **authorization(target.key)}
     for data in (head("POST", "/v1/score", headers), b"GET /v1/models HTTP/1.1\r\nx-slow: "):
         async with connected(target.port) as raw:
@@ -244,7 +245,7 @@ async def never_reads(target: Target) -> AsyncIterator[Told]:
     """Sends steps to a WebSocket without reading from it."""
     async with connected(target.port) as raw:
         name = f"never-reads-{random.randrange(8)}"
-        # No answer is checked: the session may exist already, or the quota may be used up.
+        # This answer is not checked: the session may exist already, or the quota may be used up.
         await ask(target, request("POST", "/v1/sessions", target.key, {"session": name}))
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
@@ -263,7 +264,7 @@ async def babbling(target: Target) -> AsyncIterator[Told]:
     """Sends only invalid messages to a WebSocket."""
     async with connected(target.port) as raw:
         name = f"babbling-{random.randrange(8)}"
-        # No answer is checked: the session may exist already, or the quota may be used up.
+        # This answer is not checked: the session may exist already, or the quota may be used up.
         await ask(target, request("POST", "/v1/sessions", target.key, {"session": name}))
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))

@@ -59,7 +59,7 @@ class Hostiles:
                 async for answer, right in attack(self.target):
                     told[answer] += 1
                     if answer not in right:
-                        self.wrong.append(f"{attack.__name__} was answered {answer}, not {' or '.join(right)}")
+                        self.wrong.append(f"{attack.__name__}: the answer was {answer}, expected {' or '.join(right)}")
         except OSError as error:
             told[type(error).__name__] += 1
         except TimeoutError:

@@ -100,7 +100,7 @@ def upgrade(path: str, key: str | None) -> bytes:
 
 def frame(text: str, announced: int | None = None) -> bytes:
     """Returns a WebSocket text frame. announced: a false length for the frame's header; None for the true length. The
-    mask is zeros."""
+    mask consists of zeros."""
     data = text.encode()
     length = len(data) if announced is None else announced
     if length < 126:

@@ -37,7 +37,7 @@ class Server:
         self._reader.start()
         if not ready.wait(STARTS_WITHIN_S) or not self.port:
             self._process.kill()
-            raise RuntimeError(f"the server did not start within {STARTS_WITHIN_S} s: see {self._log}")
+            raise RuntimeError(f"the server ended or was not ready within {STARTS_WITHIN_S} s: see {self._log}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +48,7 @@ class Server:
         self._process.stderr.close()
 
     def _read(self, ready: threading.Event) -> None:
-        """Copies the server's log to the log file without the access log, and reads the port from it."""
+        """Copies the server's log to the log file without the access log, and reads the server's port from the log."""
         assert self._process.stderr is not None
         with self._log.open("w") as log:
             for line in self._process.stderr:

@@ -16,7 +16,7 @@ from benchmarks.soak.connection import Connection, Reply
 
 LIVELY = 0.2  # share of lively sessions (those that are used often) among the created sessions
 LIVELY_CALLS = 0.8  # share of lively sessions among the sessions that the actions use
-LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions among the deleted sessions, so that as many are deleted as created
+LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions in deletions: as many lively sessions are deleted as created
 
 ACTIONS = {"step": 89.0, "start": 3.0, "end": 2.8, "look": 1.7, "predict": 1.5, "rewind": 1.0, "leave": 1.0}
 STEPS = "/v1/sessions/{session}/tokens"
@@ -142,7 +142,7 @@ class Visitors:
         elif reply.status == 404 and idle_s > ledger.ttl_s:
             ledger.outcomes["expired"] += 1
         else:
-            ledger.wrong.append(f"{action} of {kept.name} at {len(kept.tokens)}, idle {idle_s:.1f} s: {reply}")
+            ledger.wrong.append(f"{action} of {kept.name} at position {len(kept.tokens)}, idle {idle_s:.1f} s: {reply}")
 
     def _check(self, action: str, kept: Kept, token: int, reply: Reply) -> None:
         if action == "step":

@@ -1,4 +1,4 @@
-"""Runs Wane on a local Ray cluster with Redis for `scripts/ray`, until a signal interrupts it.
+"""Runs a local Ray cluster with Wane, and Redis, for `scripts/ray`, until a signal stops the process.
 
 On SIGHUP, the process reads the configuration again. Ray then applies the changes, such as another number of replicas
 or other settings.
@@ -71,7 +71,8 @@ def store(folder: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Returns the exit code. It is 2, with a message, if a process did not start."""
+    """Runs the command. Returns the exit code, which is 2, with a message, if a process did not start or Ray could not
+    apply the configuration."""
     parser = argparse.ArgumentParser("scripts/ray", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIGURATION, help="default: deploy/ray/serve.yaml")
     parser.add_argument("--port", type=int, help="port for clients; default: the port in the configuration")
@@ -80,14 +81,14 @@ def main() -> int:
         "--folder",
         type=Path,
         default=ROOT / "build" / "ray",
-        help="folder for Redis's log and file; default: build/ray",
+        help="folder for Redis's log and data; default: build/ray",
     )
     parser.add_argument("--ray-folder", type=Path, help="folder for Ray's logs and sockets; default: /tmp/ray")
     options = parser.parse_args()
     signals = Signals()
     signals.listen()
     try:
-        print("starting; Ctrl-C stops it ...", flush=True)
+        print("starting Ray and Redis; Ctrl-C stops them ...", flush=True)
         with (
             store(options.folder.resolve()),
             Cluster(options.config, options.port, options.cpus, options.ray_folder) as cluster,

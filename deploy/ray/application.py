@@ -1,8 +1,8 @@
 """Wane as a Ray Serve deployment. Each replica of the deployment is a complete Wane application.
 
 Ray's proxies and routers replace HAProxy, and Ray's controller starts and stops replicas. A replica is healthy once its
-models are loaded. Before a replica stops, Ray sends it no more requests. A replica shuts down when the lifespan of its
-application ends, like a server.
+models are loaded. Before a replica stops, Ray sends it no more requests. Like a server, a replica shuts down when the
+lifespan of its application ends.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read(chosen: Chosen) -> Settings:
 
 def wane(chosen: dict[str, object]) -> serve.Application:
     """Builds the application for `import_path` in serve.yaml. `chosen` has the `args` of serve.yaml. Raises
-    SettingsError before any replica starts.
+    SettingsError if a setting is invalid, before any replica starts.
     """
     read(chosen)
     deployment = serve.deployment(serve.ingress()(Replica), name=NAME)

@@ -90,7 +90,7 @@ class Cluster:
 
     def state(self) -> str:
         """Returns one line with the state of every replica and whether the configuration is applied. Raises
-        DeployFailed."""
+        DeployFailed if Ray could not deploy an application."""
         details = self._client.get_serve_details()
         replicas: list[str] = []
         applications = details["applications"].items()
@@ -108,7 +108,8 @@ class Cluster:
         return f"{', '.join(replicas) or 'no replica'}: {ready}"
 
     def _read(self) -> Any:
-        """Returns the configuration as a schema of Ray Serve. Raises DeployFailed."""
+        """Returns the configuration as a schema of Ray Serve. Raises DeployFailed if the file cannot be read or is
+        invalid."""
         from pydantic import ValidationError
         from ray.serve.schema import ServeDeploySchema
 

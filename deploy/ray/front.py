@@ -22,8 +22,8 @@ UNANSWERED = "the replica ended before it answered: the request may or may not h
 
 
 class Front:
-    """Wraps Ray's proxy. Sets the session header of a request whose path has a session, and replaces the client's
-    header.
+    """Wraps Ray's proxy. Sets the session header of a request whose path has a session. A header with this name that
+    the client has sent is replaced.
 
     A killed replica leaves its requests unanswered and its WebSockets open. The middleware answers these requests with
     502, and closes these WebSockets with 1012. A client may retry a request that has a position or an
@@ -60,8 +60,8 @@ class Front:
 
 
 def once(headers: list[tuple[bytes, bytes]], name: bytes) -> list[tuple[bytes, bytes]]:
-    """Returns the headers without all but the first header with this name. Ray's proxy adds a second header with the
-    same value."""
+    """Removes all headers of this name except the first, and returns the remaining headers. Ray's proxy adds a second
+    header with the same name and value."""
     first = next((pair for pair in headers if pair[0].lower() == name), None)
     return [pair for pair in headers if pair[0].lower() != name or pair is first]
 

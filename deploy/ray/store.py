@@ -1,4 +1,4 @@
-"""Runs only the compose file's Redis, as a local process."""
+"""Runs one service of docker-compose.yml, Redis, as a local process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PASSWORD = SECRETS / secrets.REDIS_PASSWORD
 @contextmanager
 def redis(folder: Path) -> Iterator[Process]:
     """A context manager that runs Redis on a free port during its `with` block. `folder` is for Redis's log, data file
-    and password. Creates the password if it does not exist. Raises ProcessFailed."""
+    and password. Creates the password if it does not exist. Raises ProcessFailed if Redis does not start."""
     service = next(one for one in read(COMPOSE) if one.name == STORE)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

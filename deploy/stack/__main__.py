@@ -1,4 +1,4 @@
-"""Runs the services of docker-compose.yml as local processes for `scripts/stack`, until a signal interrupts it."""
+"""Runs the services of docker-compose.yml as local processes for `scripts/stack`, until a signal stops them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stop(_: int, __: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Returns the exit code. It is 2, with a message, if a service did not start."""
+    """Runs the command. Returns the exit code, which is 2, with a message, if a service did not start."""
     parser = argparse.ArgumentParser("scripts/stack", description=__doc__)
     parser.add_argument("--port", type=int, default=8000, help="HAProxy's port for clients; default: %(default)s")
     parser.add_argument(
@@ -62,7 +62,9 @@ def main() -> int:
             for process in stack.processes.values():
                 print(f"  {process.name:10} 127.0.0.1:{process.port}  pid {process.pid}")
             print(f"  the API key is in {stack.secrets / CLIENT_KEY}")
-            print(f"ready at {stack.processes[ENTRANCE].url}; logs in {stack.logs}; Ctrl-C stops it", flush=True)
+            print(
+                f"ready at {stack.processes[ENTRANCE].url}; logs in {stack.logs}; Ctrl-C stops all services", flush=True
+            )
             while True:
                 time.sleep(LOOK_EVERY_S)
                 for name in stack.tend():

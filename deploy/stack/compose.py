@@ -31,10 +31,10 @@ class Mount:
 @dataclass(frozen=True, slots=True)
 class Service:
     """One service. `command` begins with the program. It is empty if the image sets the command. `environment` omits
-    the variables without a value, whose values come from the caller's environment. `published` maps ports of the
-    container to ports of the host. `after` has the names of the services that must be ready before this service starts.
-    `secrets` is the name of the folder that is mounted at `SECRETS`, or None if the service has no secrets. `grace_s`
-    is the time between SIGTERM and SIGKILL.
+    the variables without a value, whose values come from the environment of `docker compose`. `published` maps ports of
+    the container to ports of the host. `after` has the names of the services that must be ready before this service
+    starts. `secrets` is the name of the folder that is mounted at `SECRETS`, or None if the service has no secrets.
+    `grace_s` is the time between SIGTERM and SIGKILL.
     """
 
     name: str

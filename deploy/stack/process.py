@@ -89,7 +89,9 @@ class Process:
                     f"{self.name} ended before it was ready; its log, {self.log}, ends in\n{self._tail()}"
                 )
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"{self.name} was not ready within {READY_WITHIN_S:.0f} s\n{self._tail()}")
+                raise ProcessFailed(
+                    f"{self.name} was not ready in {READY_WITHIN_S:.0f} s; its log ends in\n{self._tail()}"
+                )
             time.sleep(ASK_EVERY_S)
 
     def ready(self) -> bool:

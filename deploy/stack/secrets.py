@@ -13,7 +13,7 @@ file. Existing files are not changed.
     grafana/grafana_password    the password of Grafana's user admin
 
 Only the folder's owner can enter the folder. All users may read the files in the folder, because a container's user is
-not the owner of the files. Further keys: `wane key NAME >> secrets/wane/api_keys`.
+not the owner of the files. `wane key NAME >> secrets/wane/api_keys` adds another key.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ RANDOM_BYTES = 32
 
 COMMANDS = (
     *("EVAL", "EVALSHA", "GET", "GETRANGE", "SET", "DEL", "PTTL", "PEXPIRE", "LASTSAVE", "PING"),
-    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # used for the quotas of sessions that
-    # API keys have
+    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of API keys
 )
 """The commands of Redis that Wane and its scripts use: docs/sessions.md lists them."""
 
 KEYS = "wane:*"
-"""The pattern of the Redis keys that Wane uses. Wane uses no channels."""
+"""The pattern of the Redis keys that Wane uses. Wane uses no channels of Redis."""
 
 
 def make(folder: Path) -> list[str]:
@@ -72,8 +71,8 @@ def make(folder: Path) -> list[str]:
 
 
 def redis_acl(wane: str, admin: str) -> str:
-    """Returns Redis's ACL file, with the hashes of the users' passwords. Wane sends no user name, so its user is
-    `default`."""
+    """Returns the content of Redis's ACL file, with the hashes of the users' passwords. Wane sends no user name, so its
+    user is `default`."""
     may = " ".join(f"+{command.lower()}" for command in COMMANDS)
     return f"user default on #{wane} ~{KEYS} resetchannels -@all {may}\nuser admin on #{admin} ~* &* +@all"
 

@@ -1,4 +1,5 @@
-"""Runs all services of `docker-compose.yml` as local processes with their own folder."""
+"""Runs the services of `docker-compose.yml` as local processes, except those whose programs Debian and Ubuntu do not
+package. All files of the processes are in one folder."""
 
 from __future__ import annotations
 
@@ -96,12 +97,12 @@ class Stack:
 
     @property
     def replicas(self) -> list[Process]:
-        """The Wane servers, by name."""
+        """The Wane servers, in the order of their names."""
         found = (process for process in self.processes.values() if process.service.image == SERVER)
         return sorted(found, key=lambda process: process.name)
 
     def start(self) -> None:
-        """Starts all services and waits until they are ready. Raises ProcessFailed."""
+        """Starts all services and waits until they are ready. Raises ProcessFailed if a service does not start."""
         self.logs.mkdir(parents=True, exist_ok=True)
         ready: set[str] = set()
         for process in self.processes.values():

@@ -40,8 +40,8 @@ def results_table() -> list[str]:
     """Returns the table of the models: their perplexities in the recurrent and in the window mode, per BPE token and
     per word, and the contraction factors of their layers."""
     lines = [
-        "| model | MB | test perplexity, recurrent: per token (per word) | as a window of 64 "
-        "| window within 0.5 % from k | contraction by layer |",
+        "| model | MB | test perplexity, recurrent: per token (per word) | change in windows of 64 "
+        "| smallest k within 0.5 % | contraction by layer |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for manifest in manifests():
@@ -59,8 +59,8 @@ def results_table() -> list[str]:
 
 
 def window_table() -> list[str]:
-    """Returns the table of the validation perplexity per token: for each window, and for the recurrent mode at the same
-    positions."""
+    """Returns the table of the validation perplexity per token: for each window length, and for the recurrent mode at
+    the same positions."""
     windows = sorted(quality(manifests()[0]).window["valid"].by_k)
     lines = [
         "| model | " + " | ".join(f"k = {k}" for k in windows) + " | recurrent |",

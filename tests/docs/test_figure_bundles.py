@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 KEPT = sorted([*(ROOT / "docs" / "figures").glob("*.json"), *(ROOT / "research" / "figures").glob("*.json")])
 
 OF_OWN_RUNS = {"stability_price.json"}
-"""The files of measurements that train their own models, so that they use no shipped bundle."""
+"""The files of measurements that train their own models and use no shipped bundle."""
 
 PROOFS = ROOT / "research" / "figures" / "proofs.json"
 

@@ -1,5 +1,5 @@
-"""Tests that the program on the page about the Open Inference Protocol runs, and that the page names every field of the
-signature."""
+"""Tests that the program on the page about the Open Inference Protocol runs, and that the page names every input,
+output, parameter and extension."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_commands_of_a_page_print_what_it_says(page: str) -> None:
     commands = parse((ROOT / page).read_text(encoding="utf-8"))
-    assert any(command.background for command in commands), f"{page} starts a server"
+    assert any(command.background for command in commands), f"no command of {page} starts a server"
     port = str(free_port())
 
     def spell(text: str) -> str:

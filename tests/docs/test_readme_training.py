@@ -1,4 +1,4 @@
-"""Runs the commands of the README's `bash` blocks in order. The README shows no output for these commands."""
+"""Runs the commands of the README's first `bash` block in order. The README shows no output for these commands."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXPERIMENT = "training/experiments/licence.toml"
 
 
 def test_a_test_runs_each_block() -> None:
-    """The second group of commands audits a model that was trained outside Wane, and serves the resulting bundle.
-    tests/training runs these commands."""
+    """The second `bash` block audits a model that was trained outside Wane, and serves the resulting bundle. A test in
+    tests/training runs this block."""
     own, outside = scripts((ROOT / "README.md").read_text(encoding="utf-8"))
     assert EXPERIMENT in own[2]
     assert ["examples/outside_lstm.py" in outside[0], " audit " in outside[1]] == [True, True]

@@ -1,4 +1,4 @@
-"""Tests that the pages that are generated from types are up to date."""
+"""Tests that the pages that `docs/reference.py` generates are up to date."""
 
 from __future__ import annotations
 

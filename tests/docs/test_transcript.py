@@ -99,7 +99,7 @@ def test_a_mismatch_is_reported_with_its_line_and_both_texts() -> None:
 
 def test_a_number_is_compared_next_to_any_text() -> None:
     compare(Command(1, "", "a ... 0.5 ... b\n"), "a 1.25 0.5 0.75 b\n")
-    with pytest.raises(TranscriptError, match=r"says 0\.5, it printed 0\.75"):
+    with pytest.raises(TranscriptError, match=r"says 0\.5, the command printed 0\.75"):
         compare(Command(1, "", "a 0.5\n"), "a 0.75\n")
 
 

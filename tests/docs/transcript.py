@@ -7,13 +7,14 @@ A fenced block whose first word is `console` is run line by line in the root fol
     {"ready":true,...}
     ```
 
-The lines after a `$ ` line are the command's output on both streams. Within a line, `...` matches any text. Alone in a
-line, it matches any number of lines. Decimal numbers need to agree only to a thousandth. Milliseconds (`..._ms` in
-JSON, `... ms` in text) need not agree. A line that ends in a backslash continues in the next line.
+The lines after a `$ ` line are the command's output on stdout and stderr together. Within a line, `...` matches any
+text. Alone in a line, it matches any number of lines. Decimal numbers may differ by a thousandth of their value.
+Milliseconds (`..._ms` in JSON, `... ms` in text) need not agree. A line that ends in a backslash continues in the next
+line.
 
 A `console background` block starts a server on a terminal. The server must print the block's output, and then runs
-until the end of the file. Blocks with any other first word are ignored. Another
-test runs the `bash` blocks: see `scripts`.
+until the end of the file. Blocks with any other first word are ignored. Other tests run the `bash` blocks, which
+`scripts` returns.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _commands(body: str, first: int, *, background: bool) -> Iterator[Command]:
     lines = body.splitlines(keepends=True)
     starts = [index for index, line in enumerate(lines) if line.startswith("$ ")]
     if not starts or starts[0] != 0:
-        raise TranscriptError(f"line {first}: a console block starts with a command, as `$ command`")
+        raise TranscriptError(f"line {first}: a console block must start with a line `$ command`")
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         after = start + 1
         while lines[after - 1].endswith("\\\n"):
@@ -94,7 +95,8 @@ def compare(command: Command, printed: str) -> None:
     found = re.fullmatch(_pattern(command.expected), _tidy(printed))
     if found is None:
         raise TranscriptError(
-            f"line {command.line}: $ {command.text}\n--- the document says\n{command.expected}--- it printed\n{printed}"
+            f"line {command.line}: $ {command.text}\n--- the document says\n{command.expected}"
+            f"--- the command printed\n{printed}"
         )
     _compare_decimals(command, found)
 
@@ -104,7 +106,7 @@ def _compare_decimals(command: Command, found: re.Match[str]) -> None:
     for says, is_now in zip(written, found.groups(), strict=True):
         if not math.isclose(float(says), float(is_now), rel_tol=TOLERANCE):
             raise TranscriptError(
-                f"line {command.line}: $ {command.text}\nthe document says {says}, it printed {is_now}"
+                f"line {command.line}: $ {command.text}\nthe document says {says}, the command printed {is_now}"
             )
 
 

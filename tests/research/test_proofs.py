@@ -1,4 +1,5 @@
-"""Tests of the figures that compare certificates with observations: the measurement, the stored JSON and the page."""
+"""Tests of the figures that compare certificates with observations: the measurement, the stored JSON, and the page that
+shows the figures."""
 
 from __future__ import annotations
 

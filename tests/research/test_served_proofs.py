@@ -1,4 +1,4 @@
-"""Tests of the measurement of served bounds and proofs, of its stored JSON and of the page."""
+"""Tests of the measurement of served bounds and proofs, of its stored JSON, and of the page that shows its figures."""
 
 from __future__ import annotations
 

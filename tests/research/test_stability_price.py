@@ -32,7 +32,7 @@ threads = 1
 
 
 class Command:
-    """Runs the command on the licence's text. The command writes into `folder`."""
+    """Runs `research.stability_price` on the licence's text. The command writes into `folder`."""
 
     def __init__(self, folder: Path, steps: int = 20) -> None:
         self.folder, self.runs, self.steps = folder, folder / "runs", steps
@@ -86,7 +86,7 @@ def test_the_command_trains_missing_runs_and_reports_finished_ones(
     for name in ("stability_price.png", "weight_distance.png"):
         assert (tmp_path / "figures" / name).stat().st_size > 10_000
 
-    # the second call of the command trains only the deleted run, with the same result
+    # A further call trains no run. After a run was deleted, the next call trains only this run, with the same result.
     before = command.written()
     assert command() == 0
     assert command.written() == before

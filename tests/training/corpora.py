@@ -22,7 +22,8 @@ def text_corpus(size: int = 300) -> Corpus:
 
 
 def experiment(model: ModelConfig | None = None, **training: object) -> Experiment:
-    """Returns a tiny experiment on the licence's text. `training` replaces keys of its table `training`."""
+    """Returns a tiny experiment on the licence's text. `training`: keys of the table `[training]` that replace the
+    defaults of this function."""
     keys = {"steps": 8, "batch": 4, "chunk": 8, "warmup": 2, "evaluate_every": 4, "checkpoint_every": 2, "threads": 1}
     return Experiment(
         name="tiny",
@@ -39,8 +40,8 @@ def write_events(path: Path, sequences: list[list[str]]) -> Path:
 
 
 def event_corpus(count: int = 120, start: Start = "token", unknown: int = 0) -> Corpus:
-    """Returns random sessions of nine events. In the last `unknown` sessions, each known event is followed by an event
-    that is not in the vocabulary."""
+    """Returns a corpus of `count` random sessions. Nine different events occur in them. In the last `unknown` sessions,
+    each known event is followed by an event that is not in the vocabulary."""
     random = np.random.default_rng(8)
     sequences = [[f"e{event}" for event in random.integers(9, size=random.integers(1, 12))] for _ in range(count)]
     for sequence in sequences[count - unknown :]:

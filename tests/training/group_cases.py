@@ -25,7 +25,7 @@ from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
 
 STOP = 11
-"""The number of steps after which the runs `HANDED_ON` and `NOISY` stop. The tests resume these runs later."""
+"""The runs `HANDED_ON` and `NOISY` are stopped after this number of steps, and resumed later."""
 
 HANDED_ON, NOISY = "handed-on", "noisy"
 

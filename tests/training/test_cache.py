@@ -96,8 +96,8 @@ def test_the_best_weights_are_those_with_the_lowest_loss_of_the_mixture(tmp_path
     assert trainer.cache is not None and trainer.best_loss == min(losses)
     found = evaluate_split(trainer.network, corpus, "valid", [1, 8], cache=trainer.cache.model)
     assert found.without_cache is not None and found.recurrent < found.without_cache
-    # The trainer splits the text into several lanes and evaluates each lane from the zero state. So its loss differs
-    # from the loss of `evaluate_split`.
+    # The trainer splits the text into several parts (lanes) and evaluates each lane from the zero state. So its loss
+    # differs from the loss of `evaluate_split`.
     assert trainer.best_loss == pytest.approx(found.recurrent, abs=0.1)
     assert found.window[8] == pytest.approx(found.recurrent_at_positions, abs=0.5)
 
@@ -113,4 +113,4 @@ def test_the_proof_loss_of_a_mixture_without_a_cache_equals_that_of_the_network(
     assert mixed.item() == pytest.approx(network_alone.item(), rel=1e-4)
     assert of_mixture == proved
     first = trainer.pressure(10, (torch.full((lanes,), 0.05), torch.eye(size)[:lanes] * 0.95))
-    assert first[1] == 1.0, "a token is proved if the cache gives it nearly all of the probability"
+    assert first[1] == 1.0, "a token is not proved, although the cache gives it nearly all of the probability"

@@ -156,7 +156,7 @@ def test_invalid_input_is_reported_in_one_line_with_exit_status_2(
     monkeypatch.chdir(tmp_path)
     try:
         status: object = main(arguments)
-    except SystemExit as ended:  # argparse raises SystemExit for this argument
+    except SystemExit as ended:  # argparse raises SystemExit for some of the arguments
         status = ended.code
     assert status == 2
     assert message in "".join(capsys.readouterr())

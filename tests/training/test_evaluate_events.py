@@ -44,8 +44,8 @@ def predicted(model: Network, tokens: list[int]) -> np.ndarray:
 
 
 def expected(model: Network, corpus: Corpus, k: int | None) -> tuple[float, dict[int, float], int]:
-    """Returns the mean loss over all predicted tokens, recall@k by k, and the number of positions with a next event. k:
-    the length of the windows, None for the recurrent mode."""
+    """Returns the mean loss over all predicted tokens, the recall for each of CUTOFFS, and the number of positions with
+    a next event. k: the length of the windows; None for the recurrent mode."""
     eos = corpus.vocabulary.eos_id
     losses, ranks = [], []
     for events in sessions(corpus):

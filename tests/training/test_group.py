@@ -106,8 +106,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of runs of every case, trained with two processes. A single process has trained the first
-    steps of the run `HANDED_ON`."""
+    """Returns the folder of the runs of `group_cases.py`, trained with two processes. A single process has trained the
+    first steps of the run `HANDED_ON`."""
     folder = tmp_path_factory.mktemp("together")
     trained(ALIKE[HANDED_ON], text_corpus(), folder / HANDED_ON, ALONE, STOP)
     with torchrun(ROOT / "tests/training/group_cases.py", folder) as process:

@@ -1,4 +1,5 @@
-"""Tests that the batches of training contain each session once and complete, from its first input to its end."""
+"""Tests that the batches of an epoch contain each session once, and completely: from the session's first input to its
+end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests the loss term that makes predictions provable. Compares this term with the error bound of a request."""
+"""Tests the loss term that makes predictions provable. Compares the state error in this term with the error bound of a
+request."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_a_longer_window_extrapolates_the_gates() -> None:
     for window in (None, time, reach + 2 * (time - reach)):
         config = ProofConfig(weight=0.1, ramp=1, ceiling=500.0, slack=50.0, window=window)
         built = network(gate_bias=3.0)
-        with torch.no_grad():  # The gates do not depend on the token without these weights.
+        with torch.no_grad():  # Without these weights, the gates do not depend on the tokens.
             built.get_parameter("layers.0.cell.weight")[:6] = 0
         pressed[window], _, _ = run(built, time, config)
     gate = 0.98 * torch.sigmoid(torch.tensor(3.0)).item()

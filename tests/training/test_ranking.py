@@ -27,7 +27,7 @@ def ranking(scores: list[float]) -> list[int]:
 def expected(rows: list[list[float]], rests: list[list[int]], missed: int) -> dict[str, dict[int, float]]:
     """Returns the metrics by name and k. rows: the scores at each position. rests: the session's remaining events at
     each position, beginning with the next event. An unknown event is `<unk>`. missed: the number of next events that
-    are not in the stream. Each counts 0 in every metric."""
+    are not in the stream. Each of these counts as 0 in every metric."""
     gains: dict[str, dict[int, float]] = {
         name: dict.fromkeys(CUTOFFS, 0.0) for name in ("recall", "mrr", "ndcg", "hit")
     }

@@ -84,8 +84,8 @@ def test_pieces_of_an_evaluation_have_the_losses_of_the_whole(monkeypatch: pytes
 
 
 def test_an_embedding_of_three_times_the_width_expresses_one_hot_input() -> None:
-    """torch's GRU with one-hot input equals the network whose embedding has the columns of the input matrix and whose
-    own input matrix is the identity."""
+    """torch's GRU with one-hot input equals the network whose embedding has the columns of that GRU's input matrix and
+    whose own input matrix is the identity."""
     torch.manual_seed(4)
     one_hot = torch.nn.GRU(SIZE, 5)
     model = Network(ModelConfig(cell="gru", hidden=5, embedding=15, tied=False).architecture(SIZE))

@@ -1,4 +1,4 @@
-"""BentoML: an ASGI server with a dispatcher that batches adaptively."""
+"""BentoML: an ASGI server with a dispatcher that batches requests adaptively."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLServer: the Open Inference Protocol. MLServer batches requests and passes them to the runtime."""
+"""MLServer: a server of the Open Inference Protocol. It batches requests and passes the batches to the runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peers.window_model import WindowModel
 
 
 class Window(MLModel):
-    """A custom runtime. MLServer's documentation recommends one for models without an included runtime."""
+    """A custom runtime. MLServer's documentation recommends one for models that no included runtime supports."""
 
     async def load(self) -> bool:
         self.model = WindowModel.served()

@@ -64,7 +64,7 @@ class Stub:
         connection.sendall(self._answer(number, body))
 
     def _talk(self, connection: socket.socket, read: Callable[[int], bytes]) -> None:
-        """Yields a client's WebSocket messages. Each message must be one masked frame of at most 125 bytes."""
+        """Answers a client's WebSocket messages. Each message must be one masked frame of at most 125 bytes."""
         while len(head := read(2)) == 2:
             mask = read(4)
             payload = bytes(byte ^ mask[index % 4] for index, byte in enumerate(read(head[1] & 0x7F)))

@@ -63,7 +63,7 @@ def test_an_invalid_answer_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("padding", [0, 500, 60_000])
 def test_every_socket_sends_again_after_an_answer(padding: int) -> None:
-    """The stub server also sends pings. Checks that the client answers them and does not count them as messages."""
+    """The stub server also sends pings. Checks that the client does not count them as messages."""
     answer = ANSWER + b" " * padding
     with serving(lambda number, body: message(b"?", kind=0x9) + message(answer)) as stub:
         frames = itertools.cycle([text_frame('{"tokens":[7]}')])

@@ -60,8 +60,8 @@ def test_a_peer_has_a_server_and_requirements(name: str) -> None:
 
 
 def test_a_peer_s_largest_batch_equals_wane_s() -> None:
-    """Checks the settings file of MLServer, which contains the batch size as a number. The other peers import it as a
-    constant."""
+    """Checks the settings file of MLServer, which contains the batch size as a number. The other peers import the batch
+    size as a constant."""
     settings = tomllib.loads(
         "settings = " + (PEERS / "mlserver" / "model-settings.json").read_text().replace("\n", " ").replace('":', '" =')
     )["settings"]

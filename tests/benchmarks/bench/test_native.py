@@ -1,4 +1,4 @@
-"""Tests that the graph with the native LSTM operator computes the bundle's function."""
+"""Tests that the graph with the native LSTM operator computes the same function as the bundle."""
 
 from __future__ import annotations
 

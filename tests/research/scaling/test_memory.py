@@ -1,5 +1,5 @@
-"""Tests of the two simulations of the resident states. One simulates an LRU cache of the states of
-individual sessions. The other only counts the resident and the other sessions of a population."""
+"""Tests of the two simulations of the resident states. One simulates an LRU cache of the states of individual sessions.
+The other only counts how many sessions of a population have a resident state, and how many have none."""
 
 from __future__ import annotations
 

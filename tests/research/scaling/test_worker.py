@@ -1,4 +1,5 @@
-"""Compares the waiting times of the queue with theory, and tests threads that share processors."""
+"""Compares the waiting times of a worker's jobs with queueing theory, and tests workers (threads) that share
+processors."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import ForeignModel, import_model
 
 TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in CELLS.items() if "audit" not in info.missing}
-"""For each cell that an audit supports, the class of torch.nn that implements it. A checkpoint does not record whether
-an RNN uses tanh or ReLU."""
+"""For each cell that an audit supports, the class of torch.nn that implements it. It is torch.nn.RNN for both
+`rnn_tanh` and `rnn_relu`. A checkpoint of torch.nn.RNN does not record the nonlinearity."""
 
 VOCABULARY = 13
 
@@ -53,7 +53,7 @@ class Plain(nn.Module):
 
 
 class OfCells(nn.Module):
-    """A stack of torch.nn.LSTMCell of the given sizes."""
+    """A stack of one torch.nn.LSTMCell for each of `sizes`, the cells' numbers of units."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ class Gru4Rec(nn.Module):
 
 
 class WeightDrop(nn.Module):
-    """The wrapper of awd-lstm: it keeps the recurrent matrix under the name `weight_hh_l0_raw`, and copies it into the
-    wrapped module before each run. In training, dropout is applied to the copy."""
+    """A wrapper of an LSTM. As in awd-lstm, the LSTM's recurrent matrix has the name `weight_hh_l0_raw` in the wrapper.
+    In training, dropout is applied to a copy of this matrix."""
 
     def __init__(self, module: nn.LSTM) -> None:
         super().__init__()

@@ -371,7 +371,7 @@ def test_invalid_input_is_reported_with_its_fault(
     (folder / "bad.jsonl").write_text('["a", "b"]\n[')
     try:
         status: object = main(["audit", "model.pt", "--max-window", "16", *options])
-    except SystemExit as ended:  # argparse raises SystemExit for this argument
+    except SystemExit as ended:  # argparse raises SystemExit for some of the arguments
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2

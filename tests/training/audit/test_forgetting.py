@@ -212,8 +212,8 @@ def test_a_distance_is_measured_even_if_its_square_overflows() -> None:
     network, _ = model("rnn_relu", layers=1, tied=False)
     filled(network, embedding=1.0, weight_ih=1e30 * torch.eye(6), weight_hh=torch.eye(6))
     found = measure(network, short_corpus(), "audit", (1, 2), 1)
-    # Each token adds 1e30 to each of the six units. At the only measured position, the run has read at least 4 tokens,
-    # so each unit is at least 4e30. After a window of k tokens, each unit is k * 1e30.
+    # Each token adds 1e30 to each of the six units. At the only measured position, the uninterrupted run has read 4
+    # tokens, so each unit is 4e30. After a window of k tokens, each unit is k * 1e30.
     assert [at.distance.max for at in found.windows] == pytest.approx([3e30 * 6**0.5, 2e30 * 6**0.5])
 
 

@@ -249,7 +249,7 @@ def test_the_raw_matrices_of_awd_lstm_are_read(tmp_path: Path, after_training: b
     module = AwdLstm().eval()
     tensors = dict(module.state_dict())
     assert "rnns.0.weight_hh_l0_raw" in tensors and "rnns.0.module.weight_ih_l0" in tensors
-    if after_training:  # some versions also save the copy to which dropout was applied
+    if after_training:  # some versions of awd-lstm also save the copy to which dropout was applied
         for layer in range(3):
             raw = tensors[f"rnns.{layer}.weight_hh_l0_raw"]
             tensors[f"rnns.{layer}.module.weight_hh_l0"] = nn.functional.dropout(raw, 0.5)
