@@ -81,8 +81,8 @@ class SocketServer(DrainingServer):
         self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """Returns the entry `http` with a subclass of its protocol class. The subclass adds the number of received
-        bytes to `read_bytes`."""
+        """`http` is a partial call of a protocol class. Returns the same partial call of a subclass that adds the
+        number of received bytes to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):

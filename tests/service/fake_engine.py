@@ -394,7 +394,7 @@ class FakeRegistry:
         return [
             IndexEntry("fake", "3", "READY", ""),
             IndexEntry("fake", "4", "LOADING", ""),
-            IndexEntry("other", "", "UNAVAILABLE", "its manifest is no JSON"),
+            IndexEntry("other", "", "UNAVAILABLE", "its manifest is not JSON"),
         ]
 
     async def close(self) -> None:

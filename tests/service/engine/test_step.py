@@ -772,7 +772,8 @@ async def test_a_session_whose_bound_is_unknown_before_the_run_is_not_refused_be
     assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
     assert answer.state is StateSource.REBUILT
     resident = await harness.engine.submit(PredictRequest(session=session))
-    # The session's own bound is the certificate's bound, not the smaller bound of the last run.
+    # The smaller bound above holds only for the answer of the run that rebuilt the state. Later answers from the
+    # resident state have the certificate's bound.
     assert (resident.state, resident.error_bound) == (
         StateSource.RESIDENT,
         epsilon,

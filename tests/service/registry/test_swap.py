@@ -371,7 +371,8 @@ async def test_a_model_that_is_unloaded_is_not_listed_as_failed(registry: ModelR
 
 
 async def swap_by_turns() -> None:
-    """Alternately loads versions of two models while one session stays open."""
+    """Loads SWAPS new versions of a model while one session stays open. The versions are copies of two shipped bundles
+    in turn."""
     with TemporaryDirectory() as parent, patch("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0):
         folder = Path(parent) / "bundles"
         folder.mkdir()
@@ -393,7 +394,7 @@ async def swap_by_turns() -> None:
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
     assert growth(running, kinds=2) <= 0, f"the number of threads after each swap is {running}"
-    # Leaves out the first load of each model, which allocates memory that all later loads share.
+    # Leaves out the first load from each of the two shipped bundles, which allocates memory that all later loads share.
     kept = growth(used[2:], kinds=2)
     assert kept < KEPT_BYTES, f"each swap leaks {kept:,.0f} bytes; the bytes in use after each swap are {used}"
     assert withheld < WITHHELD_BYTES, (
