@@ -1,4 +1,5 @@
-"""Measurements of a process's memory, threads and objects, in a new process."""
+"""Functions that measure the memory, the threads and the objects of this process. `alone` runs a measurement in a new
+process."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits
 
     task = EagerTask(wait())
     task.interrupt()
-    waits.end()  # the coroutine now waits for `other`, so this does not resume it
+    waits.end()  # the coroutine now waits for `other`, so `end` does not resume it
     await turns()
     assert not task.done
     other.resolve(3)

@@ -121,8 +121,8 @@ def test_these_tests_cover_every_route(app: FastAPI) -> None:
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
         for method in methods
-        # The routes in INFALLIBLE raise no error. test_repository.py, test_inference.py and test_completions.py test the
-        # errors of the other excluded paths.
+        # The routes in INFALLIBLE raise no error. The other paths that are left out here are tested in
+        # test_repository.py, test_inference.py and test_completions.py.
         if path not in INFALLIBLE and not is_inference_protocol(path) and path not in OPENAI
     }
     assert described == tested

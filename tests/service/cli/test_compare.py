@@ -150,7 +150,8 @@ def test_a_model_of_events_is_compared_over_the_sessions_of_a_file(
     assert figures["agreement"]["compared"] == 5
     printed = capsys.readouterr().out
     assert "Compared 5 events of 2 sessions." in printed and "Left out" not in printed
-    with Client(shop.url) as client:  # the windows must not extend over two sessions, so each session is compared alone
+    # Compares each session separately, because a window must not extend over two sessions.
+    with Client(shop.url) as client:
         tokens = [client.post("/v1/score", {"events": events})["tokens"] for events in sessions]
         agreements = [
             client.post("/v1/predict", {"tokens": sequence[:end], "mode": "both", "window": 2})["agreement"]

@@ -62,8 +62,8 @@ OF_STATES = ("state", "error_bound", "state_error_bound")
 """The fields of an answer that depend on whether the state was resident or rebuilt."""
 OF_BITS = ("predictions", "top1_proved")
 """The fields of an answer that rounding may change. There are two causes. A run that rebuilds a state does not output
-the sum over all logits, so the engine computes it in higher precision. And in a run of real graphs a row's values
-depend on the number of rows in the batch."""
+the log-sum-exp of the logits, so the engine computes the log-sum-exp in higher precision. And in a run of real graphs a
+row's values depend on the number of rows in the batch."""
 ROUNDING = 1e-4  # the largest allowed difference of two log-probabilities
 
 

@@ -91,7 +91,7 @@ async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, trave
     ahead = await keep_runner_busy(started)
     late, other = step(started, "a", hours=1), step(started, "b", hours=9)
     travel(TRAVELS_S)
-    with pytest.raises(DeadlineExceeded, match="the deadline passed before"):
+    with pytest.raises(DeadlineExceeded, match="the deadline passed before the answer was ready"):
         await late
     assert not ahead.done and not other.done
     started.runner.gate.set()

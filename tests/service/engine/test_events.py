@@ -50,8 +50,8 @@ def clicks(count: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def distribution(harness: EngineHarness, tokens: Sequence[int], *, cache: bool = False) -> NDArray[np.float64]:
-    """Returns the distribution of the token that follows `tokens`, a whole sequence. It is computed from the fake
-    runner's logits and, if `cache`, from the definition of the cache."""
+    """Returns the distribution of the token that follows `tokens`, a whole sequence. The distribution is computed from
+    the fake runner's logits and, if `cache` is true, from the definition of the cache."""
     read = [*harness.manifest.start_tokens, *tokens]
     logits = harness.runner.logits(read).astype(np.float64)
     weights = np.exp(logits - logits.max())

@@ -819,7 +819,7 @@ async def test_token_logprobs_of_a_replay_need_a_token_before_it(make_harness: M
     session = await start(harness, 5)
     request = StepRequest(session, tuple(range(6, 12)), expected_position=1, token_logprobs=True)
     assert len((await harness.engine.submit(request)).token_logprobs or ()) == 6
-    with pytest.raises(InvalidRequest, match="token_logprobs of a replay"):
+    with pytest.raises(InvalidRequest, match="token_logprobs of a replayed step need a token before the step"):
         await harness.engine.submit(request)
 
 

@@ -198,7 +198,7 @@ MakeShipped = Callable[[], Engine]
 
 @pytest.fixture
 def make_shipped() -> MakeShipped:
-    """Makes engines of the shipped model gated-stable. An engine has its directional proof in
+    """A function that makes engines of the shipped model gated-stable. An engine has its directional proof in
     `answer_builder.direction`."""
 
     def make() -> Engine:

@@ -34,7 +34,7 @@ def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float3
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
     """Returns the most probable token and, for every other token, the largest error of the hidden vector at which the
     most probable token keeps its lead over the other token. This error is the difference of the two logits divided by
-    the distance of the two rows of the head."""
+    the distance between the two tokens' rows of the output layer's weight."""
     rows = weights["head.weight"].astype(np.float64)
     first = int(logits.argmax())
     apart = np.linalg.norm(rows - rows[first], axis=1)

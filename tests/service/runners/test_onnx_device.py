@@ -60,7 +60,8 @@ each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mar
 
 @cache
 def on_device(path: Path, device: Device = "cpu") -> tuple[Bundle, DeviceRunner]:
-    """Returns a bundle and its runner, with padded batches. All tests share one copy."""
+    """Returns a bundle and its runner, with padded batches. All tests share one copy of the bundle and of the runner
+    for each device."""
     bundle = opened(path)[0]
     return bundle, DeviceRunner(bundle, device, threads=1, padded=True)
 

@@ -1,5 +1,5 @@
-"""Tests of the routes of the Open Inference Protocol: the requests to the engine, the protocol's error format, health,
-and keys.
+"""Tests of the routes of the Open Inference Protocol: the requests that they make to the engine, the protocol's error
+format, health, and keys.
 
 `tests/clients/test_tritonclient.py` compares the numbers with the native API."""
 
@@ -136,8 +136,11 @@ async def test_errors_of_the_engine_have_the_protocol_s_shape(
         (body(sequence_start=True), "sequence_start is given without a sequence_id"),
         (body(sequence_end=True, sequence_id=0), "sequence_end is given without a sequence_id"),
         (body(outputs=["token_logprobs"], mode="window"), "mode is given, but no requested output is a prediction"),
-        (body(outputs=["position"], window=3), "window is given, but no requested output"),
-        (body(outputs=["token_logprobs"], tolerance=0.5), "tolerance is given, but no requested output"),
+        (body(outputs=["position"], window=3), "window is given, but no requested output is a prediction"),
+        (
+            body(outputs=["token_logprobs"], tolerance=0.5),
+            "tolerance is given, but no requested output is a prediction",
+        ),
         (body(BATCH, sequence_id=7), "tokens is a batch of 2 rows, but a batch has at most 1"),
         (body(sequence_id=-1), "sequence_id is -1"),
         (body(sequence_id=2**64), "sequence_id"),
