@@ -286,7 +286,7 @@ def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
     with Client("http://wane", httpx.MockTransport(respond)) as client:
         found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
     assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
-    # `k` is the size of the measured windows, and `model_k` is the model's default size.
+    # `k` is the size of the measured windows, and `model_k` is the model's default window size.
     assert (found.k, found.model_k) == (2, 4)
 
 
