@@ -1,4 +1,5 @@
-"""Measurements of a process's memory, threads and objects, in a new process."""
+"""Functions that measure the memory, the threads and the objects of this process. `alone` runs a measurement in a new
+process."""
 
 from __future__ import annotations
 
@@ -90,8 +91,9 @@ def growth(samples: list[int], kinds: int) -> float:
     kinds may have different levels.
 
     The growth of a kind is the difference between the minimum of the later half of its samples and the minimum of the
-    earlier half, divided by the number of samples from one half to the other. This function uses minima because a leak
-    raises all later samples, but temporary memory raises only some. Returns the smallest growth of all kinds."""
+    earlier half, divided by the number of samples between the start of the earlier half and the start of the later
+    half. This function uses minima because a leak raises all later samples, but temporary memory raises only some.
+    Returns the smallest growth of all kinds."""
     grown = []
     for kind in range(kinds):
         alike = samples[kind::kinds]

@@ -1,4 +1,5 @@
-"""Fixtures: an application with a fake engine in this process, and the real server with a real socket."""
+"""Fixtures for an application with a fake engine in this process, for engine harnesses, and for the real server in its
+own process."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ class SocketServer(DrainingServer):
         self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """Returns the entry `http` with a subclass of its protocol class. The subclass adds the number of received
-        bytes to `read_bytes`."""
+        """`http` is a `functools.partial` of a protocol class. Returns the same partial of a subclass that adds the
+        number of received bytes to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):

@@ -347,13 +347,13 @@ class EngineHarness:
         clock: Clock | None = None,
         **changes: Any,
     ) -> None:
-        """`changes` has fields of the manifest (window, max_window, certificate, cache) and settings. `max_window` sets
-        the manifest's field, and `settings_max_window` sets the setting `max_window`. If `certified` is true, the
-        manifest has the certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs.
-        `cost_model` predicts the times of runs. `throughput` is the profile that determines the parallel chunks of long
-        sequences. `puts_out_top` is whether the graphs output the largest logits. If `puts_out_top` is false, the
-        engine processes no step in columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether
-        `scan` outputs `hiddens`. `clock` is the clock of `store`."""
+        """`changes` has settings, and fields of the manifest (see MANIFEST_FIELDS). `max_window` sets the manifest's
+        field, and `settings_max_window` sets the setting `max_window`. If `certified` is true, the manifest has the
+        certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs. `cost_model`
+        predicts the times of runs. `throughput` is the profile that determines the parallel chunks of long sequences.
+        `puts_out_top` is whether the graphs output the largest logits. If `puts_out_top` is false, the engine processes
+        no step in columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether `scan` outputs
+        `hiddens`. `clock` is the clock of `store`."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = clock or Clock()
         self.metrics = Metrics()

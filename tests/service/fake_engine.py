@@ -1,5 +1,5 @@
-"""A fake engine and a fake registry for tests of the layers that call the engine. They answer without delay, unless the
-test has set an event for which they wait, or an exception that they raise."""
+"""A fake engine and a fake registry for tests of the layers that call the engine. They answer without delay. A test can
+set an event for which they wait, or an exception that they raise."""
 
 from __future__ import annotations
 
@@ -394,7 +394,7 @@ class FakeRegistry:
         return [
             IndexEntry("fake", "3", "READY", ""),
             IndexEntry("fake", "4", "LOADING", ""),
-            IndexEntry("other", "", "UNAVAILABLE", "its manifest is no JSON"),
+            IndexEntry("other", "", "UNAVAILABLE", "its manifest is not JSON"),
         ]
 
     async def close(self) -> None:

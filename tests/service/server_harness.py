@@ -134,7 +134,7 @@ async def start_sessions(harness: EngineHarness) -> None:
 
 
 class Client:
-    """A client's connection that sends and receives raw bytes."""
+    """A client that sends and receives raw bytes on one connection."""
 
     def __init__(self, server: ServerHarness, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.server = server

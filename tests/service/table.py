@@ -25,7 +25,7 @@ def every_socket(app: FastAPI) -> list[str]:
 
 def routes(app: FastAPI) -> list[Route | WebSocketRoute]:
     """Returns all routes. Fails if a route is of an unknown kind, because no test would cover it."""
-    # The routes of these routers are left out of the second part, because ROUTES already lists them.
+    # Leaves out the routes of these routers from `app.routes`, because ROUTES already lists them.
     included = {id(router) for router in ROUTERS}
     found = [*ROUTES, *(route for route in app.routes if id(getattr(route, "original_router", None)) not in included)]
     known = [route for route in found if isinstance(route, Route | WebSocketRoute)]

@@ -16,8 +16,7 @@ NAME: ContextVar[str] = ContextVar("NAME")
 
 
 class Waits:
-    """Makes the attribute `awaitable`, whose class `kind` selects. The method `end` ends the wait for the awaitable
-    with the result 7."""
+    """Makes `awaitable`, an awaitable of the class that `kind` names. The method `end` gives it the result 7."""
 
     def __init__(self, kind: str) -> None:
         self._waiter = Waiter[int]()
@@ -267,7 +266,7 @@ async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits
 
     task = EagerTask(wait())
     task.interrupt()
-    waits.end()  # the coroutine now waits for `other`, so this does not resume it
+    waits.end()  # the coroutine now waits for `other`, so `end` does not resume it
     await turns()
     assert not task.done
     other.resolve(3)
@@ -378,7 +377,7 @@ async def test_a_finished_task_leaves_no_reference_cycle(
         waiter = Waiter[int]()
         end(waiter, EagerTask(add_one(EagerTask(in_time(waiter)))))
 
-    run()  # the first call also creates the objects that later calls use again
+    run()  # the garbage of this call is not counted, because the first call also creates objects that later calls reuse
     while gc.collect():  # one collection may not free all garbage of earlier tests
         pass
     gc.disable()

@@ -39,11 +39,12 @@ async def turns() -> None:
 
 
 class Ended(Exception):
-    """The error that `interruptible` raises if its interrupt has ended the body."""
+    """The error that `interruptible` raises if its interrupt has ended the body of the `with` statement."""
 
 
 class interruptible:  # noqa: N801  (read as `with interruptible(...)`)
-    """Makes an interrupt, and appends the interrupt to `made`. Raises Ended if the interrupt ends the body."""
+    """A context manager. Appends a new interrupt to `made`. Raises Ended if this interrupt ends the body of the `with`
+    statement."""
 
     def __init__(self, made: list[Interrupt]) -> None:
         self._made = made
@@ -267,7 +268,7 @@ async def test_a_deadline_and_an_interrupt_together_end_the_body_once(
         except (Ended, DeadlineExceeded):
             await asyncio.sleep(0)
             return 7
-        raise AssertionError("the body was not ended")
+        raise AssertionError("neither the deadline nor the interrupt ended the body")
 
     task = run(body())
     await turns()
@@ -277,7 +278,7 @@ async def test_a_deadline_and_an_interrupt_together_end_the_body_once(
 
 
 async def meet_deadlines() -> None:
-    """Sets ten deadlines, each one minute ahead. Each body finishes before its deadline."""
+    """Runs ten `with` statements, each with a deadline one minute ahead. Each body finishes before its deadline."""
     gc.collect()
     for _ in range(10):
         with until(now() + 60):

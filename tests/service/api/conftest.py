@@ -1,4 +1,5 @@
-"""Fixtures that run each test with two real servers. One uses Wane's protocol classes, and the other uses uvicorn's."""
+"""Fixtures that run each test twice, with two real servers. One uses Wane's protocol classes, and the other uses
+uvicorn's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests that the error for invalid input names the field, the position, the id or the limit."""
+"""Tests that the error for invalid input names the invalid field or token id, the index of an invalid item, or the
+exceeded limit."""
 
 from __future__ import annotations
 

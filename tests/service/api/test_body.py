@@ -129,8 +129,8 @@ HUGE: list[tuple[str, type[Body], MakeBody, type[WaneError], str | None]] = [
 
 
 class Watched:
-    """Wraps the functions that decode and validate bodies. Records the arguments of the calls, and the names of the
-    threads that decode."""
+    """Wraps the functions that decode and validate bodies. Records the number of bytes and of values of each decoded
+    body, the class of each validated body, and the names of the threads that decode."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded_bytes: list[int] = []

@@ -33,8 +33,8 @@ class Sessions:
         self.at: dict[str, int] = {}
 
     def step(self, session: str, tokens: list[int]) -> httpx.Response:
-        """Appends tokens. The step has no expected position, so it cannot fail with a conflict. If the server had
-        committed an earlier step that it refused, the session's position would then differ from `at`."""
+        """Appends tokens. Records the new position in `at` if the server accepts the step. The step has no expected
+        position, so it cannot fail with a conflict."""
         answer = self.http.post(f"/v1/sessions/{session}/tokens", json={"tokens": tokens})
         if answer.status_code == 200:
             self.at[session] = answer.json()["position"]

@@ -31,7 +31,8 @@ from wane.service.registry import registry
 from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 Example = tuple[str, str, object, dict[str, Any]]
-"""The method, the path with example values for its parameters, the body, and the schema of the answer."""
+"""An example request: its method, its path with example values for the path's parameters, its body, and the schema of
+its answer."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def assert_as_described(name: str, document: object, openapi: dict[str, Any]) ->
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
     # The server serializes dataclasses with `json_bytes`, which may leave out a field that is None. A
-    # ComparisonDocument contains such dataclasses.
+    # ComparisonDocument is no dataclass, but contains dataclasses.
     is_result = is_dataclass(read) or name == "ComparisonDocument"
     written = json.loads(json_bytes(read)) if is_result else adapter.dump_python(read, mode="json")
     assert written == document

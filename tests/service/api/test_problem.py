@@ -1,4 +1,5 @@
-"""Tests that failures on every route and from every source have the same document format."""
+"""Tests that errors have the same document format on every route, whether the engine, the registry, the body's decoder
+or the framework raises them."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def test_these_tests_cover_every_route(app: FastAPI) -> None:
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
         for method in methods
-        # test_repository.py, test_inference.py and test_completions.py test the other paths.
+        # The routes in INFALLIBLE raise no error. The other paths that are left out here are tested in
+        # test_repository.py, test_inference.py and test_completions.py.
         if path not in INFALLIBLE and not is_inference_protocol(path) and path not in OPENAI
     }
     assert described == tested

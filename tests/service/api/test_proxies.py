@@ -39,7 +39,7 @@ def test_without_proxies_a_websocket_s_forwarded_for_is_ignored(live: LiveServer
 @pytest.fixture(scope="module")
 def behind() -> Iterator[LiveServer]:
     """A server that trusts two levels of proxies. A proxy on 127.0.0.1 connects to the server, and a proxy in
-    10.0.0.0/8 connects to the first proxy."""
+    10.0.0.0/8 connects to the proxy on 127.0.0.1."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_TRUSTED_PROXIES="127.0.0.1, 10.0.0.0/8") as server:
         yield server
 

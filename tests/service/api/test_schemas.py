@@ -25,7 +25,8 @@ from jsonschema.validators import extend
 
 Schema = dict[str, Any]
 
-SOON = {"x-request-timeout-ms": "40"}  # a request that exceeds this timeout has passed the check of its form
+# A short timeout. The server checks a request's form first, so a request that times out has a valid form.
+SOON = {"x-request-timeout-ms": "40"}
 MODEL = [
     r"but the vocabulary has \d+ tokens",
     r"belongs to model .*, not to",

@@ -1,4 +1,4 @@
-"""Tests of the session store over HTTP, and of sessions that continue in the next process."""
+"""Tests of the session store over HTTP, and of sessions that continue in the next server process."""
 
 from __future__ import annotations
 

@@ -103,7 +103,11 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "too little data": (tensor(data=[1]), b"", "tokens: data has 1 values"),
     "ragged data": (tensor(shape=(2, 2), data=[[1, 2], [3]]), b"", "tokens: data is not nested like shape"),
     "half nested data": (tensor(shape=(2, 1), data=[[1], 2]), b"", "tokens: data is not nested"),
-    "data nested too deep": (tensor(shape=(1, 1), data=[[[1]]]), b"", "tokens: data holds [1], but must hold whole"),
+    "data nested too deep": (
+        tensor(shape=(1, 1), data=[[[1]]]),
+        b"",
+        "tokens: data holds [1], but must hold whole numbers",
+    ),
     "data of floats": (tensor(data=[1, 2.0]), b"", "tokens: data holds 2.0, but must hold whole numbers"),
     "NaN": (tensor(data=[1, float("nan")]), b"", "tokens: data holds nan"),
     "data of bools": (tensor(data=[1, True]), b"", "tokens: data holds True"),
@@ -111,7 +115,11 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "data of texts": (tensor(data=[1, "2"]), b"", "tokens: data holds '2'"),
     "texts of numbers": (tensor("text", (1,), "BYTES", data=[5]), b"", "text: data holds 5, but must hold texts"),
     "a number of more than 64 bits": (tensor(data=[1, 2**63]), b"", "out of the range of INT64"),
-    "a binary_data_size that is no number": (binary("16"), numbers(1, 2), "tokens: binary_data_size must be a whole"),
+    "a binary_data_size that is no number": (
+        binary("16"),
+        numbers(1, 2),
+        "tokens: binary_data_size must be a whole number, not '16'",
+    ),
     "a binary_data_size that is a float": (binary(16.0), numbers(1, 2), "must be a whole number, not 16.0"),
     "a binary_data_size that is a bool": (binary(True), numbers(1, 2), "must be a whole number, not True"),
     "a binary_data_size that is null": (binary(None), numbers(1, 2), "must be a whole number, not None"),
@@ -140,7 +148,7 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "a second text that ends beyond its size": (
         tensor("text", (2,), "BYTES", parameters={"binary_data_size": 9}),
         texts(b"abc") + b"\0\0",
-        "text: value 1 ends beyond",
+        "text: value 1 ends beyond its binary_data_size of 9",
     ),
     "bytes after the texts": (
         tensor("text", (1,), "BYTES", parameters={"binary_data_size": 6}),

@@ -1,4 +1,5 @@
-"""Tests of keys: reading them from files and the environment, creation, lookup, rates, and reloads."""
+"""Tests of API keys: how the server reads them from files and the environment, creates them, looks them up, limits
+their rates, and reloads them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def test_no_key_and_no_password_is_logged(tmp_path: Path) -> None:
                     client.get("/v1/models", headers=bearer)
                 client.get("/v1/models", params={"key": key}, headers=bearer)
                 client.get("/", auth=("me", key))
-                client.post("/v1/sessions", json={"session": "demo"}, headers=bearer)  # the store is unreachable
+                # This request fails, because the store is unreachable.
+                client.post("/v1/sessions", json={"session": "demo"}, headers=bearer)
                 client.post("/v1/predict", content=f'{{"{key}": '.encode(), headers=bearer)
         stream = f"ws{server.url.removeprefix('http')}/v1/sessions/demo/stream"
         for key in (KEY, f"{KEY}x"):

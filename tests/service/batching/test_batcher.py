@@ -444,7 +444,7 @@ async def test_fast_steps_run_on_the_event_loop() -> None:
         # yet.
         for _ in range(2):
             await asyncio.gather(rig.step(2), rig.step(3))
-        await rig.ask(2)  # a window never runs on the event loop, because it may be long
+        await rig.ask(2)  # the run of a window is never on the event loop's thread, because it may take long
         await rig.ask(2)
         rig.runner.poison = 5
         with pytest.raises(WaneError):

@@ -186,7 +186,7 @@ async def test_the_error_bound_of_a_session_rebuilt_from_a_part_of_its_tokens_ho
         assert answer.state is state
         first, second = ({one.token_id: one.probability for one in found.predictions} for found in (answer, whole))
         # Half the sum of the probability differences of the tokens that are in both lists is a lower bound of the total
-        # variation.
+        # variation distance between the two predictions.
         apart = sum(abs(first[token] - second[token]) for token in first.keys() & second.keys()) / 2
         assert answer.error_bound is not None
         assert 0 < apart <= answer.error_bound
@@ -236,7 +236,8 @@ async def test_a_step_whose_client_disconnects_is_appended_at_most_once(
                     await asyncio.sleep(0)
                 outcomes["left"] += step.cancel()
                 await asyncio.wait([step])
-            # If the first attempt had no effect, the engine appends the step now; otherwise it replays the answer.
+            # If the first attempt had no effect, the engine appends the step's tokens now; otherwise it replays the
+            # first attempt's answer.
             answer = await load.engine.submit(request)
             tokens.extend(request.tokens)
             outcomes["replayed"] += bool(answer.replayed)

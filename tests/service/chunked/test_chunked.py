@@ -325,7 +325,7 @@ async def test_a_cancelled_score_releases_its_states(make_harness: Callable[...,
     async with aclosing(await harness.engine.scoring(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0))) as streamed:
         await anext(streamed)
         await anext(streamed)
-    # When the harness closes, it checks that no slot is in use.
+    # When the harness closes, it checks that only resident states use slots.
 
 
 async def test_a_deadline_ends_the_scoring_of_a_document(

@@ -77,7 +77,7 @@ def result(measuring: Generator[None, None, T]) -> T:
 def test_the_warm_up_is_the_smallest_length_from_which_the_residual_stays_small() -> None:
     seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
-    # After 64 tokens the residual (the difference of the states) is again above MARGIN times the limit.
+    # After 64 tokens the difference between the two measured runs is again above MARGIN * 1e-3.
     assert seen.warm_up(1e-3) == 128
     assert seen.warm_up(0.0) == 256
     assert ThroughputProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None

@@ -150,7 +150,8 @@ def test_a_model_of_events_is_compared_over_the_sessions_of_a_file(
     assert figures["agreement"]["compared"] == 5
     printed = capsys.readouterr().out
     assert "Compared 5 events of 2 sessions." in printed and "Left out" not in printed
-    with Client(shop.url) as client:  # the windows must not extend over two sessions, so each session is compared alone
+    # Compares each session separately, because a window must not extend over two sessions.
+    with Client(shop.url) as client:
         tokens = [client.post("/v1/score", {"events": events})["tokens"] for events in sessions]
         agreements = [
             client.post("/v1/predict", {"tokens": sequence[:end], "mode": "both", "window": 2})["agreement"]
@@ -285,7 +286,8 @@ def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
     with Client("http://wane", httpx.MockTransport(respond)) as client:
         found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
     assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
-    assert (found.k, found.model_k) == (2, 4)  # In mode both, a session's windows have the model's default size.
+    # `k` is the size of the measured windows, and `model_k` is the model's default window size.
+    assert (found.k, found.model_k) == (2, 4)
 
 
 def test_a_server_without_models_is_reported() -> None:

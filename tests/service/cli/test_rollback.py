@@ -116,7 +116,7 @@ async def test_a_server_rolls_back_and_forward_under_a_live_session(
     put_version(folder, "11")
     await until_version("11")
     assert await step(2) == ("11", 3)
-    shutil.rmtree(folder / MODEL / "2")  # deleting an old version changes nothing
+    shutil.rmtree(folder / MODEL / "2")  # deleting an old version must not change the served version
     (folder / MODEL / "10.withdrawn").rename(folder / MODEL / "10")
     async with asyncio.timeout(TIMEOUT_S):
         while "10" not in {one.version for one in await registry.index() if one.name == MODEL}:  # noqa: ASYNC110

@@ -54,15 +54,16 @@ MAX_BATCH = 8
 EPISODE_STEPS = 2_000
 TTL_S = 512.0
 CACHE_TOKENS = 12
-BRANCH_BITS = 32  # the number of low bits of a revision that count changes; the higher bits are random
+# The low BRANCH_BITS bits of a revision count the session's changes. The higher bits are random.
+BRANCH_BITS = 32
 SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
 OF_STATES = ("state", "error_bound", "state_error_bound")
 """The fields of an answer that depend on whether the state was resident or rebuilt."""
 OF_BITS = ("predictions", "top1_proved")
 """The fields of an answer that rounding may change. There are two causes. A run that rebuilds a state does not output
-the sum over all logits, so the engine computes it in higher precision. And in a run of real graphs a row's values
-depend on the number of rows in the batch."""
+the log-sum-exp of the logits, so the engine computes the log-sum-exp in higher precision. And in a run of real graphs a
+row's values depend on the number of rows in the batch."""
 ROUNDING = 1e-4  # the largest allowed difference of two log-probabilities
 
 
@@ -169,7 +170,7 @@ class Turn:
 
 
 class Episode:
-    """One random history on two new engines."""
+    """One random history of steps, which is sent to two new engines."""
 
     def __init__(self, make: MakeEngine, seed: int, number: int) -> None:
         self.random = Random(f"{seed}.{number}")
@@ -264,8 +265,8 @@ class Episode:
             step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
             turn.requests.append(step)
             # The engine without columns recognises a repeated step before it queues the step. So on this engine even a
-            # cancelled repeat resets the session's idle time. The fuzz therefore does not cancel a step that may be a
-            # repeat.
+            # cancelled repeat resets the session's idle time. On the other engine it does not. The fuzz therefore does
+            # not cancel a step that may be a repeat.
             may_leave = step.expected_position is None and step.idempotency_key is None
             if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)

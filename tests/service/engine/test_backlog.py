@@ -252,7 +252,7 @@ async def test_long_requests_are_counted_and_refused_if_they_would_be_late(
         await asked(engine, loop.time() + 0.1)
     assert refused.value.retry_after_s > 0
     assert harness.sample("wane_queue_rejected_total") == 1
-    assert len(runner.calls) == calls, "a refused request runs nothing"
+    assert len(runner.calls) == calls, "the model ran, although the request was refused"
     runner.gate.set()
     await first
     assert engine.backlog.seconds == 0
@@ -268,7 +268,7 @@ async def test_the_inputs_of_one_call_are_admitted_together(
     with engine.backlog.share(1000, None), pytest.raises(Overloaded):
         await engine.predict_many(short * 500)
     assert harness.sample("wane_queue_rejected_total") == 1
-    assert not harness.runner.calls, "a refused request runs nothing"
+    assert not harness.runner.calls, "the model ran, although the request was refused"
     harness.runner.gate.clear()
     call = asyncio.create_task(engine.predict_many([*short * 500, PredictRequest((-1,))]))
     await harness.runner.until_busy()

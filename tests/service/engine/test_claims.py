@@ -24,8 +24,8 @@ ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind"
 
 @dataclass
 class Tally:
-    """The number of answers, the number of answers with an error bound between 0 and 1, and the number of proved
-    answers whose bound is not 0."""
+    """The number of answers, the number of answers with an error bound between 0 and 1, and the number of answers with
+    a proved most probable token and a bound that is not 0."""
 
     answers: int = 0
     bounded: int = 0
@@ -103,7 +103,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 tally.check(small, tokens, await engine.submit(request))
     view = await engine.get_session(session)
     answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING))
-    if view.error_bound is not None:  # the run must return this bound or a smaller one
+    if view.error_bound is not None:  # the answer must have this bound or a smaller one
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     report: Any = await engine.report()
     assert report["agreement"]["bound_violations"] == 0

@@ -91,7 +91,7 @@ async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, trave
     ahead = await keep_runner_busy(started)
     late, other = step(started, "a", hours=1), step(started, "b", hours=9)
     travel(TRAVELS_S)
-    with pytest.raises(DeadlineExceeded, match="the deadline passed before"):
+    with pytest.raises(DeadlineExceeded, match="the deadline passed before the answer was ready"):
         await late
     assert not ahead.done and not other.done
     started.runner.gate.set()
@@ -194,7 +194,7 @@ async def test_a_step_after_a_cancelled_step_of_its_session_runs(started: Engine
     assert (await next_).position == 2
 
 
-# Several steps of one session, and queued steps that leave the columns for the general procedure.
+# Several steps of one session, and queued steps that the engine takes out of the columns.
 
 
 async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> None:
@@ -391,7 +391,8 @@ async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness,
         except WaneError:
             assert end in ("conflicts", "late")
 
-    for _ in range(3):  # the first step also creates the objects that later steps use again
+    # The garbage of these steps is not counted, because the first steps also create objects that later steps reuse.
+    for _ in range(3):
         await step(started, "a")
         await run()
     if end == "conflicts":

@@ -55,5 +55,5 @@ async def test_one_token_can_be_compared(harness: EngineHarness) -> None:
 
 
 async def test_an_error_names_the_index_of_the_window(harness: EngineHarness) -> None:
-    with pytest.raises(InvalidRequest, match=r"windows\[1\] is 17, but model fake"):
+    with pytest.raises(InvalidRequest, match=r"windows\[1\] is 17, but model fake takes windows of 1 to 16 tokens"):
         await harness.engine.compare(CompareRequest(TOKENS, windows=(8, 17)))

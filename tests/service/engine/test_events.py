@@ -1,5 +1,5 @@
-"""Tests of models of events: unknown events, filters of the listed events, and the zero start. The expected lists are
-computed in numpy."""
+"""Tests of models of events: unknown events, filters of the listed events, and models without a start token. The
+expected lists are computed in numpy."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CLOSE = 1e-5
 
 
 def clicks(count: int, seed: int = 0) -> tuple[int, ...]:
-    """Returns `count` random tokens of items. Some items are repeated often."""
+    """Returns the token ids of `count` random items. Some items are repeated often."""
     random = np.random.default_rng(seed)
     return tuple(int(token) for token in 2 + random.zipf(1.4, count) % len(NAMES))
 
 
 def distribution(harness: EngineHarness, tokens: Sequence[int], *, cache: bool = False) -> NDArray[np.float64]:
-    """Returns the distribution of the token that follows `tokens`, a whole sequence. It is computed from the fake
-    runner's logits and, if `cache`, from the definition of the cache."""
+    """Returns the distribution of the token that follows `tokens`, a whole sequence. The distribution is computed from
+    the fake runner's logits and, if `cache` is true, from the definition of the cache."""
     read = [*harness.manifest.start_tokens, *tokens]
     logits = harness.runner.logits(read).astype(np.float64)
     weights = np.exp(logits - logits.max())
@@ -387,7 +387,7 @@ async def test_a_score_of_skipped_events_only(harness: EngineHarness) -> None:
         assert score.error_bounds == ((None, None) if truncated else None)
 
 
-# The zero start
+# Models without a start token
 
 
 async def test_generation_and_comparison_after_the_start(harness: EngineHarness) -> None:

@@ -37,7 +37,7 @@ def graph_outputs(logits: NDArray[np.float32]) -> dict[str, Array]:
 
 
 def predictions(logits: NDArray[np.float32], count: int, top: dict[str, Array] | None = None) -> tuple[Prediction, ...]:
-    """Returns the `count` predictions of a run whose graph outputs `logits` and the arrays in `top`."""
+    """Returns the `count` most probable tokens for a run whose graph outputs `logits` and the arrays in `top`."""
     row = Row(Outputs({"logits": logits[None], **(top or {})}), 0)
     return listed(Ranking(len(logits)).largest(RunResult(row), count), count, VOCABULARY)
 

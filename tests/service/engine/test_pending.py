@@ -123,7 +123,8 @@ async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[fl
             await turns()
         assert pending.done
 
-    await run()  # the first request also creates the objects that later requests use again
+    # The garbage of this call is not counted, because the first request also creates objects that later requests reuse.
+    await run()
     while gc.collect():  # one collection may not free all garbage of earlier tests
         pass
     gc.disable()

@@ -385,7 +385,7 @@ async def test_the_steps_in_the_store_replace_the_steps_of_a_degraded_replica(
             assert (await step(whole, token, position)).durable is True
         between.mend()
         await until(lambda: severed.store.standing.reachable and not severed.store.standing.not_durable)
-        with pytest.raises(PositionConflict, match="not durable are lost") as caught:
+        with pytest.raises(PositionConflict, match="tokens that were acknowledged as not durable are lost") as caught:
             await step(severed, 10, 3)
         assert caught.value.position == 3
         answer = await step(severed, 10, 3)

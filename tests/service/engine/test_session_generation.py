@@ -1,4 +1,4 @@
-"""Tests of generation from a session. The generation does not change the session."""
+"""Tests of generation from a session, which must not change the session."""
 
 from __future__ import annotations
 

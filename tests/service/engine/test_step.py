@@ -772,7 +772,8 @@ async def test_a_session_whose_bound_is_unknown_before_the_run_is_not_refused_be
     assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
     assert answer.state is StateSource.REBUILT
     resident = await harness.engine.submit(PredictRequest(session=session))
-    # The session's own bound is the certificate's bound, not the smaller bound of the last run.
+    # The smaller bound above holds only for the answer of the run that rebuilt the state. Later answers from the
+    # resident state have the certificate's bound.
     assert (resident.state, resident.error_bound) == (
         StateSource.RESIDENT,
         epsilon,
@@ -818,7 +819,7 @@ async def test_token_logprobs_of_a_replay_need_a_token_before_it(make_harness: M
     session = await start(harness, 5)
     request = StepRequest(session, tuple(range(6, 12)), expected_position=1, token_logprobs=True)
     assert len((await harness.engine.submit(request)).token_logprobs or ()) == 6
-    with pytest.raises(InvalidRequest, match="token_logprobs of a replay"):
+    with pytest.raises(InvalidRequest, match="token_logprobs of a replayed step need a token before the step"):
         await harness.engine.submit(request)
 
 

@@ -1,6 +1,6 @@
 """Tests of the directional proof through the engine. A proved token must stay the most probable token whatever tokens
-(the past) precede the window. The directional proof proves more answers than the radius, which bounds the hidden
-vector's error equally in all directions."""
+(the past) precede the window. The directional proof proves more answers than a proof from the radius, which bounds the
+hidden vector's error equally in all directions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def distribution(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def variations(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns the total variation between the window's distribution and the full-history model's distribution after
-    each past."""
+    each past and the window."""
     own = distribution(logits_after(small, pasts[:1, :0], window))
     result: NDArray[np.float64] = np.abs(distribution(logits_after(small, pasts, window)) - own).sum(axis=1) / 2
     return result
@@ -198,7 +198,7 @@ MakeShipped = Callable[[], Engine]
 
 @pytest.fixture
 def make_shipped() -> MakeShipped:
-    """Makes engines of the shipped model gated-stable. An engine has its directional proof in
+    """A function that makes engines of the shipped model gated-stable. An engine has its directional proof in
     `answer_builder.direction`."""
 
     def make() -> Engine:

@@ -1,5 +1,5 @@
-"""Tests that compare the margin proof with a check of every token. A proved token must stay the most probable one if
-the hidden vector is moved by the whole error in the worst direction."""
+"""Tests of the margin proof. It is compared with a check of every token. A proved token must stay the most probable one
+if the hidden vector is moved by the whole error in the worst direction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float3
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
     """Returns the most probable token and, for every other token, the largest error of the hidden vector at which the
     most probable token keeps its lead over the other token. This error is the difference of the two logits divided by
-    the distance of the two rows of the head."""
+    the distance between the two tokens' rows of the output layer's weight."""
     rows = weights["head.weight"].astype(np.float64)
     first = int(logits.argmax())
     apart = np.linalg.norm(rows - rows[first], axis=1)
@@ -56,7 +56,9 @@ def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
         nearest = int(bears.argmin())
         error = float(bears[nearest] * np.exp(0.5 * random.normal()))
         if not margin.proves(logits, hidden, error):
-            assert error > bears[nearest] * (1 - 1e-3), "only rounding may prevent a proof"
+            assert error > bears[nearest] * (1 - 1e-3), (
+                "the margin proof failed for an error below the smallest allowed error"
+            )
             refused += 1
             continue
         proved += 1
@@ -107,7 +109,7 @@ def test_tokens_that_the_row_norms_cannot_rule_out_are_checked_individually() ->
     logits = logits_of(weights, hidden)
     _, bears = leads(weights, logits)
     least = float(bears.min())
-    assert least > 1.0, "with row norms alone the proof covers only a hundredth of this error"
+    assert least > 1.0, "the smallest allowed error is small enough for a proof from row norms alone"
     # The factor 0.95 leaves 5 % for rounding errors, which are large because the rows are long.
     assert margin.proves(logits, hidden, 0.95 * least)
     assert not margin.proves(logits, hidden, 1.001 * least)

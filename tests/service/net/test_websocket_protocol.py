@@ -1,4 +1,4 @@
-"""Tests of the server's own WebSocket protocol, with messages that are split at every byte and with texts of every
+"""Tests of Wane's own WebSocket protocol class, with messages that are split at every byte and with texts of every
 length."""
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ async def test_a_changed_bundle_is_loaded_once_after_it_has_settled(folder: Path
     assert loads.names == []
     put(folder, "2")
     await poller.look()
-    assert loads.names == [], "it may still be being copied"
+    assert loads.names == [], (
+        "a changed bundle must not be loaded at the first look, because it may still be being copied"
+    )
     await poll(poller, 3)
     assert loads.names == [MODEL]
 
@@ -69,14 +71,14 @@ async def test_a_bundle_that_is_still_being_copied_is_not_loaded(folder: Path) -
 
 async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     loads = Loads()
-    loads.failure = LoadFailed(MODEL, "its weights are none")
+    loads.failure = LoadFailed(MODEL, "its weights are missing")
     poller = RepositoryPoller(Repository(folder), loads)
     for version in ("2", "3"):
         put(folder, version)
         await poll(poller, 4)
     assert loads.names == [MODEL, MODEL]
     assert (
-        "bundle small has changed, but was not loaded: model 'small' was not loaded: its weights are none"
+        "bundle small has changed, but was not loaded: model 'small' was not loaded: its weights are missing"
         in caplog.text
     )
 

@@ -142,7 +142,7 @@ async def test_an_old_version_finishes_requests_of_disconnected_callers(registry
     [
         (lambda path: (path / "weights.safetensors").write_bytes(b"no weights"), "small/weights.safetensors"),
         (lambda path: (path / "manifest.json").write_text("{"), "small/manifest.json: cannot be read as JSON"),
-        (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but its version is still"),
+        (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but its version is still 1"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
         (lambda path: edit_manifest(put(path.parent, "2", "gated", name="other"), "name", value=MODEL),
          "two different bundles have version 2"),
@@ -310,7 +310,7 @@ async def test_sessions_keep_as_many_tokens_as_the_longest_window_of_any_loaded_
 
 async def test_a_load_continues_after_the_callers_deadline(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
-    with pytest.raises(DeadlineExceeded, match="the load continues: the index of models shows"):
+    with pytest.raises(DeadlineExceeded, match="the load continues: the index of models shows when the load has ended"):
         await registry.load_model(MODEL, asyncio.get_running_loop().time())
     async with asyncio.timeout(TIMEOUT_S):
         while registry.get().version != "2":  # noqa: ASYNC110
@@ -375,7 +375,8 @@ async def test_a_model_that_is_unloaded_is_not_listed_as_failed(registry: ModelR
 
 
 async def swap_by_turns() -> None:
-    """Alternately loads versions of two models while one session stays open."""
+    """Loads SWAPS new versions of a model while one session stays open. The versions are copies of two shipped bundles
+    in turn."""
     with TemporaryDirectory() as parent, patch("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0):
         folder = Path(parent) / "bundles"
         folder.mkdir()
@@ -397,7 +398,7 @@ async def swap_by_turns() -> None:
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
     assert growth(running, kinds=2) <= 0, f"the number of threads after each swap is {running}"
-    # Leaves out the first load of each model, which allocates memory that all later loads share.
+    # Leaves out the first load from each of the two shipped bundles, which allocates memory that all later loads share.
     kept = growth(used[2:], kinds=2)
     assert kept < KEPT_BYTES, f"each swap leaks {kept:,.0f} bytes; the bytes in use after each swap are {used}"
     assert withheld < WITHHELD_BYTES, (

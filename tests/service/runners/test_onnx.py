@@ -75,7 +75,7 @@ async def run_the_largest_batch_of_each_runner() -> None:
         runner.run("scan", feeds)
         before.append(resident_bytes())
     first, second = before[1] - before[0], before[2] - before[1]
-    assert first > 15e6, "the logits alone are 17 MB"
+    assert first > 15e6, "the first run must take more than 15 MB, because its logits alone have 17 MB"
     assert second < first / 4, f"the first run took {first:,} bytes, and the second run took another {second:,} bytes"
 
 

@@ -60,7 +60,8 @@ each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mar
 
 @cache
 def on_device(path: Path, device: Device = "cpu") -> tuple[Bundle, DeviceRunner]:
-    """Returns a bundle and its runner, with padded batches. All tests share one copy."""
+    """Returns a bundle and its runner, with padded batches. All tests share one copy of the bundle and of the runner
+    for each device."""
     bundle = opened(path)[0]
     return bundle, DeviceRunner(bundle, device, threads=1, padded=True)
 
@@ -213,7 +214,7 @@ def test_the_device_path_serves_cuda_and_the_host_path_serves_the_cpu(monkeypatc
     assert type(open_runner(bundle, "auto", 1)) is OnnxRunner
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setattr(onnxruntime, "InferenceSession", NoSession)
-    assert type(open_runner(bundle, "auto", 1)) is OnnxRunner  # CUDA does not start
+    assert type(open_runner(bundle, "auto", 1)) is OnnxRunner  # auto uses the CPU, because CUDA does not start
     with pytest.raises(DeviceError, match="did not start"):
         open_runner(bundle, "cuda", 1)
     monkeypatch.setattr(onnx_device, "find_spec", lambda _: None)
@@ -334,7 +335,7 @@ class Copies:
 
 
 def random_bundle(path: Path, hidden: int) -> Bundle:
-    """Returns a model with random weights and the given width."""
+    """Makes a bundle of a model with random weights. `hidden` is the number of units in each layer."""
     model = architecture("lstm", layers=2, hidden=hidden, embedding=hidden)
     sample = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
     export_bundle(

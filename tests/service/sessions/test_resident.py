@@ -84,9 +84,7 @@ async def test_a_session_is_written_to_the_store_once_in_32_steps(bench: Bench) 
     assert bench.written == [("a", RECENT)] * 2
     assert (await bench.record("a")).position == 2 * RECENT + 2
     assert bench.written[2:] == [("a", 1)]
-    assert bench.resident.slot("a") is None, (
-        "the session must not be buffered before its next step through the general procedure"
-    )
+    assert bench.resident.slot("a") is None, "the read must take the session out of the columns"
 
 
 @given(

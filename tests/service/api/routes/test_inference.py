@@ -1,5 +1,5 @@
-"""Tests of the routes of the Open Inference Protocol: the requests to the engine, the protocol's error format, health,
-and keys.
+"""Tests of the routes of the Open Inference Protocol: the requests that they make to the engine, the protocol's error
+format, health, and keys.
 
 `tests/clients/test_tritonclient.py` compares the numbers with the native API."""
 
@@ -109,8 +109,11 @@ async def test_errors_of_the_engine_have_the_protocol_s_shape(
     ("given", "said"),
     [
         (body(TOKENS, TOKENS), "input tokens is given twice"),
-        (body(LENGTHS | {"data": [1]}), "found none of them"),
-        (body(TOKENS, TEXT | {"data": ["a"]}), "found tokens and text"),
+        (body(LENGTHS | {"data": [1]}), "give exactly one of the inputs tokens, text, events; found none of them"),
+        (
+            body(TOKENS, TEXT | {"data": ["a"]}),
+            "give exactly one of the inputs tokens, text, events; found tokens and text",
+        ),
         (body(TEXT | {"data": [""]}), "text[0] is empty"),
         (body(TOKENS, LENGTHS | {"data": [0]}), "lengths[0] is 0, but must be from 1 to 3"),
         (body(TOKENS, LENGTHS | {"data": [4]}), "lengths[0] is 4"),
@@ -133,8 +136,11 @@ async def test_errors_of_the_engine_have_the_protocol_s_shape(
         (body(sequence_start=True), "sequence_start is given without a sequence_id"),
         (body(sequence_end=True, sequence_id=0), "sequence_end is given without a sequence_id"),
         (body(outputs=["token_logprobs"], mode="window"), "mode is given, but no requested output is a prediction"),
-        (body(outputs=["position"], window=3), "window is given, but no requested output"),
-        (body(outputs=["token_logprobs"], tolerance=0.5), "tolerance is given, but no requested output"),
+        (body(outputs=["position"], window=3), "window is given, but no requested output is a prediction"),
+        (
+            body(outputs=["token_logprobs"], tolerance=0.5),
+            "tolerance is given, but no requested output is a prediction",
+        ),
         (body(BATCH, sequence_id=7), "tokens is a batch of 2 rows, but a batch has at most 1"),
         (body(sequence_id=-1), "sequence_id is -1"),
         (body(sequence_id=2**64), "sequence_id"),
@@ -146,7 +152,7 @@ async def test_errors_of_the_engine_have_the_protocol_s_shape(
         (body(sequence_id=7, truncated=True), "truncated is given with a sequence_id"),
         (body(sequence_id=7, sequence_start=True, expected_position=3), "sequence_start starts at position 0"),
         (body(sequence_id=7, expected_position=-1), "expected_position is -1"),
-        ({"inputs": []}, "found none of them"),
+        ({"inputs": []}, "give exactly one of the inputs tokens, text, events; found none of them"),
         ({}, "inputs is missing"),
         ({"inputs": [TOKENS], "id": 7}, "id must be a string"),
         ({"inputs": [TOKENS], "other": 7}, "other: there is no such field"),

@@ -1,4 +1,4 @@
-"""Tests of calls with steps of many sessions, over the fake engine and over the real models."""
+"""Tests of requests with steps of many sessions, over the fake engine and over the real models."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def test_the_index_lists_every_version(client: httpx.AsyncClient, body: by
     assert answered.json() == [
         {"name": "fake", "version": "3", "state": "READY", "reason": ""},
         {"name": "fake", "version": "4", "state": "LOADING", "reason": ""},
-        {"name": "other", "version": "", "state": "UNAVAILABLE", "reason": "its manifest is no JSON"},
+        {"name": "other", "version": "", "state": "UNAVAILABLE", "reason": "its manifest is not JSON"},
     ]
 
 
@@ -70,9 +70,9 @@ async def test_failures_have_the_protocol_s_shape(client: httpx.AsyncClient, reg
 
 
 async def test_a_failed_load_has_the_reason(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
-    registry.failure = LoadFailed("fake", "its weights are none")
+    registry.failure = LoadFailed("fake", "its weights are missing")
     error = assert_error(await client.post(ROUTES[1]), 400, "load_failed")
-    assert error == "model 'fake' was not loaded: its weights are none"
+    assert error == "model 'fake' was not loaded: its weights are missing"
 
 
 async def test_unknown_models_and_paths_have_the_protocol_s_shape(client: httpx.AsyncClient) -> None:

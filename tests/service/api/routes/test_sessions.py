@@ -32,7 +32,7 @@ async def test_the_history_and_the_position_of_a_new_session_reach_the_engine(
 
 @pytest.fixture
 def session(http: httpx.Client) -> Iterator[str]:
-    """The name of a new session. The fixture deletes the session after the test, if the session exists."""
+    """The name of a session that the test may create. The fixture deletes the session after the test, if it exists."""
     yield "brought-back"
     http.delete("/v1/sessions/brought-back")
 

@@ -46,8 +46,8 @@ def documents(columns: Document) -> list[Document]:
 
 
 def comparable(result: Document, columns: Document) -> Document:
-    """Converts `result`, a step's document, to the form in which `documents` returns it. `columns` is an answer in the
-    columns format with the same fields."""
+    """Converts `result`, a step's document, to the form in which `documents` returns a step. Keeps only the fields of
+    `columns`, an answer in the columns format."""
     if "error" in result:
         return {"error": without_time(result["error"])}
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]

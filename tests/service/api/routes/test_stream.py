@@ -208,7 +208,8 @@ async def test_a_socket_without_a_session_receives_the_error_and_is_closed(
     if code == "unavailable":
         registry.failure = Unavailable("loading")
     async with opened(server, f"/v1/sessions/{session}/stream") as socket:
-        if code == "unknown_session":  # the first message may create the session
+        # The first message may create the session, so the server refuses an unknown session only after this message.
+        if code == "unknown_session":
             await socket.send('{"tokens": [1]}')
         assert json.loads(await socket.recv())["error"]["code"] == code
         assert await closed(socket) == (close, code)
@@ -284,7 +285,7 @@ async def counted(client: httpx.AsyncClient) -> dict[str, float]:
 
 @asynccontextmanager
 async def opened_with_key(harness: EngineHarness) -> AsyncIterator[ClientConnection]:
-    """Opens a WebSocket with a key. The session belongs to the key's owner."""
+    """Opens a WebSocket of a session with the API key of the session's owner."""
     async with served(harness, api_keys=f"alice:{KEY}") as server:
         await harness.engine.create_session("mine", owner=Owner("alice"))
         headers = {"authorization": f"Bearer {KEY}"}

@@ -43,5 +43,5 @@ def test_a_password_in_the_address_overrides_the_file(tmp_path: Path) -> None:
 
 def test_the_error_names_a_missing_password_file(tmp_path: Path) -> None:
     settings = Settings(store="redis://127.0.0.1:1/0", store_password_file=tmp_path / "none")
-    with pytest.raises(StoreError, match="none, cannot be read"):
+    with pytest.raises(StoreError, match=r"^store_password_file, .*none, cannot be read"):
         make_store(settings, 8, Metrics())

@@ -1,5 +1,5 @@
-"""Tests of the local store that replaces Redis while Redis is unreachable. When Redis is reachable again, its sessions
-replace conflicting local sessions."""
+"""Tests of the local store that replaces Redis while Redis is unreachable. When Redis is reachable again, the sessions
+in Redis replace conflicting local sessions."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_the_tokens_in_the_store_replace_local_tokens_and_the_next_step_co
         assert (lost.position, theirs.position) == (2, 2)
         between.mend()
         await store.until_settled()
-        with pytest.raises(PositionConflict, match="not durable are lost") as caught:
+        with pytest.raises(PositionConflict, match="tokens that were acknowledged as not durable are lost") as caught:
             await step(store, 8)
         assert caught.value.position == 2
         after = await step(store, 8)  # the store raises the conflict only once

@@ -308,7 +308,9 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
     here = await begin(store)
     here = await store.append(here, (5,), STEP) or here
     run = await last_save(server)
-    while await last_save(server) == run:  # Redis reports this time in whole seconds
+    # Restarts Redis until the reported time changes. Redis reports it in whole seconds, so a quick restart may not
+    # change it.
+    while await last_save(server) == run:
         server.kill()
         server.start()
     await until(lambda: store.standing.ready)
