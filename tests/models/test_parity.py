@@ -144,7 +144,7 @@ def _sums_too_much(outputs: Tensors) -> Tensors:
     ("fault", "message"),
     [
         (_omits_the_ids, "window, a batch: the graph has some of the outputs .*, but not top_ids"),
-        (_swaps_the_largest, "window, a batch: top_ids are not the ids of the largest"),
+        (_swaps_the_largest, "window, a batch: top_ids are not the ids of the largest logits"),
         (_raises_the_largest, "window, a batch: top_logits are not the logits of top_ids"),
         (_sums_too_much, "window, a batch: log_sum_exp does not match the logits"),
     ],

@@ -26,7 +26,7 @@ def rounded(of: Architecture, error: float) -> Rounding:
 
 
 def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
-    """Returns a random model in which every layer is contractive."""
+    """Returns the oracle and the `Propagation` of a random model in which every layer is contractive."""
     of = architecture(cell, block, layers, **fields)
     scale = 0.6
     while True:
