@@ -1,4 +1,5 @@
-"""Runs a program in a separate process, because some client packages emit warnings on import and leave threads running."""
+"""Runs a program in a separate process, because some client packages emit warnings on import and leave threads
+running."""
 
 from __future__ import annotations
 
