@@ -108,8 +108,8 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--eos",
         metavar="TOKEN",
-        help="token that begins a sequence and encodes a line break (default: found by its usual names); none: the model "
-        "starts from the zero state, without a token",
+        help="token that begins a sequence and encodes a line break (default: found by its usual names); none: the "
+        "model starts from the zero state, without a token",
     )
     command.add_argument(
         "--tolerance",

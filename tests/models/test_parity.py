@@ -216,7 +216,7 @@ def test_a_wrong_gate_order_is_detected(order: tuple[int, ...]) -> None:
 
 def whole_numbers(factor: int) -> Run:
     """Returns a stand-in for graphs with one state tensor. It computes with integers, so its results do not depend on
-    the batch."""
+    the batch. At every token, it multiplies the state by `factor`."""
 
     def run(role: Role, feeds: Tensors) -> Tensors:
         state = feeds.get("layers.0.h", np.zeros((len(next(iter(feeds.values()))), 6), np.float32))

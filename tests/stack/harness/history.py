@@ -36,9 +36,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One append to one session. `start` is the position of its first token. If the append was answered, the position
-    is that of the answer. Otherwise it is that of the request, or None if the request has no position. All times are
-    seconds of the same clock. `ended_s` is infinite if there was no answer."""
+    """One append to one session. `start` is the position of its first token. If the append was answered, it follows
+    from the answer. Otherwise it is the position in the request, or None if the request has none. All times are seconds
+    of the same clock. `ended_s` is infinite if there was no answer."""
 
     tokens: tuple[int, ...]
     outcome: Outcome
