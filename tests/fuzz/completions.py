@@ -68,7 +68,7 @@ BODIES = bodies() | JSON
 
 
 class Served:
-    """The application with the engine of a small model. Both run on an event loop of their own."""
+    """The application with the engine of a small model. Both run on the same new event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
