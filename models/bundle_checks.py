@@ -101,7 +101,7 @@ def check_names(path: Path, manifest: Manifest) -> None:
     used |= {"weights": manifest.weights, "tokenizer": manifest.tokenizer}
     for field, name in used.items():
         if name not in manifest.files:
-            raise BundleError(f"{file}: {field}: {name!r} has no hash in files")
+            raise BundleError(f"{file}: {field}: {name!r} has no hash in `files`")
     if manifest.opset > NEWEST_OPSET:
         raise BundleError(f"{file}: opset: {manifest.opset} is newer than {NEWEST_OPSET}, the newest supported opset")
 

@@ -60,4 +60,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Reports the skipped test files."""
     if MISSING:
         files = ", ".join(str(file.relative_to(HERE)) for file in TRAIN_FILES)
-        terminalreporter.write_line(f"left out without {' and '.join(MISSING)} (extra `train`): {files}")
+        terminalreporter.write_line(
+            f"skipped, because {' and '.join(MISSING)} (extra `train`) is not installed: {files}"
+        )

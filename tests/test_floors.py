@@ -98,7 +98,7 @@ def sources() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """Returns the path of a file relative to the checkout, without its suffix, such as `service/routes/predict`."""
+    """Returns the path of a file relative to the checkout, without its suffix, such as `service/api/routes/predict`."""
     return path.relative_to(ROOT).with_suffix("").as_posix()
 
 
@@ -201,7 +201,7 @@ def test_the_service_imports_only_the_light_part_of_models() -> None:
         for module in imports(path)
         if module.startswith("wane.models") and not module.startswith(LIGHT_MODELS)
     }
-    # Needs the package onnx, and is imported inside functions that only the runner of a GPU calls.
+    # wane.models.slot_graphs needs the package onnx. Only the runner of a GPU calls the functions that import it.
     assert {importer for importer, module in used if module.startswith("wane.models.slot_graphs")} == {
         "service/runners/onnx_device"
     }

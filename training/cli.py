@@ -35,18 +35,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("train")
     command.add_argument("experiment", type=Path, help="experiment file (TOML)")
-    command.add_argument("--data", type=Path, help="file or folder of training data; overrides data.path")
-    command.add_argument("--run", type=Path, help="run folder (default: runs/NAME)")
+    command.add_argument(
+        "--data", type=Path, help="file or folder of training data; overrides the experiment's data.path"
+    )
+    command.add_argument(
+        "--run", type=Path, help="run folder; a run in it is resumed (default: runs/NAME, from NAME.toml)"
+    )
     command.add_argument("--tokenizer", type=Path, help="existing tokenizer.json (default: trains a new tokenizer)")
 
     command = commands.add_parser("evaluate")
     command.add_argument("run", type=Path, help="run folder")
-    command.add_argument("--data", type=Path, help="file or folder of data; overrides data.path")
+    command.add_argument("--data", type=Path, help="file or folder of data; overrides the experiment's data.path")
     command.add_argument(
         "--positions",
         type=_positive,
         default=POSITIONS,
-        help="number of window positions per split (default: %(default)s)",
+        help="number of positions of each split at which windows are evaluated (default: %(default)s)",
     )
 
     command = commands.add_parser("export")
@@ -54,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         "run", type=Path, help="run folder, evaluated first if it has no evaluation; or the folder of a bundle"
     )
     command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; writes BUNDLES/NAME")
-    command.add_argument("--data", type=Path, help="file or folder of data; overrides data.path")
+    command.add_argument("--data", type=Path, help="file or folder of data; overrides the experiment's data.path")
     command.add_argument(
         "--version",
         type=_version,
@@ -104,13 +108,15 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--eos",
         metavar="TOKEN",
-        help="token that begins a sequence and encodes a line break; none: the model starts from the zero state",
+        help="token that begins a sequence and encodes a line break (default: found by its usual names); none: the "
+        "model starts from the zero state, without a token",
     )
     command.add_argument(
         "--tolerance",
         type=_share,
         default=TOLERANCE,
-        help="largest total variation that the recommended k may have (default: %(default)s)",
+        help="largest total variation between the predictions of the recommended window and of the uninterrupted run "
+        "(default: %(default)s)",
     )
     command.add_argument(
         "--positions",
@@ -125,10 +131,10 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--max-window",
         type=_window,
         default=MAX_WINDOW,
-        help="largest k that is evaluated and served (default: %(default)s)",
+        help="largest window that is evaluated and served, in tokens (default: %(default)s)",
     )
     command.add_argument(
-        "--threads", type=_positive, help="number of torch threads; use 1 on a busy machine (default: torch's)"
+        "--threads", type=_positive, help="number of torch threads; use 1 on a busy machine (default: chosen by torch)"
     )
     command.add_argument("--report", type=Path, metavar="DIR", help="report folder (default: audits/NAME)")
     command.add_argument("--export", type=Path, metavar="BUNDLES", help="also write the bundle BUNDLES/NAME")

@@ -1,4 +1,5 @@
-"""Runs a program in a separate process, because some client packages emit warnings on import and keep threads."""
+"""Runs a program in a separate process, because some client packages emit warnings on import and leave threads
+running."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ TIMEOUT_S = 300
 
 def skip_without(package: str) -> pytest.MarkDecorator:
     """Returns a pytest mark that skips tests if a client package is not installed. If `WANE_REQUIRE_STACK` is 1, the
-    tests are not skipped and fail."""
+    tests run and fail instead."""
     missing = find_spec(package) is None and os.environ.get(REQUIRED) != "1"
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed; the extra clients installs it")
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed; the extra `clients` installs it")
 
 
 def import_client(package: str) -> Any:
-    """Imports a client package. If the package is not installed, skips the test file. If, in addition,
-    `WANE_REQUIRE_STACK` is 1, fails instead."""
+    """Imports a client package. If the package is not installed, skips the test file, or fails if `WANE_REQUIRE_STACK`
+    is 1."""
     return import_module(package) if os.environ.get(REQUIRED) == "1" else pytest.importorskip(package)
 
 

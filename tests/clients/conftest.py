@@ -1,4 +1,4 @@
-"""Started servers for the released client packages of other protocols."""
+"""Fixtures that start servers for the tests of released client packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the package litellm as a client. Its models have the prefix `text-completion-openai/`."""
+"""Tests of the package litellm as a client. In litellm, the names of Wane's models have the prefix
+`text-completion-openai/`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ Complete = Callable[..., Any]
 
 @pytest.fixture(params=["sync", "async"])
 def complete(request: pytest.FixtureRequest, live: LiveServer) -> Complete:
-    """Calls `completions.create` of one of the clients, and returns the answer or the list of chunks."""
+    """Returns a function that calls `completions.create` of the synchronous or the asynchronous client. The function
+    returns the answer, or the list of chunks of a stream."""
 
     def created(**fields: Any) -> Any:
         wanted = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 4, **fields}
@@ -51,7 +52,8 @@ def complete(request: pytest.FixtureRequest, live: LiveServer) -> Complete:
 
 
 def refused(complete: Complete, param: str, **fields: Any) -> str:
-    """Checks that an error names a field of the request, and returns the error's message."""
+    """Checks that a request with these fields is rejected, and that the error names the field `param`. Returns the
+    error's message."""
     with pytest.raises(openai.BadRequestError) as caught:
         complete(**fields)
     error = caught.value
@@ -66,7 +68,7 @@ def ids_of(native: httpx.Client, text: str) -> list[int]:
 
 
 def generated(native: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """Returns the native API's answer."""
+    """Returns the answer of the native route /v1/generate."""
     wanted = {"input": PROMPT, "max_tokens": 4, "temperature": 0, **fields}
     answer: dict[str, Any] = native.post("/v1/generate", json=wanted).raise_for_status().json()
     return answer
@@ -282,7 +284,7 @@ def test_a_stream_has_one_id_one_finish_reason_for_each_index_and_the_same_texts
     texts = ["".join(one.text for chunk in chunks for one in chunk.choices if one.index == index) for index in range(4)]
     assert texts == [choice.text for choice in whole.choices]
     order = [one.index for chunk in chunks for one in chunk.choices]
-    assert order != sorted(order)  # interleaved
+    assert order != sorted(order)  # the chunks of the indices are interleaved
     assert all(chunk.usage is None for chunk in chunks)
 
 

@@ -1,6 +1,6 @@
-"""Tests that the container files agree with the settings and the source tree. They cover what
-tests/stack/test_docker.py cannot cover: how the limits of memory are composed, and the services that this test cannot
-run (Grafana and the server on a GPU)."""
+"""Tests that the container files agree with the settings and the source tree. They also cover what
+tests/stack/test_docker.py does not: the sums behind the memory limits, and the services that it cannot run (Grafana and
+the server on a GPU)."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_a_service_writes_only_to_its_volumes_and_has_no_capabilities(service: d
 
 @each_service
 def test_a_service_has_a_health_check_unless_its_image_has_one(service: dict[str, Any]) -> None:
-    # Two services have no health check in the compose file. The image of Prometheus has its own health check. No
-    # service waits for HAProxy.
+    # In the compose file, the servers have no health check, because their image has one. HAProxy has none, because no
+    # service waits for it.
     own = service["image"].startswith(("wane", "haproxy"))
     assert ("healthcheck" in service) != own
 
@@ -120,7 +120,9 @@ def test_secrets_are_mounted_as_folders_and_not_as_files(service: dict[str, Any]
         assert (mount["type"], mount["target"], mount["read_only"]) == ("bind", "/run/secrets", True)
         folder = tmp_path / mount["source"]
         assert folder.is_dir() and named <= {file.name for file in folder.iterdir()}
-        assert folder != tmp_path / "secrets", "that folder has the secrets of all services"
+        assert folder != tmp_path / "secrets", (
+            "a service must not mount the folder that has the secrets of all services"
+        )
 
 
 GIB = 2**30
@@ -128,7 +130,7 @@ UNITS = {"m": 2**20, "g": GIB, "mb": 2**20, "gb": GIB}
 
 
 def in_bytes(text: str) -> int:
-    """Returns the bytes of a size in the notation of compose and Redis."""
+    """Returns a size in bytes. `text` is the size in the notation of compose or Redis, such as `2g`."""
     number, unit = re.fullmatch(r"(\d+)([a-z]+)", text).groups()  # type: ignore[union-attr]
     return int(number) * UNITS[unit]
 
@@ -146,7 +148,7 @@ def test_a_full_replica_stays_within_its_memory_limit() -> None:
     (taken,) = [int(found) * 1024 for found in re.findall(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)]
     models = len([one for one in (ROOT / DEFAULTS.bundles).iterdir() if (one / "manifest.json").is_file()])
     full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes + DEFAULTS.receive_budget_bytes
-    assert full + GIB <= limit, "the limit leaves a GiB for requests in flight and the next version of a model"
+    assert full + GIB <= limit, "the limit must leave a GiB for requests in flight and the next version of a model"
 
 
 def test_redis_has_twice_its_data_limit_as_memory_and_evicts_no_keys() -> None:

@@ -173,7 +173,9 @@ def test_images_and_users_are_those_of_the_dockerfile_and_of_the_compose_file() 
     assert container("wane", GPU)["image"] == COMPOSE["wane-gpu"]["image"]
     assert container("redis")["image"] == COMPOSE["redis"]["image"]
     assert container("haproxy")["image"].split(":")[0] == COMPOSE["haproxy"]["image"].split(":")[0]
-    assert "command" not in container("wane") and "args" not in container("wane"), "the image sets the command"
+    assert "command" not in container("wane") and "args" not in container("wane"), (
+        "the manifest must not replace the image's command"
+    )
 
 
 @pytest.mark.parametrize("name", ["haproxy", "redis", "wane"])
@@ -189,7 +191,7 @@ UNITS = {"Mi": 2**20, "Gi": GIB}
 
 
 def asked_bytes(name: str, among: list[Resource] = BASE) -> int:
-    """Returns the memory request of the pod of this name."""
+    """Returns the memory request, in bytes, of the container of the pod with this name."""
     asked = container(name, among)["resources"]["requests"]["memory"]
     return int(asked[:-2]) * UNITS[asked[-2:]]
 
@@ -282,7 +284,9 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
     scaler = get("HorizontalPodAutoscaler", "wane")["spec"]
     target = get(scaler["scaleTargetRef"]["kind"], scaler["scaleTargetRef"]["name"])
     assert scaler["scaleTargetRef"]["apiVersion"] == target["apiVersion"]
-    assert "replicas" not in target["spec"], "otherwise every apply would overwrite the HPA's number of replicas"
+    assert "replicas" not in target["spec"], (
+        "`replicas` must not be set, because every apply would overwrite the HPA's number of replicas"
+    )
     (metric,) = [one["pods"]["metric"]["name"] for one in scaler["metrics"] if one["type"] == "Pods"]
     (adapter,) = load(FOLDER / "monitoring" / "adapter.yaml")
     (rule,) = adapter["rules"]["custom"]

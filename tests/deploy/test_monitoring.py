@@ -63,7 +63,7 @@ def test_every_replica_is_scraped_under_its_own_name() -> None:
 
 
 def lost(given: Any, back: Any, path: str = "") -> list[str]:
-    """Returns the paths of the fields whose values in `read` differ from those in `given`."""
+    """Returns the paths of the fields of `given` that have another value, or none, in `back`."""
     if isinstance(given, dict) and isinstance(back, dict):
         return [where for key, value in given.items() for where in lost(value, back.get(key), f"{path}.{key}")]
     if isinstance(given, list) and isinstance(back, list) and len(given) == len(back):

@@ -27,7 +27,8 @@ DEFAULTS = Settings()
 
 
 async def tell(request: Request) -> Response:
-    """Returns the headers that Ray's router would receive for a request."""
+    """Returns the values of the header x-session-id that Ray's router would receive. The answer has the header
+    x-request-id twice."""
     answer = JSONResponse(request.headers.getlist("x-session-id"))
     answer.raw_headers += [(b"x-request-id", b"a"), (b"X-Request-ID", b"a")]
     return answer

@@ -74,7 +74,7 @@ def test_a_process_reads_the_files_that_its_container_mounts(stack: Stack, name:
     process = stack.processes[name]
     mounts = [mount for mount in process.service.mounts if not mount.is_volume]
     if process.service.image == SERVER:
-        assert not mounts, "the process uses the bundles of the package"
+        assert not mounts, "a server must mount no file, because it serves the bundles of the package"
         return
     (mount,) = mounts
     configuration = ROOT / CONFIGURATION[name]

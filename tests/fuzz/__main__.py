@@ -26,7 +26,7 @@ def main() -> None:
         prog="scripts/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parsers", type=int, default=100_000, help="number of cases of all parsers together")
-    parser.add_argument("--requests", type=int, default=2000, help="requests over HTTP")
+    parser.add_argument("--requests", type=int, default=2000, help="number of requests over HTTP")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=TARGETS, metavar="NAME")
     options = parser.parse_args()

@@ -51,7 +51,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "session": st.sampled_from(["a", "b", "a b", None]),
     "expected_position": st.integers(-1, 3) | st.none(),
 }
-assert FIELDS.keys() == CompletionBody.model_fields.keys(), "FIELDS lacks a field of the body"
+assert FIELDS.keys() == CompletionBody.model_fields.keys(), "FIELDS and CompletionBody have different fields"
 
 
 @st.composite
@@ -68,7 +68,7 @@ BODIES = bodies() | JSON
 
 
 class Served:
-    """The application with the engine of a small model. Both run on an event loop of their own."""
+    """The application with the engine of a small model. Both run on the same new event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

@@ -107,7 +107,7 @@ class HttpFuzz:
             memory_mib.append(self.memory_mib())
             first_seed += SEEDS
         before, after = memory_mib
-        assert after - before < GROWN_MIB, f"the server grew from {before:.0f} to {after:.0f} MiB"
+        assert after - before < GROWN_MIB, f"the server's memory grew from {before:.0f} to {after:.0f} MiB"
 
     # Requests
 

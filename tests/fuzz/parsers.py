@@ -347,7 +347,7 @@ def bundles(draw: st.DrawFn) -> BundleFiles:
 
 
 def check_bundle(bundle: BundleFiles) -> None:
-    """Reads a bundle; BundleError is its only error."""
+    """Reads a bundle. Any error except BundleError is a finding."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "small"
         path.mkdir()

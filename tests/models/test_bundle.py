@@ -138,8 +138,8 @@ def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path
         (("vocabulary", "sha256"), "0" * 64, "vocabulary.sha256: the manifest says 000000"),
         (("vocabulary", "eos_id"), 5, "vocabulary.eos_id: the manifest says 5, the file has 1"),
         (("opset",), 99, "opset: 99 is newer than 21"),
-        (("weights",), "other.safetensors", "weights: 'other.safetensors' has no hash in files"),
-        (("graphs", "head"), "neck.onnx", "graphs.head: 'neck.onnx' has no hash in files"),
+        (("weights",), "other.safetensors", "weights: 'other.safetensors' has no hash in `files`"),
+        (("graphs", "head"), "neck.onnx", "graphs.head: 'neck.onnx' has no hash in `files`"),
         (("certificate", "layers"), [], "certificate.layers: 0 entries claimed, the weights give 2"),
     ],
 )

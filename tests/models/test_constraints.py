@@ -118,7 +118,7 @@ def test_random_weights_are_certified_after_a_projection_that_enlarges_no_matrix
     once = {name: tensor.clone() for name, tensor in built.weights().items()}
     certified = certify(small, {name: tensor.numpy() for name, tensor in once.items()}, 2, None)
     for layer, limit in zip(certified.layers, limits, strict=True):
-        # The certificate uses the cap as float32.
+        # The certificate rounds the cap to float32, which can increase the factor.
         assert layer.factor <= limit * (1 + (1e-7 if cell == "gated" else 0)), layer
     for name, tensor in once.items():
         before = torch.from_numpy(wild[name])
@@ -149,8 +149,9 @@ def test_shrinking_few_rows_changes_less_than_one_common_factor(
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_an_open_memory_gate_stays_open_if_the_bound_holds(cell: Cell) -> None:
-    """Uses a memory gate (the LSTM's forget gate, the GRU's update gate) of 0.95 and almost no recurrent weights. The
-    projection would cap the gate below 0.95 if it had to reach the factor 0.98. But the factor is below 0.98 already.
+    """Uses a memory gate (the LSTM's forget gate, the GRU's update gate) of 0.95 and almost no recurrent weights, so
+    the factor is already below the limit 0.98. The projection must then change no weight. If it had to reduce the
+    factor to 0.98, it would cap the gate below 0.95.
     """
     built = network(cell, "plain", scale=0.001, layers=1)
     with torch.no_grad():

@@ -121,8 +121,7 @@ def test_padding_has_no_effect(export: Export, tmp_path: Path, cell: Cell, block
 
 
 def test_a_scan_in_pieces_matches_the_oracle(export: Export, tmp_path: Path) -> None:
-    """Tests lengths around the multiples 256, 512 and 768, because the graph computes log-probabilities for 256 rows at
-    a time."""
+    """Tests lengths around 256 and 512, because the graph computes the log-probabilities of 256 tokens at a time."""
     model = architecture("rnn_tanh")
     weights = random_weights(model, seed=0)
     export(model, weights)

@@ -1,4 +1,4 @@
-"""Tests that a bundle of an older schema is exported again, with the same weights and answers."""
+"""Tests that a bundle of an older schema is exported again, with the same weights, certificate and quality."""
 
 from __future__ import annotations
 

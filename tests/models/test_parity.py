@@ -144,7 +144,7 @@ def _sums_too_much(outputs: Tensors) -> Tensors:
     ("fault", "message"),
     [
         (_omits_the_ids, "window, a batch: the graph has some of the outputs .*, but not top_ids"),
-        (_swaps_the_largest, "window, a batch: top_ids are not the ids of the largest"),
+        (_swaps_the_largest, "window, a batch: top_ids are not the ids of the largest logits"),
         (_raises_the_largest, "window, a batch: top_logits are not the logits of top_ids"),
         (_sums_too_much, "window, a batch: log_sum_exp does not match the logits"),
     ],
@@ -216,7 +216,7 @@ def test_a_wrong_gate_order_is_detected(order: tuple[int, ...]) -> None:
 
 def whole_numbers(factor: int) -> Run:
     """Returns a stand-in for graphs with one state tensor. It computes with integers, so its results do not depend on
-    the batch."""
+    the batch. At every token, it multiplies the state by `factor`."""
 
     def run(role: Role, feeds: Tensors) -> Tensors:
         state = feeds.get("layers.0.h", np.zeros((len(next(iter(feeds.values()))), 6), np.float32))

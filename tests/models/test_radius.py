@@ -24,7 +24,7 @@ CALM = 0.2
 
 
 def model(front: bool, layers: int, block: str = "residual", feed_forward: int = 7) -> Architecture:
-    """Returns a gated model that forgets fast."""
+    """Returns the architecture of a gated model that forgets fast."""
     fields: dict[str, object] = {"gate_caps": tuple(0.5 + 0.1 * layer for layer in range(layers))}
     if block == "residual":
         fields |= {"norm_epsilon": 0.25, "feed_forward": feed_forward, "units": 9}
@@ -33,7 +33,7 @@ def model(front: bool, layers: int, block: str = "residual", feed_forward: int =
 
 
 def calm_weights(model: Architecture, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Returns random weights whose blocks amplify little."""
+    """Returns random weights with small matrices in the layers, so that each layer amplifies little."""
     weights = random_weights(model, seed)
     for name in weights:
         if name.startswith("layers.") and weights[name].ndim == 2:
@@ -74,7 +74,8 @@ def test_every_radius_is_at_least_the_oracle_s_radius_and_close_to_it(
         assert radii.shape == LENGTHS.shape
         assert (radii >= proved).all()
         assert (radii[LENGTHS.max() == LENGTHS] < radii[1] / 10).all()
-        # The graph's bound uses only the tokens after the first ones, which the front reaches.
+        # The graph's bound is close only for windows of more than 4 tokens: for the first 4 tokens, the front also
+        # reads tokens before the window.
         begun = LENGTHS > 4
         assert (radii[begun] <= 100 * proved[begun] + 1e-5).all()
 

@@ -73,7 +73,7 @@ def environment(checkout: Path, *extras: str, python: str = "python3") -> subpro
 
 
 def installed(checkout: Path) -> list[str]:
-    """Returns the arguments of every call of pip."""
+    """Returns the last argument of every call of pip."""
     path = checkout / "installed"
     return [line.split()[-1] for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -18,7 +18,7 @@ from wane.service.settings import Settings
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL
 SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
-"""The length of a session's history, in tokens, that a replica stores."""
+"""The number of the last tokens of a session that the replicas store."""
 
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]
@@ -29,9 +29,9 @@ FIGURES = pytest.StashKey[list[str]]()
 @pytest.fixture
 def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
     """Returns a function that creates a stack on free ports, without starting it. The fixture kills the stack at the
-    end of the test. Arguments of the function: `settings` are the environment variables of every replica. `own` are
-    additional variables of single replicas, by the replica's name. `balance` is HAProxy's balancing algorithm. If
-    `whole` is true, the stack also has API keys and Prometheus."""
+    end of the test. Arguments of the function: `settings` are the environment variables of every replica, by name.
+    `own` maps the name of a replica to additional variables of this replica. `balance` is HAProxy's balancing
+    algorithm. If `whole` is true, the stack also has API keys and Prometheus."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as made:

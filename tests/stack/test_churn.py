@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 MINUTES = 0.5
 MEASURED_S = 3.0
 SHARE = 0.4
-GROWTH = 1.1  # the allowed growth of resident memory in the first half minute, in which it still grows
+GROWTH = 1.1  # resident memory may grow by this factor, because it is not yet constant after half a minute
 
 
 async def test_no_check_of_the_soak_fails_during_attacks(tmp_path: Path, figures: Figures) -> None:

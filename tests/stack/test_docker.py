@@ -97,7 +97,7 @@ class Deployment:
         return document
 
     def health(self, service: str) -> str:
-        """Returns the health that Docker reports. HAProxy has no health check."""
+        """Returns the health that Docker reports. HAProxy has no health check, and counts as healthy."""
         state = self.inspect(service)["State"]
         found: str = state["Health"]["Status"] if service != ENTRANCE else "healthy"
         return found
@@ -114,8 +114,7 @@ class Deployment:
 
     @property
     def store(self) -> str:
-        """Returns a client of Redis. It connects to the address of Redis's container, because the container publishes
-        no port."""
+        """The URL of Redis. It has the address of Redis's container, because the container publishes no port."""
         (network,) = self.inspect(STORE)["NetworkSettings"]["Networks"].values()
         password = (self.secrets / secrets.REDIS_PASSWORD).read_text().strip()
         return f"redis://:{password}@{network['IPAddress']}:6379/0"

@@ -74,8 +74,8 @@ async def test_in_mode_degrade_sessions_continue_and_the_sessions_in_redis_repla
             await stepped(clients)
             await asyncio.to_thread(redis.kill)
             await until_each(clients, has_undurable)
-            # Killing this replica loses the tokens that are not in Redis and that only this replica has. So the
-            # sessions in Redis differ from those of the other replicas.
+            # Redis is down, so this replica alone has the newest tokens of its sessions. The kill loses these tokens,
+            # so later steps of these sessions have conflicts (409).
             await asyncio.to_thread(victim.kill)
             victim.start()
             before = {client.session: (len(client.history), client.repeated) for client in clients}

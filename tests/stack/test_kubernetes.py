@@ -32,7 +32,8 @@ RESOLVER = "    parse-resolv-conf\n"
 
 @pytest.fixture
 def pods() -> Iterator[ExitStack]:
-    """A list of pods. The fixture kills them at the end of the test."""
+    """A stack of callbacks, to which the test adds one for each pod. The callbacks kill the pods at the end of the
+    test."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as stack:

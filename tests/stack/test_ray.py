@@ -66,7 +66,7 @@ async def asks_for_a_key(client: SessionClient) -> None:
     assert answer.json()["position"] == client.position
     for keys, code in (({}, POLICY), (OTHERS, NO_SESSION)):
         async with connect(f"ws://127.0.0.1:{client.port}{path}/stream", additional_headers=keys) as socket:
-            if code == NO_SESSION:  # the first message may create a session, so the server waits for it
+            if code == NO_SESSION:  # the server waits for the first message, because it may create the session
                 await socket.send('{"tokens": [5]}')
             assert "error" in json.loads(await socket.recv())
             await socket.wait_closed()
@@ -104,7 +104,7 @@ async def test_a_hundred_sessions_continue_when_replicas_are_killed_added_and_re
             client.timed.clear()
         async with stepping(clients, RATE):
             await asyncio.to_thread(command.scale, 1)
-            for stream in streams:  # a replica waits for its WebSockets before it exits
+            for stream in streams:  # a replica does not exit before its WebSockets are closed
                 await stream.close()
             remaining = await asyncio.to_thread(command.until_ready, 1)
             await asyncio.to_thread(command.scale, 2)

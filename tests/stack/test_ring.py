@@ -13,7 +13,8 @@ pytestmark = pytest.mark.stack
 
 
 def owners(*servers: int) -> dict[str, int]:
-    """Returns the server that the ring selects. Replicas are numbered from 0, and HAProxy's servers from 1."""
+    """Returns, for each session, the replica that the ring selects. Replicas are numbered from 0, and HAProxy's servers
+    (`servers`) from 1."""
     found = Ring(full(servers)).owners(places(SESSIONS))
     return {session: int(owner) - 1 for session, owner in zip(SESSIONS, found, strict=True)}
 

@@ -113,6 +113,6 @@ async def test_streams_cut_off_by_a_killed_replica_continue_at_another(make_stac
 
 
 async def step_each(streams: Sequence[Streaming]) -> None:
-    """Runs some steps of each client."""
+    """Sends STEPS steps of each client."""
     for _ in range(STEPS):
         await asyncio.gather(*(stream.step() for stream in streams))

@@ -218,7 +218,7 @@ def test_the_factor_of_a_linear_layer_is_its_largest_singular_value() -> None:
     weights["layers.0.cell.weight_hh_l0"] = np.diag(np.array([0.5, -0.75, 0, 0, 0, 0], dtype=np.float32))
     certificate = contraction(model, weights)
     assert certificate.layers[0].factor == pytest.approx(0.75, rel=1e-9)
-    assert certificate.layers[0].factor > 0.75, "rounded outward"
+    assert certificate.layers[0].factor > 0.75, "the factor must be rounded up"
     assert certificate.contractive
 
 
@@ -335,8 +335,9 @@ def test_an_lstm_without_recurrence_forgets_at_its_forget_gate() -> None:
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), forget=st.floats(0.1, 0.9))
 def test_lstms_that_meet_miller_and_hardt_s_condition_are_contractive(seed: int, forget: float) -> None:
-    """Miller and Hardt's condition in the maximum norm, with f the largest value of the forget gate: |W_i| < 1 - f,
-    |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2."""
+    """Uses weights that meet Miller and Hardt's condition in the maximum norm: |W_i| < 1 - f, |W_o| < 1 - f, |W_g| <=
+    (1 - f) / 4 and |W_f| < (1 - f)^2. The norms are those of the gates' recurrent matrices, and f is the largest value
+    of the forget gate."""
     model = architecture("lstm")
     weights = random_weights(model, seed, driven=0.0)
     room = 1 - forget

@@ -216,7 +216,9 @@ def test_a_stable_model_is_certified_with_its_rounding_in_the_bound() -> None:
     rounded = certify(model, weights, 64, rounding(0.0, states=["layers.0.h"], state=1e-7))
     assert rounded.state_error == certificate.state_error
     assert rounded.rounding is not None and rounded.rounding.worst_case is not None
-    assert 1e-7 < rounded.rounding.carried < 1e-6, "the rounding error of one step, carried through the recurrence"
+    assert 1e-7 < rounded.rounding.carried < 1e-6, (
+        "the carried rounding must be up to ten times the rounding error of one step"
+    )
     expected = np.tanh(rounded.head_diameter * (rounded.state_error[9] + 2 * rounded.rounding.carried) / 4)
     assert rounded.error_bound[9] == pytest.approx(expected, rel=1e-9)
 
@@ -230,7 +232,9 @@ def test_the_reason_names_the_layer_that_may_not_forget() -> None:
     assert certificate.reason is not None and certificate.reason.startswith("layer 1 is not proved to forget")
     assert "1.5 (spectral_norm)" in certificate.reason
     assert certificate.state_error == () and certificate.state_error_at(3) is None
-    assert certify(model, weights, 64, rounding(1e-6)).rounding is None, "the rounding has no bound"
+    assert certify(model, weights, 64, rounding(1e-6)).rounding is None, (
+        "a certificate must not have a rounding without a bound"
+    )
     assert certificate.smallest_window(0.5) is None
 
 

@@ -27,7 +27,7 @@ FLOAT64 = 1e-12
 def test_the_output_and_its_non_linearity_are_within_the_bounds(
     seed: int, hidden: int, wide: int, size: float, batch: int, by_unit: bool
 ) -> None:
-    """Samples inputs in a box. In some cases, the bound also uses given bounds of each hidden unit."""
+    """Samples inputs in a box. In some cases, the layer is also given a bound of the change of each hidden unit."""
     generator = np.random.default_rng(seed)
     inner = Linear(generator.normal(size=(wide, hidden)), generator.normal(size=wide))
     layer = FeedForward(inner, Linear(generator.normal(size=(hidden, wide)), generator.normal(size=hidden)))

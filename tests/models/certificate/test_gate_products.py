@@ -1,4 +1,5 @@
-"""Compares the largest norm of a k-fold product of gate vectors with the result of a full search."""
+"""Tests that `GateProducts` finds the greatest length of a vector after k elementwise products with one row of a table
+of gates. The test computes the lengths of all rows."""
 
 from __future__ import annotations
 

@@ -90,8 +90,9 @@ def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
 def test_a_function_s_change_is_within_its_gradient_and_second_order(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
 ) -> None:
-    """Checks both bounds of the second-order part of the change (`pull` and `turned`). These methods are given the
-    exact bounds of the first-order part and of the change in the direction of x."""
+    """Checks two bounds of the change. One is the bound of the first-order part plus the second-order part that `pull`
+    returns. The other is `turned`, which is given the exact bounds of the first-order part and of the change in the
+    direction of x."""
     generator = np.random.default_rng(seed)
     source = Linear(generator.normal(size=(hidden, units)))
     x = generator.normal(size=(1, hidden)) + offset
@@ -111,7 +112,8 @@ def test_a_function_s_change_is_within_its_gradient_and_second_order(
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0, 5.0])
 def test_a_move_perpendicular_to_x_attains_the_bound(share: float) -> None:
-    """Uses a perturbation that has no first-order part, so the change of the output attains the bound."""
+    """Moves x perpendicularly to itself. In the direction of x, the output then has no first-order change, and its
+    whole change attains the bound."""
     generator = np.random.default_rng(0)
     lead, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - lead * (lead @ across))
@@ -166,7 +168,7 @@ def test_furthest_bounds_the_image_of_every_corner_of_a_box(seed: int, rows: int
     farthest = [np.linalg.norm(corners(each) @ matrix.weight.T, axis=1).max() for each in box]
     assert (farthest <= said * (1 + 1e-14)).all()
     assert (said <= np.linalg.norm(box @ matrix.magnitude.T, axis=1) * (1 + 1e-14)).all(), (
-        "the bound must be at most the bound that is computed from the rows' lengths"
+        "the bound must be at most the length of the vector of each output's largest absolute value"
     )
 
 

@@ -26,7 +26,7 @@ def rounded(of: Architecture, error: float) -> Rounding:
 
 
 def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
-    """Returns a random model in which every layer is contractive."""
+    """Returns the oracle and the `Propagation` of a random model in which every layer is contractive."""
     of = architecture(cell, block, layers, **fields)
     scale = 0.6
     while True:
@@ -57,15 +57,15 @@ def test_every_run_with_state_errors_at_chunk_boundaries_is_within_the_bound(
     width = {tensor.name: tensor.shape for tensor in reference.architecture.state_tensors()}
     joint = {name: size * random.uniform(0.1, 1, shape) for name, shape in width.items()}
     bound = propagation.apart(joint, LENGTH)
-    # A model has no bound if the difference of two runs does not decay within LENGTH tokens.
+    # There is no bound if the difference of two runs decays too little within LENGTH tokens.
     assume(bound is not None)
     assert bound is not None
     tokens = np.full(5 * LENGTH, random.integers(11)) if same else random.integers(11, size=5 * LENGTH)
     whole, parts = reference.zero_state(1), reference.zero_state(1)
     for position, token in enumerate(tokens):
         if position and position % LENGTH == 0:
-            # It is unknown which corner of the box of rounding errors has the largest effect. So the test uses the
-            # corner whose signs increase the current error, or a random corner.
+            # It is unknown which corner of the box of state errors has the largest effect. So the test uses the corner
+            # that increases the current difference of the two runs, or a random corner.
             signs = {
                 name: np.where(parts[name] >= whole[name], 1, -1) if same else random.choice([-1, 1], shape)
                 for name, shape in width.items()

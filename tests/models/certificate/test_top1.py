@@ -144,7 +144,8 @@ def test_no_leads_give_an_empty_result() -> None:
 def test_the_bound_counts_an_error_of_the_hidden_stream_exactly_once() -> None:
     """Moves the hidden stream (the input of the last LayerNorm) by the distance `off` along the gradient of a lead. The
     window is so long that the tokens before it have no effect. So the lead's bound contains only this error, and the
-    change of the lead is at least half of the bound. If the bound counted the error twice, the change would be smaller.
+    change of the lead is at least half of the bound. If the bound counted the error twice, the change would be less
+    than half of the bound.
     """
     model = architecture("gated", "residual", gate_caps=(0.5,), norm_epsilon=0.25)
     weights, off = random_weights(model, seed=0), 1e-3
@@ -153,7 +154,7 @@ def test_the_bound_counts_an_error_of_the_hidden_stream_exactly_once() -> None:
     states, errors = [step.state[0] for step in exact.steps], [step.error[0].box for step in exact.steps]
     for gap in gaps:
         aim = np.ones(model.hidden)
-        for _ in range(8):  # searches the stream at the distance `off` that changes the lead most
+        for _ in range(8):  # searches for the stream at the distance `off` that changes the lead most
             bound = request.resume(exact.stream + off * aim / np.linalg.norm(aim), np.array([80]), states, errors, off)
             assert bound.norm is not None
             aim = bound.norm.pull((gap * weights["norm.weight"])[None], np.zeros(1, np.intp))[0][0]

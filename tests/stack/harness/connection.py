@@ -47,7 +47,7 @@ class Connection:
         except (OSError, asyncio.IncompleteReadError) as error:
             self.close()
             raise Broken(str(error)) from error
-        except BaseException:  # without the close, the next request would read the answer to this request
+        except BaseException:  # for example a cancellation; without the close, the next request would read this answer
             self.close()
             raise
 
@@ -56,7 +56,7 @@ class Connection:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
         content = await reader.readexactly(int(headers.get("content-length", "0")))
         if "content-length" not in headers and not first.startswith("HTTP/1.1 204"):
-            content = await reader.read()  # HAProxy closes the connection after its own answers
+            content = await reader.read()  # an answer of HAProxy itself, which then closes the connection
         if headers.get("connection", "").lower() == "close":
             self.close()
         document: dict[str, Any] = {}

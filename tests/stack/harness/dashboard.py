@@ -16,12 +16,12 @@ PANELS: dict[str, dict[str, Any]] = {one["title"]: one for one in DASHBOARD["pan
 SOURCE: dict[str, Any] = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())[
     "datasources"
 ][0]
-RATES_OVER = 4  # Grafana's $__rate_interval has at least this many scrape intervals
+RATES_OVER = 4  # Grafana's $__rate_interval is at least this many scrape intervals long
 
 
 def queries(panel: dict[str, Any]) -> list[str]:
-    """Returns a panel's queries. Replaces the variables with `All`, and the interval for rates with the shortest one
-    that Grafana uses."""
+    """Returns a panel's queries for all models and replicas. The interval of rates is the shortest one that Grafana
+    uses."""
     seconds = RATES_OVER * int(SOURCE["jsonData"]["timeInterval"].removesuffix("s"))
     values = {"$__rate_interval": f"{seconds}s", "$model": ".*", "$replica": ".*"}
     found: list[str] = []

@@ -39,7 +39,7 @@ COPY wheels /wheels
 RUN ln -s python3 /usr/bin/python && printf '[global]\\nno-index = true\\nfind-links = /wheels\\n' > /etc/pip.conf
 """
 FOR_OLDER_PYTHON = "async-timeout"
-"""Additional requirements for Debian's Python 3.11.2. The package redis needs them with a Python before 3.11.3."""
+"""An additional requirement for Debian's Python 3.11.2. The package redis needs it if Python is older than 3.11.3."""
 
 MOST_FILES = 16384
 WAIT_S = 60.0
@@ -76,8 +76,8 @@ def engine(folder: Path) -> Iterator[None]:
     if runs():
         yield
         return
-    # dockerd cannot give containers a higher limit of open files than its own, and the limit of this process may be
-    # lower.
+    # dockerd cannot give containers a higher limit of open files than its own. It inherits the limit of this process,
+    # which may be below MOST_FILES.
     files = min(MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     log = folder / "dockerd.log"
     with log.open("w") as said:
@@ -112,12 +112,12 @@ def tagged(image: str, name: str) -> Iterator[None]:
 
 
 def stand_in(name: str) -> str:
-    """The stand-in for a service's image: `redis`, `haproxy` or `prometheus`."""
+    """Returns the name of the stand-in for a service's image. `name` is `redis`, `haproxy` or `prometheus`."""
     return _image(name, f"FROM {_debian()}\n{RECIPES[name]}\n")
 
 
 def python_stand_in() -> str:
-    """The stand-in for Python's image."""
+    """Returns the name of the stand-in for Python's image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     built, served = project["build-system"]["requires"], project["project"]["dependencies"]
     wanted = [*built, *served, *project["project"]["optional-dependencies"]["otel"], FOR_OLDER_PYTHON]
@@ -129,7 +129,7 @@ def python_stand_in() -> str:
 
 
 def _debian() -> str:
-    """Returns the base image of all stand-ins, which is Debian with the programs of every stand-in."""
+    """Returns the name of the base image of all stand-ins: Debian with the programs of every stand-in."""
     bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE]
 
     def make(image: str) -> None:
@@ -151,7 +151,8 @@ def _debian() -> str:
 
 
 def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda folder: None, contents: str = "") -> str:
-    """Builds the image of a Dockerfile. `prepare` writes the files of the build context."""
+    """Returns the name of an image, which is built if necessary. `recipe` is the text of its Dockerfile. `prepare`
+    writes the other files of the build context, and `contents` describes them."""
 
     def make(image: str) -> None:
         with TemporaryDirectory() as folder:
@@ -163,7 +164,8 @@ def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda fold
 
 
 def _kept(name: str, made_of: str, make: Callable[[str], None]) -> str:
-    """Returns the existing stand-in if its contents have not changed. Otherwise replaces it with a new one."""
+    """Returns the name of an image. Uses the existing image if `made_of`, which describes its contents, has not
+    changed. Otherwise makes a new image, and removes the old one."""
     image = f"{PREFIX}/{name}:{sha256(made_of.encode()).hexdigest()[:16]}"
     there = docker("images", "--format={{.Repository}}:{{.Tag}}", f"{PREFIX}/{name}").split()
     if image not in there:

@@ -6,11 +6,11 @@ append many times. It is still one operation. `faults` compares the final tokens
 with the times at which they were invoked and answered. It finds these kinds of faults:
 
     lost          an acknowledged append that is not at its position, or not alone there
-    duplicated    tokens at more places than appends put them
-    strange       tokens that no client appended
-    reordered     an append that is before another append, although the latter was answered before the former was
-    invoked
-    refused       tokens of an append that was rejected, but applied
+    duplicated    a token that the session has more often than clients appended it
+    strange       a token that no client appended
+    reordered     a token at a position where no append can have put it, such as the token of an append that was
+                  invoked after the answer to another append, but is before it in the session
+    refused       a token of an append that was rejected, but applied
 
 An append without an answer may have been applied, even after its client stopped waiting. Such an append counts as
 applied if the session's tokens can then be explained. The same rule holds for an append that was acknowledged as not
@@ -36,9 +36,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One append to one session. `start` is the position of its first token. If the append was answered, the position
-    is that of the answer. Otherwise it is that of the request, or None if the request has no position. All times are
-    seconds of the same clock. The end of an append without an answer is infinite."""
+    """One append to one session. `start` is the position of its first token. If the append was answered, it follows
+    from the answer. Otherwise it is the position in the request, or None if the request has none. All times are seconds
+    of the same clock. `ended_s` is infinite if there was no answer."""
 
     tokens: tuple[int, ...]
     outcome: Outcome
@@ -87,10 +87,10 @@ def _lost(acknowledged: Sequence[Append], final: Sequence[int]) -> Iterator[Faul
 
 
 class _Explanation:
-    """Searches an order of appends that explains the tokens of a session. Acknowledged appends are at their positions.
-    Between them are appends that may have been applied, each at most once. An append that was answered before another
-    append was invoked is applied before that append. If several appends are possible at a position, the search tries
-    each of them."""
+    """Searches for an order of appends that explains the tokens of a session. Acknowledged appends are at their
+    positions. Between them are appends that may have been applied, each at most once. An append that was answered
+    before another append was invoked is applied before that append. If several appends are possible at a position, the
+    search tries each of them."""
 
     def __init__(self, history: Sequence[Append], fixed: Mapping[int, Append], final: tuple[int, ...]) -> None:
         self.final = final
@@ -127,8 +127,9 @@ class _Explanation:
         )
 
     def _unexplained(self) -> int | None:
-        """Returns the first position that no order explains. A branch of the search consists of a position, the appends
-        that explain the tokens before this position, and the latest time at which one of these appends was invoked."""
+        """Returns the first position that no order explains, or None if an order explains all tokens. A branch of the
+        search consists of a position, the appends that explain the tokens before this position, and the latest time at
+        which one of these appends was invoked."""
         branches: list[tuple[int, frozenset[int], float]] = [(0, frozenset(), -math.inf)]
         seen = set(branches)
         furthest = 0

@@ -104,9 +104,9 @@ def failures(clients: Iterable[SessionClient]) -> list[str]:
 async def histories(
     clients: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
-    """Checks the history of every session against the store. Returns the faults. If a history is too long for the
-    store, the store may have dropped only tokens of the session's first step. These tokens count as stored. `owner` is
-    the name of the clients' API key."""
+    """Checks the history of every session against the store. Returns the faults. The store keeps only the last tokens
+    of a long session. Only tokens of the session's first step may be missing from it, and these count as stored.
+    `owner` is the name of the clients' API key."""
     found: list[str] = []
     settings = Settings()
     reader = RedisStore(

@@ -29,7 +29,7 @@ class Names(asyncio.DatagramProtocol):
         self.port = transport.get_extra_info("sockname")[1]
 
     def datagram_received(self, data: bytes, address: Any) -> None:
-        """Sends the complete answer to a query."""
+        """Answers a DNS query."""
         (number,) = struct.unpack_from(">H", data)
         end = data.index(b"\0", 12) + 5
         name = read(data[12 : end - 4])

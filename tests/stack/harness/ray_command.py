@@ -82,8 +82,8 @@ class RayCommand(Command):
         self.until_said("is read again")
 
     def _write(self, replicas: int, source: Path) -> None:
-        """Writes the configuration in `source` with a fixed number of replicas. Ray's autoscaler does not add replicas
-        then, which it does on a slow machine."""
+        """Writes the configuration in `source` with `replicas` as the smallest and the largest number of replicas.
+        Otherwise Ray's autoscaler would add replicas on a slow machine."""
         document: Any = yaml.safe_load(source.read_text(encoding="utf-8"))
         for deployment in document["applications"][0]["deployments"]:
             deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}
@@ -109,7 +109,7 @@ class RayCommand(Command):
                 if line.startswith("{") and request_id in line:
                     found: dict[str, Any] = json.loads(line)
                     return found
-        raise AssertionError(f"no log has {request_id}")
+        raise AssertionError(f"no log has a line with the request id {request_id}")
 
     def end(self) -> None:
         """Kills all processes that are still running."""

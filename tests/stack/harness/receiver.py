@@ -133,5 +133,5 @@ def _program() -> str:
     spec = importlib.util.find_spec("rotel")
     if spec is None or spec.origin is None:
         say = pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip
-        say("rotel is not installed; the extra dev installs it")
+        say("rotel is not installed; the extra `dev` installs it")
     return str(Path(spec.origin).with_name("rotel-agent"))

@@ -41,7 +41,7 @@ class Compared:
 
 
 class ReferenceRun:
-    """The model of a bundle, computed from the model's equations."""
+    """Runs a bundle's model through the numpy oracle, and compares answers with the results."""
 
     def __init__(self, path: Path) -> None:
         bundle = Bundle.open(path)
@@ -73,9 +73,11 @@ class ReferenceRun:
                 of_bounds = max(of_bounds, distance / (bound + self._rounding))
             where = f"session {session} at {position}, {answer['state']}"
             if distance > bound + self._rounding:
-                broken.append(f"{where}: {distance:g} from the reference, but claims at most {bound:g}")
+                broken.append(
+                    f"{where}: the distance from the reference is {distance:g}, but the answer claims at most {bound:g}"
+                )
             if answer["top1_proved"] and answer["predictions"][0]["token_id"] != int(probabilities.argmax()):
-                broken.append(f"{where}: its first token is claimed as proved, but is not the reference's")
+                broken.append(f"{where}: the first token is claimed as proved, but another is the most probable")
         return Compared(**count, largest=largest, of_bounds=of_bounds, broken=tuple(broken))
 
     def _distributions(
@@ -99,7 +101,7 @@ class ReferenceRun:
 
 def _distance(predictions: Sequence[Mapping[str, Any]], probabilities: NDArray[np.float64]) -> float:
     """Returns the total variation after all tokens that the answer does not list are merged into one. It is a lower
-    bound of the total variation."""
+    bound of the total variation of all probabilities."""
     ours = np.array([prediction["probability"] for prediction in predictions])
     theirs = probabilities[[prediction["token_id"] for prediction in predictions]]
     return float(np.abs(ours - theirs).sum() + abs(ours.sum() - theirs.sum())) / 2

@@ -22,7 +22,7 @@ class Replica:
     server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listens again on the same port."""
+        """Listens on `port`, or on a free port if `port` is 0."""
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self.server.sockets[0].getsockname()[1]
 

@@ -36,7 +36,7 @@ class Timed:
 
 
 class Failed(Exception):
-    """Raised if the answer to a step is wrong."""
+    """Raised if the answer to a request has an unexpected status."""
 
 
 @dataclass(slots=True)

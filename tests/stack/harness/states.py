@@ -11,7 +11,8 @@ ASK_EVERY_S = 0.05
 
 
 async def until(operations: int, **states: str) -> None:
-    """Waits until HAProxy's status page, which is at `port`, shows these states of servers, such as `wane_1="UP"`."""
+    """Waits until HAProxy's status page, at the port `operations`, shows these states of its servers, such as
+    `wane_1="UP"`."""
     wanted = {name.replace("_", "-"): state for name, state in states.items()}
     url = f"http://127.0.0.1:{operations}"
     async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
