@@ -105,7 +105,7 @@ class Settings(BaseModel):
         "requests with 429",
     )
     max_batch_inputs: int = Field(default=256, ge=1, description="largest number of inputs in one batched request")
-    max_input_tokens: int = Field(default=65536, ge=1, description="longest input")
+    max_input_tokens: int = Field(default=65536, ge=1, description="longest input of a request that does not score")
     max_scored_tokens: int = Field(
         default=262_144,
         ge=1,
@@ -118,7 +118,7 @@ class Settings(BaseModel):
         ge=1,
         description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
         "the bytes of a connection with at most 4096 such bytes are not counted; when the memory is used up, "
-        "the server answers further bodies with 429; if it is below twice max_body_bytes, twice max_body_bytes is used",
+        "the server answers further bodies with 429; a value below twice max_body_bytes counts as twice max_body_bytes",
     )
     max_window: int | None = Field(
         default=None,
@@ -129,7 +129,7 @@ class Settings(BaseModel):
         default=4096, ge=1, description="largest number of tokens that one request may generate for each sample"
     )
     max_filter_events: int = Field(
-        default=10_000, ge=1, description="largest number of events in the list exclude or candidates of a request"
+        default=10_000, ge=1, description="largest number of events in the list `exclude` or `candidates` of a request"
     )
     top_k_limit: int = Field(default=100, ge=1, description="largest number of predictions in one answer")
     session_history_tokens: int = Field(
@@ -184,8 +184,8 @@ class Settings(BaseModel):
     store_failure_mode: Literal["reject", "degrade"] = Field(
         default="reject",
         description="behaviour while Redis is unreachable: with reject, requests to sessions are answered with 503; "
-        "with degrade, the server continues each session from the last tokens that it has, and its answers have "
-        "durable: false. When Redis is reachable again, the server writes these sessions to Redis, except "
+        "with degrade, the server continues each session from the last tokens that it has, and the answers have "
+        "`durable`: false. When Redis is reachable again, the server writes these sessions to Redis, except "
         "sessions that another server has changed",
     )
     store_policy: str = Field(
@@ -231,7 +231,7 @@ class Settings(BaseModel):
         ge=0,
         le=1,
         description="share of predictions and steps that the server repeats in the other mode, while it is idle, to "
-        "measure how well the two modes agree",
+        "measure the agreement of the recurrent mode and the window mode",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest level of logged messages"

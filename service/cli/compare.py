@@ -33,9 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         help="UTF-8 text; default: a short sample. For a model of events, a file of sessions, which has no default: "
         'each line is a JSON list of events, or {"session": ..., "events": [...]}',
     )
-    parser.add_argument("--model", metavar="NAME", help="default: the server's default model")
+    parser.add_argument("--model", metavar="NAME", help="model to compare (default: the server's default model)")
     parser.add_argument(
-        "--window", type=int, metavar="K", help="the number of tokens in a window; default: the model's own k"
+        "--window", type=int, metavar="K", help="the number of tokens in a window; default: the model's own window"
     )
     parser.add_argument(
         "--tokens",

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="SCOPE",
         help="use (default), metrics or admin; + joins several scopes",
     )
-    parser.add_argument("--rate", metavar="REQUESTS", help="requests per second (default: no limit)")
+    parser.add_argument("--rate", metavar="REQUESTS", help="largest number of requests per second (default: no limit)")
     parser.add_argument(
         "--burst", metavar="REQUESTS", help="size of the token bucket in requests (default: the requests of one second)"
     )

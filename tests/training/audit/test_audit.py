@@ -351,7 +351,10 @@ def test_a_text_model_is_audited_on_a_folder_of_text(folder: Path) -> None:
             ["--data", "events.jsonl", "--vocabulary", "short.json"],
             "short.json has 3 tokens, but model.pt: embedding.weight has 13 rows: the model was trained with another",
         ),
-        (["--data", "short.jsonl", "--vocabulary", "names.json"], "the text has 6 tokens, but windows of 8 tokens need at least 32"),
+        (
+            ["--data", "short.jsonl", "--vocabulary", "names.json"],
+            "the text has 6 tokens, but windows of 8 tokens need at least 32",
+        ),
         (["--data", "events.jsonl", "--vocabulary", "names.json", "--map", "x=y"], "--map x=y: expected NAME=THEIRS"),
         (["--data", "bad.jsonl", "--vocabulary", "names.json"], "bad.jsonl, line 2: not JSON"),
         (["--data", ".", "--vocabulary", "names.json"], "holds both text and events (JSON lines, such as bad.jsonl)"),
