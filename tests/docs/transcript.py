@@ -13,7 +13,8 @@ Milliseconds (`..._ms` in JSON, `... ms` in text) need not agree. A line that en
 line.
 
 A `console background` block starts a server on a terminal. The server must print the block's output, and then runs
-until the end of the file. Blocks with any other first word are ignored. Other tests run the `bash` blocks, which
+until the end of the file. A `console NAME` block needs another server, with the model NAME. `parse` returns its
+commands only for this name. Blocks with any other first word are ignored. Other tests run the `bash` blocks, which
 `scripts` returns.
 """
 
@@ -56,12 +57,15 @@ class Command:
     background: bool = False
 
 
-def parse(markdown: str) -> list[Command]:
-    """Returns the commands of a document's `console` blocks, in order."""
+def parse(markdown: str, name: str | None = None) -> list[Command]:
+    """Returns the commands of a document's `console` blocks, in order. If `name` is not None, returns those of the
+    `console NAME` blocks."""
     commands: list[Command] = []
     for block in FENCE.finditer(markdown):
         words = block["info"].split()
         if not words or words[0] != "console":
+            continue
+        if next((word for word in words[1:] if word != "background"), None) != name:
             continue
         first = markdown.count("\n", 0, block.start("body")) + 1
         commands += _commands(block["body"], first, background="background" in words)
