@@ -273,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
                     positions = min(options.positions, len(stream) - 1024)
                     found = asyncio.run(measure(path, k, stream, positions, options.timed, progress))
                     models = {**read(options.json), name: found}
-                    made = provenance("research.served_proofs", "onnxruntime", bundles=())
+                    made = provenance("research.served_proofs", "onnxruntime", bundles=models)
                     write_json(options.json, {**made, "models": models})
                     console.print(f"{name}: {found}")
     put(options.page, TABLE, table(read(options.json)))

@@ -33,7 +33,7 @@ from wane.training.evaluate import (
     recurrent_losses,
 )
 from wane.training.evaluate_events import session_losses, sessions_of
-from wane.training.run import EVALUATED_SPLITS, LONGEST_WINDOW, losses_of_split, quality_table, writing
+from wane.training.run import EVALUATED_SPLITS, LONGEST_WINDOW, bundle_place, losses_of_split, quality_table, writing
 
 LENGTHS = (64, 512, 1024, 2048)
 """The cache lengths, in tokens, of the table that `wane cache` prints."""
@@ -56,10 +56,16 @@ def open_bundle(path: Path) -> Bundle:
 
 
 def export_bundle_again(
-    path: Path, bundles: Path, version: str | None, console: Console, precision: Precision | None, replace: bool
+    path: Path,
+    bundles: Path,
+    version: str | None,
+    console: Console,
+    precision: Precision | None,
+    replace: bool,
+    keep_versions: bool = False,
 ) -> Path:
-    """Exports the weights of the bundle at `path` again, with the graphs of the installed Wane version. Writes
-    `bundles/NAME`, or `bundles/NAME-int8` for int8.
+    """Exports the weights of the bundle at `path` again, with the graphs of the installed Wane version. Writes to the
+    folder `bundle_place`. NAME is the bundle's name, with the suffix `-int8` if the export quantises it.
 
     `version`: the new bundle's version, None for the old bundle's version plus one. Returns the path of the new bundle.
     Raises RunError.
@@ -67,8 +73,9 @@ def export_bundle_again(
     source = open_bundle(path)
     manifest = source.manifest
     quantised = precision == "int8" and manifest.precision != "int8"
-    target = bundles / (f"{manifest.name}-int8" if quantised else manifest.name)
     version = version or next_version(manifest)
+    name = f"{manifest.name}-int8" if quantised else manifest.name
+    target = bundle_place(bundles, name, version, keep_versions)
     with writing(target):
         written = export_again(target, source, version=version, precision=precision, replace=replace)
     console.print(f"{target}: version {written.version}, schema {written.schema_version}, weights unchanged")
@@ -117,7 +124,7 @@ def fit_bundle_cache(
             f"bundle with --precision {manifest.precision}"
         )
     version = version or next_version(manifest)
-    target = None if bundles is None else bundles / manifest.name
+    target = None if bundles is None else bundle_place(bundles, manifest.name, version)
     if target is not None:
         with writing(target):
             check_place(target, version, None, replace)

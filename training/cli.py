@@ -57,7 +57,17 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "run", type=Path, help="run folder, evaluated first if it has no evaluation; or the folder of a bundle"
     )
-    command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; writes BUNDLES/NAME")
+    command.add_argument(
+        "--bundles",
+        type=Path,
+        required=True,
+        help="folder of bundles; writes BUNDLES/NAME, or BUNDLES/NAME/VERSION if the model has such folders",
+    )
+    command.add_argument(
+        "--keep-versions",
+        action="store_true",
+        help="write BUNDLES/NAME/VERSION, beside the model's other versions, to which `wane rollback` can return",
+    )
     command.add_argument("--data", type=Path, help="file or folder of data; overrides the experiment's data.path")
     command.add_argument(
         "--version",
@@ -233,7 +243,15 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
     elif (options.run / MANIFEST).exists():
         if options.data is not None:
             raise RunError(f"{options.run} is a bundle, which is exported without an evaluation: omit --data")
-        export_bundle_again(options.run, options.bundles, options.version, console, options.precision, options.replace)
+        export_bundle_again(
+            options.run,
+            options.bundles,
+            options.version,
+            console,
+            options.precision,
+            options.replace,
+            options.keep_versions,
+        )
     else:
         export_run(
             options.run,
@@ -243,6 +261,7 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
             console,
             options.precision or "float32",
             options.replace,
+            options.keep_versions,
         )
 
 

@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 
 from wane.models.bundle import BundleExistsError, check_place
+from wane.models.bundle_checks import MANIFEST
 from wane.models.certificate.certify import CERTIFIED
 from wane.models.export import ExportError, export_bundle
 from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision, Provenance, Quality, Unknown
@@ -271,9 +272,10 @@ def export_run(
     console: Console,
     precision: Precision = "float32",
     replace: bool = False,
+    keep_versions: bool = False,
 ) -> Path:
-    """Writes a bundle with the run's best weights: `bundles/NAME`, or `bundles/NAME-int8` for int8. Returns the
-    bundle's path.
+    """Writes a bundle with the run's best weights to the folder `bundle_place`. NAME is the experiment's name, with the
+    suffix `-int8` for int8. Returns the bundle's path.
 
     An int8 bundle records no perplexity, because the evaluation runs in float32. `replace`: whether to replace a bundle
     of the same or a higher version. Raises RunError.
@@ -283,7 +285,7 @@ def export_run(
     name, found = f"{experiment.name}-{precision}", None
     if precision == "float32":
         name, found = experiment.name, run.folder.quality(run.best_step, POSITIONS)
-    target = bundles / name
+    target = bundle_place(bundles, name, bundle_version, keep_versions)
     with writing(target):
         check_place(target, bundle_version, found, replace)
     if precision == "float32":
@@ -332,6 +334,20 @@ def describe_certificate(certificate: Certificate) -> str:
         f"contractive (the state forgets its start), but not certified (which needs an error_bound of at most "
         f"{CERTIFIED:g} for the largest window): {certificate.reason}"
     )
+
+
+def bundle_place(bundles: Path, name: str, bundle_version: str, keep_versions: bool = False) -> Path:
+    """Returns the folder of a new bundle: `bundles/NAME/VERSION` if `keep_versions` is true or if `bundles/NAME`
+    already has such folders, otherwise `bundles/NAME`. Raises RunError if `keep_versions` is true and `bundles/NAME`
+    itself is a bundle."""
+    folder = bundles / name
+    if (folder / MANIFEST).is_file():
+        if keep_versions:
+            raise RunError(
+                f"{folder} is a bundle. To keep it beside other versions, move it to {folder}/VERSION, with its version"
+            )
+        return folder
+    return folder / bundle_version if keep_versions or any(folder.glob(f"*/{MANIFEST}")) else folder
 
 
 @contextmanager

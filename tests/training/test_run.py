@@ -61,6 +61,23 @@ def test_an_export_replaces_a_bundle_of_the_same_version_only_on_request(
     assert json.loads((bundle / "manifest.json").read_text())["version"] == "2"
 
 
+def test_versions_are_exported_side_by_side_on_request(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", str(run_folder), "--bundles", str(tmp_path)]
+    assert main([*command, "--keep-versions"]) == 0
+    assert main([*command, "--version", "2"]) == 0
+    assert sorted(path.name for path in (tmp_path / "tiny").iterdir()) == ["1", "2"]
+    assert main(["export", str(tmp_path / "tiny" / "2"), "--bundles", str(tmp_path)]) == 0
+    versions = [json.loads(path.read_text())["version"] for path in sorted(tmp_path.glob("tiny/*/manifest.json"))]
+    assert versions == ["1", "2", "3"]
+
+    assert main(["export", str(run_folder), "--bundles", str(tmp_path / "other")]) == 0
+    capsys.readouterr()
+    assert main(["export", str(run_folder), "--bundles", str(tmp_path / "other"), "--keep-versions"]) == 2
+    assert "is a bundle. To keep it beside other versions, move it" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_bundle_is_exported_again_as_its_next_version(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
