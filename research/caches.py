@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         with Progress(console=console, transient=True) as progress:
             for name in options.only or there:
                 task = progress.add_task(name, total=None)
-                found = measure(options.bundles / name, options.data, lambda n, task=task: progress.advance(task, n))
+                found = measure(options.bundles / name, options.data, partial(progress.advance, task))
                 progress.remove_task(task)
                 models = dict(sorted({**read(options.json), name: found}.items()))
                 made = provenance("research.caches", "torch", "numpy", bundles=models)
