@@ -224,8 +224,9 @@ def main() -> None:
     options = parser.parse_args()
     how = (
         f"{cpu()}, {os.cpu_count()} cores; `python -m benchmarks.protocols`, {options.rounds} rounds of "
-        f"{options.seconds:g} s a route; median (least to most); `{MODEL}`, {TOKENS} tokens a prediction, {LISTED} "
-        f"listed; {PROMPT_TOKENS} tokens a prompt, {GENERATED} generated"
+        f"{options.seconds:g} s a route; median (least to most); `{MODEL}`; a prediction reads {TOKENS} tokens "
+        f"and lists the {LISTED} most probable next tokens; a generation reads a prompt of {PROMPT_TOKENS} tokens and "
+        f"generates {GENERATED} tokens"
     )
     found = measure(options.only, options.rounds, options.seconds)
     origin = provenance("benchmarks.protocols", "onnxruntime", "numpy", bundles=[MODEL])

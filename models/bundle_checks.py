@@ -15,8 +15,13 @@ from wane.models.vocabulary import UNK, Vocabulary
 MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
 
-TOP = 16
-"""The number of largest logits that the graphs return. If the vocabulary has fewer tokens, they return all logits."""
+TOP, TOP_OF_MANY = 16, 32
+"""The number of largest logits that exported graphs output: TOP_OF_MANY for a vocabulary of at least MANY tokens, where
+the time for more of them is small beside the output layer's, otherwise TOP. If the vocabulary has fewer tokens, the
+graphs output all logits in order."""
+
+MANY = 8192
+"""See TOP_OF_MANY."""
 
 NEWEST_OPSET = 21
 """The newest ONNX opset that the oldest supported onnxruntime (1.20) runs."""

@@ -115,8 +115,8 @@ class ScoreMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects the tokens that an answer of a model of events lists. It does not change the tokens' probabilities, which
-    are those of the whole distribution.
+    """Selects the tokens that an answer may list. Only models of events have a filter. It does not change the tokens'
+    probabilities, which remain those of the whole distribution.
 
     `exclude` are the ids of tokens that are not listed. If `exclude_seen`, the sequence's own tokens are not listed
     either, as far as the server knows them. If `candidates` is not None, only these ids are listed. `<eos>` is listed

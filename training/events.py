@@ -4,8 +4,9 @@ A log is held as arrays of small integers. Reading it takes about 20 bytes an ev
 well under a gigabyte.
 
 JSON lines have one session per line, the oldest session first. A line is a list of event names, or `{"session": ...,
-"events": [...]}`. CSV files have a header and an event per row, in any order: the columns `session`, `time` and `item`,
-or those that `data.columns` names. An event's name is text or an integer.
+"events": [...]}`. CSV files have a header, with the columns `session`, `time` and `item`, or those that `data.columns`
+names. Each row is one event. The rows may be in any order, and so may the columns. An event's name is text or an
+integer.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class CostModel:
         """`piece_tokens`: the longest piece into which a sequence is cut if its pieces run one after another."""
         self._piece = piece_tokens
         self.parallel_cost: Callable[[int], float | None] = lambda _: None
-        """Returns the seconds of compute of a sequence of the given number of tokens in parallel chunks. Returns None
-        if the sequence runs in pieces one after another."""
+        """Returns the expected seconds of compute of a sequence of this many tokens that runs in parallel chunks.
+        Returns None if such a sequence runs in pieces, one after another."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
     def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:

@@ -23,7 +23,6 @@ from dataclasses import asdict
 from functools import partial
 from random import Random
 
-from wane.models.bundle_checks import TOP
 from wane.models.cache_mixture import CacheMixture
 from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest
@@ -56,7 +55,7 @@ from wane.service.engine.top_places import TopPlaces
 from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
-from wane.service.runners.runner import HIDDENS, RADIUS, TOP_IDS, Runner
+from wane.service.runners.runner import HIDDENS, RADIUS, Runner
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
@@ -223,8 +222,7 @@ class Engine:
         self.has_state = pool.has_state
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
-        outputs = runner.outputs("step")
-        most_predictions = min(settings.top_k_limit, min(TOP, vocabulary.size) - len(vocabulary.unlisted))
+        most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
         self._columns = StepColumns(
             manifest.certificate,
             vocabulary,
@@ -237,7 +235,7 @@ class Engine:
             metrics,
             name,
             partial(self._step_admitted, is_locked=True),
-            most_predictions=most_predictions if TOP_IDS in outputs and most_predictions > 1 else 0,
+            most_predictions=most_predictions if most_predictions > 1 else 0,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
             ranking=self.answer_builder.rankings.default,

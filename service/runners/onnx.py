@@ -14,7 +14,7 @@ import onnxruntime
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.runners.memory import HostMemory
-from wane.service.runners.runner import Array, DeviceError, Feeds, Shapes, StateMemory
+from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Shapes, StateMemory
 
 logger = logging.getLogger("wane.runner")
 
@@ -62,6 +62,8 @@ class OnnxSessions:
                 wants_cuda = False
             self._sessions[role] = session
             self._outputs[role] = [output.name for output in session.get_outputs()]
+        shapes = {output.name: output.shape for output in self._sessions["step"].get_outputs()}
+        self._top: int = shapes[TOP_IDS][1] if TOP_IDS in shapes else 0
         self._device = "cuda" if wants_cuda else "cpu"
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
@@ -76,6 +78,11 @@ class OnnxSessions:
     def outputs(self, role: Role) -> Sequence[str]:
         """Returns the names of a graph's outputs."""
         return self._outputs[role]
+
+    @property
+    def top(self) -> int:
+        """The number of largest logits that `step` outputs for each row; 0 if it does not output them."""
+        return self._top
 
     def close(self) -> None:
         """Frees the graphs. `run` must not be called afterwards."""

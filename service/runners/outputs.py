@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 
 FEW = 5
-"""The number of largest logits per row that are read by default. A graph outputs up to `TOP` of them
-(`models/bundle_checks.py`)."""
+"""The number of largest logits per row that are read by default. A graph outputs more of them
+(`TOP` in `models/bundle_checks.py`)."""
 
 FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that must be finite in every answer."""

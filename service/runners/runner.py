@@ -120,6 +120,11 @@ class Runner(Protocol):
         """Returns the names of a graph's outputs."""
         ...
 
+    @property
+    def top(self) -> int:
+        """The number K of largest logits that `step` outputs for each row; 0 if it does not output them."""
+        ...
+
     def close(self) -> None:
         """Frees the graphs. `run` must not be called afterwards."""
         ...

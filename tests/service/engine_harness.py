@@ -148,6 +148,10 @@ class FakeRunner:
         assert role == "window"
         return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS, STREAM]
 
+    @property
+    def top(self) -> int:
+        return min(TOP, len(self.head)) if self.puts_out_top else 0
+
     def memory(self, shapes: Shapes, capacity: int) -> HostMemory:
         return HostMemory(shapes, capacity)
 

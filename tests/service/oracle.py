@@ -40,6 +40,7 @@ class OracleRunner:
     layer's input and the error bounds of the states."""
 
     device = "cpu"
+    top = 0
 
     def __init__(self, architecture: Architecture, weights: Mapping[str, NDArray[np.float32]], beside: bool) -> None:
         self._reference = Reference(architecture, weights)

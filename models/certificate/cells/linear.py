@@ -3,7 +3,9 @@
 For equal inputs, the difference of two states becomes `W (h - h~)`. A step reduces this difference in any
 matrix-weighted norm in which W has a norm below 1 (`scaling.py`).
 
-**One window** (`moved`): `dh' <= |W| dh + |U| dx`, or in the 2-norm `|W|_2 |dh|_2`.
+**One step in a window** (`moved`): dh and dx bound the distances of the window's h and x from those of the
+uninterrupted run (`cell_step.py`). Unit by unit, `dh' <= |W| dh + |U| dx`. In the 2-norm, `|dh'|_2 <= |W|_2 |dh|_2 +
+|U|_2 |dx|_2`.
 """
 
 from __future__ import annotations

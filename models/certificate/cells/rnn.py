@@ -4,8 +4,9 @@ For equal inputs, one step multiplies the difference of two states by at most `|
 over all reachable states (`models/certificate/recurrent.py`). |tanh| <= 1 bounds the state. The bounded state limits
 the pre-activation, which gives a smaller bound of the state, and so on.
 
-**One window** (`moved`): `dh' <= |slope| (|W| dh + |U| dx)`, or in the 2-norm `|diag(slope) W|_2 |dh|_2`, with the
-greatest slopes within reach.
+**One step in a window** (`moved`): dh and dx bound the distances of the window's h and x from those of the
+uninterrupted run (`cell_step.py`). Let slope be each unit's greatest slope of rho within these distances. Unit by unit,
+`dh' <= slope (|W| dh + |U| dx)`. In the 2-norm, `|dh'|_2 <= |diag(slope) W|_2 |dh|_2 + |diag(slope) U|_2 |dx|_2`.
 """
 
 from __future__ import annotations

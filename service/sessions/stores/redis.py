@@ -43,8 +43,9 @@ COUNTED = 1
 """The claim script's reply if it counted the session. Otherwise the reply lists sessions that may have expired, with
 their scores."""
 DOUBT_BITS = 40
-"""Number of bits of a random score, which marks a session's expiry time as uncertain. As a time in milliseconds since
-1970, such a score is far in the past, so a `claim` that finds the set full looks the session up."""
+"""Number of bits of a random score that marks a session's expiry time as uncertain. In the sorted set of an owner's
+sessions, a session's score is its expiry time in milliseconds since 1970. A random score of so few bits is a time in
+the past. So a `claim` that finds the set full takes the session for expired, and looks it up."""
 DONE = (1, 2)
 """The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
 """

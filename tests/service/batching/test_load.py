@@ -37,7 +37,7 @@ class Counted:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.device = runner.device
+        self.device, self.top = runner.device, runner.top
         self.outputs = runner.outputs
         self.memory = runner.memory
         self.rows: Counter[tuple[Role, int]] = Counter()

@@ -54,7 +54,7 @@ MAX_BATCH = 8
 EPISODE_STEPS = 2_000
 TTL_S = 512.0
 CACHE_TOKENS = 12
-# The low BRANCH_BITS bits of a revision count the session's changes. The higher bits are random.
+# A revision's low BRANCH_BITS bits are the number of the session's changes. Its higher bits are random.
 BRANCH_BITS = 32
 SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
