@@ -55,10 +55,11 @@ def test_cuda_fails_and_auto_uses_the_cpu_if_cuda_does_not_start(
 ) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setattr(onnxruntime, "InferenceSession", NoSession)
+    bundle = Bundle.read(path)  # not `opened`, which would keep a runner with the fake session for other tests
     with pytest.raises(DeviceError, match="did not start"):
-        OnnxRunner(opened(path)[0], "cuda", threads=1)
+        OnnxRunner(bundle, "cuda", threads=1)
     assert NoSession.asked == [(CUDA, {"device_id": 0, "use_tf32": "0"}), CPU]
-    assert OnnxRunner(opened(path)[0], "auto", threads=1).device == "cpu"
+    assert OnnxRunner(bundle, "auto", threads=1).device == "cpu"
     assert "did not start" in caplog.text
 
 
