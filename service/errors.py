@@ -1,4 +1,4 @@
-"""The exceptions that answering a request can raise, as one class hierarchy.
+"""The exceptions that can be raised while a request is answered, as one class hierarchy.
 
     WaneError                     code                  status  retryable
     ├── NotJson                   not_json              400     no
@@ -93,7 +93,8 @@ class Unauthorized(WaneError):
 
 
 class Forbidden(WaneError):
-    """The key is valid, but lacks the scope for this request."""
+    """The request has a valid key that lacks the necessary scope, or a page whose origin is not allowed opens a
+    WebSocket."""
 
     code = "forbidden"
     http_status = 403

@@ -140,7 +140,9 @@ means that a rule about several fields is violated."""
 
 
 class BodyShape(NamedTuple):
-    """The field names of a body, its fields that contain other bodies, and the length limits of its lists."""
+    """The fields of a body type. `names` are the names of the fields. `bodies` maps each field whose value is another
+    body to that body's type. `lists` maps each field with a list of bodies to the type of these bodies. `longest` maps
+    each list field to its length limit."""
 
     names: frozenset[str]
     bodies: Mapping[str, type[Body]]
@@ -288,15 +290,14 @@ milliseconds."""
 
 MOST_FIELDS = 24
 """An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of values in
-these fields, except token ids."""
+these fields, except token ids and events."""
 
 
 class Decoder:
     """Decodes bodies and WebSocket messages. A separate thread decodes large bodies, one at a time.
 
     Decoding holds the interpreter lock on any thread. Therefore, if a large body exceeds a limit, the decoder decodes
-    only the part before the excess. The decoder never decodes two large bodies at the same time. The thread ends when
-    the decoder is garbage-collected.
+    only the part before the excess. The thread ends when the decoder is garbage-collected.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -394,7 +395,7 @@ async def read(request: Request) -> bytes:
 
 
 ONE_TOKEN = StreamBody(tokens=[0])
-"""The step that `only_token` recognises, with default values for all options."""
+"""Stands for every step that `only_token` recognises. Its options have their default values. Its token is not used."""
 
 SHORT = 64  # in bytes; a longer message has several tokens or another field, so it is not parsed here
 
