@@ -59,7 +59,7 @@ class WaneError(Exception):
 
 
 class NotJson(WaneError):
-    """The body is not JSON. The message has the position of the first syntax error."""
+    """The body is not JSON, or has a number with too many digits. The message has the position of the error."""
 
     code = "not_json"
     http_status = 400
@@ -124,7 +124,7 @@ class SessionExists(Conflict):
 
 
 class PositionConflict(Conflict):
-    """The step's expected position differs from the session's position. `position` is the session's position."""
+    """The request's expected position differs from the session's position. `position` is the session's position."""
 
     code = "position_conflict"
 

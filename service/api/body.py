@@ -1,10 +1,10 @@
 """Reads request bodies. Enforces a deadline and a size limit for each body, parses it strictly, and names the invalid
 field in errors.
 
-**Values are counted, and a body with too many is rejected, before the body is decoded.** A JSON decoder takes a second
-for four megabytes of empty lists.
-During this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a
-few milliseconds and releases the lock, so the event loop can run.
+**The values of a large body are counted before the body is decoded.** A body with too many values is rejected, and at
+most its beginning is decoded (see `Decoder`). A JSON decoder takes a second for four megabytes of empty lists. During
+this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a few
+milliseconds and releases the lock, so the event loop can run.
 
 **Error messages are Wane's own.** They name the field by its path and say what its value must be. The path has the
 notation of the engine's messages, such as `steps[0].tokens[1]`. pydantic's own paths contain the names of a union's
@@ -109,7 +109,7 @@ def _check_numbers(digits: Mask) -> None:
     if runs[longest] > MOST_DIGITS:
         at = 0 if longest == 0 else int(ends[longest - 1]) + 1
         raise NotJson(
-            f"the body has a number of {runs[longest]} digits at byte {at}; the limit is {MOST_DIGITS} digits"
+            f"the body has a number with {runs[longest]} digits at byte {at}; the limit is {MOST_DIGITS} digits"
         )
 
 

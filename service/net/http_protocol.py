@@ -1,6 +1,7 @@
 """HTTP with limits and timeouts. Each response is sent with one write.
 
-Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. Such requests never reach a route.
+Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. The protocol writes these
+responses itself, without a route.
 
 A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers such a
 request without ASGI messages and without an `asyncio.Task`. All other requests are passed to the ASGI application.
