@@ -141,7 +141,8 @@ class Settings(BaseModel):
     state_budget_bytes: int = Field(
         default=256 * 2**20,
         ge=1,
-        description="memory of each model for its sessions' resident states, and for the contents of these sessions' caches",
+        description="memory of each model for its sessions' resident states, and for the contents of these sessions' "
+        "caches",
     )
     state_ttl_s: float | None = Field(
         default=None,
