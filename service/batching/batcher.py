@@ -309,8 +309,8 @@ class Batcher:
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
         elif self._taken < MOST_TAKEN:
-            # The runner is idle, so this batch starts immediately. A second batch would wait, and `_take_back` might
-            # withdraw it.
+            # The runner is idle, so this batch starts immediately. For a second batch, only `_run` calls `enter`,
+            # because `_take_back` may withdraw that batch before it starts.
             enter(items)
         running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:

@@ -69,7 +69,7 @@ class StateCache(StatePool):
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
-        # For each slot, the number of writes to it when its state became resident.
+        # For each slot, the number of writes to it when `put` or `advance` was last called for it.
         self._written = np.zeros(self.capacity, np.uint32)
         # For each slot, the number of writes to it and its checksum at the last check. The number 0 means that the slot
         # was never checked, because a slot with a state has at least one write.
