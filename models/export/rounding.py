@@ -7,10 +7,11 @@ run. The step's error therefore contains the whole error of these blocks, whose 
 
 The measurement depends on the choice of steps. Random tokens never cause the largest error. If a token is repeated, the
 state s of a cell with factor f converges to a fixed point. In float32 it stops on the side from which it approaches, up
-to about u |s| / (1 - f) away from this point. A step's error is also larger if the state is large, and cycles that
-resonate with the recurrence may cause large states. The sequences are therefore:
+to about u |s| / (1 - f) away from this point, where u is float32's unit roundoff. A step's error is also larger if the
+state is large, and cycles that resonate with the recurrence may cause large states. The sequences are therefore:
 
-- Tokens repeated for 4 / (1 - factor) steps, up to 4,096. Each follows two different sequences.
+- Tokens repeated for 4 / (1 - factor) steps, up to 4,096. Each of these tokens is repeated in two rows, after
+  two different sequences.
 - Cycles of two and three tokens.
 - Sequences in which every token is chosen to make the state as large as possible.
 - Random tokens and the caller's tokens.
