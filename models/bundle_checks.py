@@ -45,8 +45,8 @@ class CertificateError(BundleError):
 
 
 class BundleExistsError(BundleError):
-    """Raised if the path of a new bundle already exists. `replaceable` says whether `replace=True` would allow the
-    write."""
+    """Raised if the path of a new bundle already exists and may not be replaced. `replaceable` says whether
+    `replace=True` would allow the write."""
 
     def __init__(self, message: str, replaceable: bool = True) -> None:
         super().__init__(message)

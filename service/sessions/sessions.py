@@ -103,7 +103,7 @@ def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
 
 class SessionsReport(TypedDict):
     """`resident` is the number of sessions with a state in memory, and `parked` the number of sessions without one.
-    `rebuilt` is the number of states that were rebuilt."""
+    `rebuilt` is the number of states that were rebuilt from stored tokens or loaded from a snapshot."""
 
     resident: int
     parked: int

@@ -43,8 +43,8 @@ and Hardt, then states a factor below 1.
 
 Related: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
 
-**One step in a window** (`moved`): a value with a tilde belongs to the uninterrupted run, and d denotes the bound of the
-distance between the two values (`cell_step.py`). f~, i~ and o~ are replaced by their greatest values.
+**One step in a window** (`moved`): a value with a tilde belongs to the uninterrupted run, and d denotes a bound of the
+distance between the two values (`cell_step.py`). f~, i~ and o~ are replaced by their greatest possible values.
 
     dc' <= f~ dc + |c| df + i~ dg + |g| di,     dh' <= o~ d(tanh c') + |tanh c'| do
 """
