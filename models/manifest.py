@@ -415,7 +415,7 @@ class Manifest(Frozen):
     unknown: Unknown = "refuse"
     start: Start = "token"
     state: tuple[StateTensor, ...]
-    window: int = Field(ge=1, description="tokens of a window if the request sets no number")
+    window: int = Field(ge=1, description="default number of tokens of a window")
     max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="largest window, in tokens, of a request")
     opset: Positive
     precision: Precision = "float32"
