@@ -8,7 +8,7 @@ They have two purposes:
 
 - price: a Gated network and a tanh-RNN for every lambda from 0.7 to none (unconstrained). The smallest lambda and
   the unconstrained networks have three seeds. Every other lambda has one seed.
-- distance: two tanh-RNNs, one with lambda 0.9 and one unconstrained. With each optimiser, each of them is trained twice
+- distance: two tanh-RNNs, one with lambda 0.9 and one unconstrained. With each optimiser, each network is trained twice
   from the same initial weights: recurrent, and truncated (every chunk starts from the zero state). The two optimisers
   are AdamW, and projected gradient descent with the learning rate alpha / t in step t. For projected gradient descent,
   Miller and Hardt ("Stable recurrent models", 2019, proposition 2) prove that the weights of both trainings stay close
