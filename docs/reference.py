@@ -66,7 +66,7 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ),
     (
         "[training.proof]",
-        "A loss term for predictions whose most probable token a window cannot prove. The lead is the difference "
+        "A loss term for predictions whose most probable token is not proved by a window. The lead is the difference "
         "between the logits of this token and of a competing token. The ratio is the largest change of the lead that "
         "the tokens before the window can cause, divided by the lead.",
         ProofConfig,

@@ -69,7 +69,7 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
                 f"no head: expected a matrix of shape [{vocabulary}, {width}] for the embedding "
                 f"{tensors.describe([embedding.weight])}; name it with --map head=NAME"
             )
-        tensors.notes.append("the file has no head: its matrix is assumed to be tied to the embedding")
+        tensors.notes.append("the file has no head: the head's matrix is assumed to be tied to the embedding")
     if embedding is not None:
         vocabulary = _vocabulary(tensors, embedding)
         tensors.expect(embedding.weight, (inputs, vocabulary) if embedding.transposed else (vocabulary, inputs))
