@@ -157,7 +157,8 @@ class Visitors:
             kept.tokens.pop()
         if reply.body is not None and reply.body["position"] != len(kept.tokens):
             self.ledger.wrong.append(
-                f"{action} of {kept.name}: the answer's position is {reply.body['position']}, expected {len(kept.tokens)}"
+                f"{action} of {kept.name}: the answer's position is {reply.body['position']}, "
+                f"expected {len(kept.tokens)}"
             )
 
     async def populate(self, connection: Connection, lively: int, others: int) -> None:

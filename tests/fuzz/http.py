@@ -108,7 +108,8 @@ class HttpFuzz:
             first_seed += SEEDS
         before, after = memory_mib
         assert after - before < GROWN_MIB, (
-            f"the server's memory grew from {before:.0f} to {after:.0f} MiB, but must grow by less than {GROWN_MIB:.0f} MiB"
+            f"the server's memory grew from {before:.0f} to {after:.0f} MiB, "
+            f"but must grow by less than {GROWN_MIB:.0f} MiB"
         )
 
     # Requests
