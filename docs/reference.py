@@ -60,8 +60,9 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "[training]",
         "The optimisation of the weights. After `warmup` steps, the schedule `constant` keeps the learning rate, "
-        "`cosine` lowers it to 0, and `inverse_time` sets it to learning_rate / t in the t-th step after them. "
-        "`plateau` keeps the learning rate until validation stops improving, and then lowers it linearly to 0.",
+        "`cosine` lowers it to 0, and `inverse_time` sets it to `learning_rate` / t in the t-th step after the "
+        "warm-up. `plateau` keeps the learning rate until the validation loss stops improving, or until only "
+        "`decay_steps` steps are left, and then lowers it linearly to 0.",
         TrainingConfig,
     ),
     (
