@@ -1,5 +1,5 @@
-"""Tests of the encoding of text. The engine checks the limit of tokens before it encodes a text, and encodes long texts
-on another thread than the event loop's."""
+"""Tests of the encoding of text. The engine refuses a text without encoding it if a lower bound of its number of tokens
+exceeds the limit. The engine encodes long texts on another thread than the event loop's."""
 
 from __future__ import annotations
 

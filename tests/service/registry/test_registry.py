@@ -88,8 +88,8 @@ async def test_a_registry_that_shuts_down_is_unready_but_answers_until_it_is_clo
 
 
 class Gate:
-    """Makes every load of a bundle's graphs wait until the test lets all loads or the next load continue. `names` lists
-    the models whose load has begun."""
+    """Makes every load of a bundle's graphs wait until the test sets `opened`. `names` lists the models whose load has
+    begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
