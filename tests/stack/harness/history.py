@@ -9,7 +9,7 @@ with the times at which they were invoked and answered. It finds these kinds of 
     duplicated    a token that the session has more often than clients appended it
     strange       a token that no client appended
     reordered     a token at a position where no append can have put it, such as the token of an append that was
-                  invoked after the answer to another append, but is before it in the session
+                  invoked after the answer to another append, but is before that append in the session
     refused       a token of an append that was rejected, but applied
 
 An append without an answer may have been applied, even after its client stopped waiting. Such an append counts as
