@@ -68,7 +68,7 @@ class StatePool:
     # Counting
 
     def acquire(self) -> int:
-        """Returns a slot with one user. Raises Overloaded if every slot is in use."""
+        """Returns a slot whose only user is the caller. Raises Overloaded if every slot is in use."""
         if self.free:
             slot = self.free.pop()
         elif self._untouched < self.capacity:

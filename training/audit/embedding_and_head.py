@@ -224,9 +224,9 @@ def _without_embedding(
 
 
 def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, vocabulary: int) -> str | None:
-    """Marks the head's bias as assigned, and returns its name. The bias is that of the head's matrix (of the
-    embedding's, if the two are tied), or else the only vector of length `vocabulary` with a usual name of a head.
-    Returns None if there is no bias."""
+    """Marks the head's bias as assigned, and returns its name. The bias is the vector that belongs to the head's matrix
+    in the file (to the embedding's matrix, if the two are tied). If there is none, the bias is the only unassigned
+    vector of length `vocabulary` whose name contains a usual word for a head. Returns None if there is no bias."""
     matrix = head or (embedding.weight if embedding is not None else "")
     if (own := _own_bias(tensors, matrix)) is not None:
         return own
