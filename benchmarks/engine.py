@@ -217,7 +217,7 @@ def table(subject: dict[str, Any]) -> Table:
     """Returns a table of the figures: their medians over the rounds, with the smallest and the largest value."""
     title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
     made = Table(title=title)
-    for heading in ("", f"requests/s, batch {BATCH}", "of bare", "one client, us"):
+    for heading in ("", f"requests/s, batch {BATCH}", "rate / rate of bare", "latency of one client, us"):
         made.add_column(heading, justify="left" if not heading else "right")
     for role in ROLES:
         figures = subject["figures"][role]

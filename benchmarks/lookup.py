@@ -43,7 +43,10 @@ def measure(path: Path, rounds: int) -> Subject:
         said = [log_softmax(runner.run("window", feeds)["logits"]) for runner in runners.values()]
         apart = float(np.abs(said[0] - said[1]).max())
         if not apart <= SAME:
-            raise SystemExit(f"{bundle.manifest.name}: log-probabilities with and without tables differ by {apart}")
+            raise SystemExit(
+                f"{bundle.manifest.name}: log-probabilities with and without tables differ by {apart}, "
+                f"but may differ by at most {SAME}"
+            )
         runs = in_turns(bundle, runners, rounds, slower="multiplied", quicker="looked up")
     return {"model": bundle.manifest.name, "window": bundle.manifest.window, "apart": apart, "runs": runs}
 

@@ -13,7 +13,7 @@ objects.
 Histories are filled in four passes over all sessions, because the histories of concurrent sessions grow together. Each
 pass appends a quarter of every history. Then a tenth of the sessions is deleted and created again, twice (the churn).
 If the resident memory grows during the churn, this is memory that was freed but could not be reused. At the end all
-sessions expire at the same time, and repeated calls delete them.
+sessions expire at the same time, and repeated calls of `count` delete them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ async def timed(call: Awaitable[object]) -> float:
 
 
 def apart(way: str, count: int, history: int) -> Result:
-    """Measures one way to store sessions in its own process."""
+    """Measures one way to store sessions, in a new process."""
     command = [sys.executable, "-m", "benchmarks.parked", f"--way={way}", f"--sessions={count}", f"--history={history}"]
     result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     print(f"{way}: {result['churned_bytes'] / GIB:.3f} GiB", file=sys.stderr, flush=True)

@@ -4,9 +4,9 @@ predictions.
     python -m benchmarks.precision [BUNDLE ...] [--rounds N] [--json FILE]
 
 The temporary twin is exported from the bundle's weights and tokenizer. The float32 model generates texts token by token
-at temperature 1. The float32 model and the int8 model read these texts, each with its own state. At each token, the
-predictions of the two models are compared with the functions that the server uses to compare two predictions. Times are
-CPU times of one thread. Every round measures the two models one after the other. Needs the extra `train`.
+at temperature 1. The float32 model and the int8 model read these texts, each with its own state. After each token, the
+predictions of the two models are compared. The server's own functions do this comparison. Times are CPU times of one
+thread. Every round measures the two models one after the other. Needs the extra `train`.
 """
 
 from __future__ import annotations

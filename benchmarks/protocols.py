@@ -136,7 +136,7 @@ PAIRS: Mapping[str, Pair] = {
 
 def rate(port: int, route: Route, connections: int, seconds: float) -> float:
     """Sends the route's requests for `seconds`. Returns the route's rate in units per second. Raises BadAnswer if an
-    answer lacks `route.wanted` or takes longer than TIMEOUT_S."""
+    answer lacks `route.wanted`, or if no answer arrives on any connection within TIMEOUT_S seconds."""
     connections = route.connections or connections
     opened = [connect(port) for _ in range(connections)]
     total, number = 0, 0

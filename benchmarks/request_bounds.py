@@ -29,8 +29,8 @@ from wane.models.weights import Weights, encode_weights, tensor_extents, weight_
 BATCHES = (1, 16)
 LENGTHS = (16, 32, 64, 128, 256)
 SIZES: dict[str, dict[str, object]] = {
-    "three layers of 256": {"layers": 3, "feed_forward": 192},
-    "one layer of 512 over two convolution blocks": {
+    "three layers of 256 units": {"layers": 3, "feed_forward": 192},
+    "one layer of 512 units over two convolution blocks": {
         "layers": 1,
         "units": 512,
         "feed_forward": 192,

@@ -47,7 +47,7 @@ READY_WITHIN_S = 120.0
 MIB = 2**20
 FIGURES = {
     "first_s": "first answer, s",
-    "ready_s": "all models, s",
+    "ready_s": "all models ready, s",
     "idle_mib": "resident, idle, MiB",
     "idle_anonymous_mib": "anonymous, idle, MiB",
     "load_mib": "resident, load, MiB",

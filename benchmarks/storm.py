@@ -6,7 +6,7 @@
 One engine runs without HTTP. The sessions with resident states are stepped at a steady rate, in an open loop. A step's
 latency is measured from its due time. After half a second, the storm begins: every parked session takes one step. These
 steps are spread evenly over S seconds (`--within`). Parked sessions have no states, so the engine rebuilds their states
-from their tails. Every round measures each of three cases once:
+from their tails (their last tokens). Every round measures each of three cases once:
 
 - undisturbed: no parked session returns.
 - fair: the engine's own queue (`service/batching/scheduler.py`).
@@ -291,7 +291,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     return made
 
 
-HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"s until {PARKED} are rebuilt")
+HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"s until {PARKED} states are rebuilt")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -309,8 +309,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         if last["storm_s"] is not None:
             axes.axvline(last["storm_s"], color=f"C{index}", linewidth=0.8, linestyle=":")
     axes.set(
-        xlabel="due time, seconds after the storm's start (dotted: all parked sessions are rebuilt)",
-        ylabel=f"latency of a step, ms\n({1e3 * SLICE_S:.0f} ms slices: median, shaded to the longest)",
+        xlabel="due time, seconds after the storm's start (dotted line: all parked sessions' states are rebuilt)",
+        ylabel=f"latency of a step, ms\n(in slices of {1e3 * SLICE_S:.0f} ms; line: median, shaded up to the longest)",
     )
     axes.set_title(f"{result['parked']} parked sessions return; other sessions: {result['steps_per_s']:g} steps/s")
     axes.legend(loc="upper right")

@@ -1,5 +1,5 @@
 """Measures the effect of onnxruntime's threads, spinning and arena on the duration of steps and windows, for batches of
-one and full batches.
+one row and for full batches.
 
     python -m benchmarks.threads [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.threads --render

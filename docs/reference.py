@@ -60,13 +60,14 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "[training]",
         "The optimisation of the weights. After `warmup` steps, the schedule `constant` keeps the learning rate, "
-        "`cosine` lowers it to 0, and `inverse_time` sets it to learning_rate / t in the t-th step after them. "
-        "`plateau` keeps the learning rate until validation stops improving, and then lowers it linearly to 0.",
+        "`cosine` lowers it to 0, and `inverse_time` sets it to `learning_rate` / t in the t-th step after the "
+        "warm-up. `plateau` keeps the learning rate until the validation loss stops improving, or until only "
+        "`decay_steps` steps are left, and then lowers it linearly to 0.",
         TrainingConfig,
     ),
     (
         "[training.proof]",
-        "A loss term for predictions whose most probable token a window cannot prove. The lead is the difference "
+        "A loss term for predictions whose most probable token is not proved by a window. The lead is the difference "
         "between the logits of this token and of a competing token. The ratio is the largest change of the lead that "
         "the tokens before the window can cause, divided by the lead.",
         ProofConfig,

@@ -56,9 +56,9 @@ PROBE_LENGTHS = (24, 1, 17)
 """The lengths of the token sequences on which `verify_graphs` runs the graphs. All lengths differ, and one is 1."""
 
 BEYOND_FRONT = 16
-"""The longest sequence in `verify_graphs` has at least this many tokens more than the convolutions' receptive field.
-The `window` graph's radius for this sequence depends on the gates at these additional tokens. Without them, the check
-would not cover the gates' effect on the radius."""
+"""The longest sequence in `verify_graphs` has at least this many tokens more than the `reach` of the convolution
+blocks. The `window` graph's radius for this sequence depends on the gates at these additional tokens. Without them, the
+check would not cover the gates' effect on the radius."""
 
 QUANTISED = Certificate(
     contractive=False, reason="its graphs multiply in int8, and what is proved is of the float32 weights", layers=()

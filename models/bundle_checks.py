@@ -16,9 +16,9 @@ MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
 
 TOP, TOP_OF_MANY = 16, 32
-"""The number of largest logits that exported graphs output: TOP_OF_MANY for a vocabulary of at least MANY tokens, where
-the time for more of them is small beside the output layer's, otherwise TOP. If the vocabulary has fewer tokens, the
-graphs output all logits in order."""
+"""The number of largest logits that exported graphs output: TOP_OF_MANY if the vocabulary has at least MANY tokens,
+otherwise TOP. For a large vocabulary, selecting TOP_OF_MANY logits takes little time compared with the output layer. If
+the vocabulary has fewer than TOP tokens, the graphs output all logits in descending order."""
 
 MANY = 8192
 """See TOP_OF_MANY."""
@@ -45,8 +45,8 @@ class CertificateError(BundleError):
 
 
 class BundleExistsError(BundleError):
-    """Raised if the path of a new bundle already exists. `replaceable` says whether `replace=True` would allow the
-    write."""
+    """Raised if the path of a new bundle already exists and may not be replaced. `replaceable` says whether
+    `replace=True` would allow the write."""
 
     def __init__(self, message: str, replaceable: bool = True) -> None:
         super().__init__(message)

@@ -83,10 +83,10 @@ class Architecture(Frozen):
     """All properties of the network except its weights.
 
     `block`: "plain" or "residual". In a plain network, each cell reads the output of the cell below. A residual block
-        computes `x = x + mix(cell(LayerNorm(x)))`, where mix is an (H, units) matrix. The last residual block is
-        followed by a LayerNorm.
-    `feed_forward`: the width of the feed-forward part of a residual block. If it is not 0, `x = x +
-        feed_forward(LayerNorm(x))` follows.
+        computes `x = x + mix(cell(LayerNorm(x)))`, where mix is a matrix of `hidden` rows and `units` columns. The last
+        residual block is followed by a LayerNorm.
+    `feed_forward`: the width of the feed-forward part of a residual block. If it is not 0, the block then computes
+        `x = x + feed_forward(LayerNorm(x))`.
     `front`: the convolution blocks below the first layer, for residual blocks only.
     `units`: the number of units of each cell, for residual blocks only. If it is null, this number is `hidden`.
     `norm_epsilon`: the number that every LayerNorm adds to the variance. The change of a LayerNorm's output is
@@ -208,8 +208,8 @@ class Quality(Frozen):
 
 
 class Condition(Frozen):
-    """One sufficient condition for contraction that was applied to a layer. `factor` is null if the condition does not
-    apply."""
+    """One sufficient condition for contraction, as evaluated for a layer. `factor` is the contraction factor that the
+    condition proves in the norm `norm`. It is null if the condition does not apply to the layer."""
 
     rule: str
     norm: str
@@ -415,7 +415,7 @@ class Manifest(Frozen):
     unknown: Unknown = "refuse"
     start: Start = "token"
     state: tuple[StateTensor, ...]
-    window: int = Field(ge=1, description="default k of window mode")
+    window: int = Field(ge=1, description="default number of tokens of a window")
     max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="largest window, in tokens, of a request")
     opset: Positive
     precision: Precision = "float32"

@@ -1,9 +1,9 @@
 """The linear recurrence `s_t = f_t * s_(t-1) + b_t`, for all t in parallel, with its gradient.
 
-The algorithm is odd-even reduction. It combines each pair of adjacent steps into one step, solves this recurrence of
-half the length in the same way, and computes the remaining states from its solution. It needs 2 T multiply-adds and 2
-log2(T) dependent steps. For long sequences, products of gates underflow to zero and never give NaN, because only
-products of gates are formed, never `exp(cumsum(log f))`.
+The algorithm is odd-even reduction. It combines each pair of adjacent steps into one step, solves the resulting
+recurrence of half the length in the same way, and computes the remaining states from its solution. It needs 2 T
+multiply-adds and 2 log2(T) dependent steps. For long sequences, products of gates underflow to zero and never give NaN,
+because only products of gates are formed, never `exp(cumsum(log f))`.
 
 Blelloch, "Prefix sums and their applications" (1990); Martin and Cundy, arXiv 1709.04057.
 """

@@ -9,7 +9,7 @@ device that runs the graphs.
 The graph of `from_slots` has these inputs and outputs, in addition to those of `models/export/roles.py`. B is the batch
 size, V the vocabulary's size and K the number of largest logits.
 
-    slots                int64 (B), the slot of each item. Replaces the dimension B of every array that is in slots
+    slots                int64 (B), the slot of each item: the index of the item's row in the arrays
     slots.<name>         float32 (N, *shape), the array of the state tensor or of `hidden`. Replaces the input <name>
     check                float32 (B): 0 if every value of an item's logits, hidden and logprobs is finite, and NaN
                          otherwise

@@ -5,9 +5,9 @@
 
 FOLDER contains WikiText-2's word-level files. For each bundle and each length N, the weights of the mixture
 (`models/cache_mixture.py`) are fitted to the network's predictions on the validation split. The network is not trained
-again. The table shows the perplexity per token of the test split. It also shows the relative change of this perplexity
-if the network is run as a window of k tokens, with the same cache: both perplexities are then those of the same
-positions, spread evenly over the test split.
+again. The table shows the perplexity per token of the test split. It also shows by how many percent the perplexity of
+windows of k tokens, with the same cache, differs from the recurrent perplexity. These two perplexities are those of the
+same positions, spread evenly over the test split.
 
 The results of each bundle are written to the JSON file as soon as they are measured. With `--render` the program only
 makes the table from the JSON.

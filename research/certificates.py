@@ -20,10 +20,11 @@ Three kinds of bounds are checked:
   tokens (repeated tokens, cycles, the adversary's histories, random tokens) must differ by at most e_k plus this
   rounding. The first run must differ from the same run in exact arithmetic by at most half of this rounding.
 - The bounds of single windows, in float64. The second run reads only the window. The first runs read different pasts
-  before the window: those of all these histories, and pasts that are adversarial to this window. The first run's
-  `hidden` must be within the window's radius. Every lead (difference between two logits) must change by at most the
-  direction proof's bound of this change. Every proved top-1 token must be the first run's most probable one. The total
-  variation between the two predicted distributions must be at most the direction proof's bound of this total variation.
+  before the window: the pasts of all histories of the first check, and pasts that are adversarial to this window. The
+  first run's `hidden` must be within the window's radius. Every lead (difference between two logits) must change by at
+  most the direction proof's bound of this change. Every proved top-1 token must be the first run's most probable one.
+  The total variation between the two predicted distributions must be at most the direction proof's bound of this total
+  variation.
 
 The file of `--output` contains the results so far. If the program is started again, it skips the models in this file.
 """

@@ -133,7 +133,7 @@ def _spread(spread: MedianAndLargest) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Formats a number with two significant digits. A value below 1 that would round to 1 is written as 0.99..."""
+    """Formats a number with two significant digits. A value from 0.995 to 1 - 1e-9 is written as 0.99..., not as 1."""
     if value is None:
         return "none"
     if value == 0:

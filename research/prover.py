@@ -20,7 +20,7 @@ from wane.service.engine.top1_proof import MarginProof
 AT_ONCE = 128
 
 FLOAT64 = 1e-9
-"""The tolerance of a distance, which covers the rounding of float64."""
+"""The largest excess of a distance or total variation over its bound that is attributed to the rounding of float64."""
 
 Tokens = NDArray[np.int64]
 

@@ -10,9 +10,9 @@ many as the window and the model's cache need. The answer's whole distribution i
 never-interrupted run in float64, mixed with the same cache. A bound is violated if the observed total variation exceeds
 `error_bound`. A proof is wrong if `top1_proved` is true and the two most probable tokens differ.
 
-The time that `prove` adds is measured at `--timed` of the positions. There, one
-request with `prove` and one without it run one after the other, in alternating order, without other requests. The
-figures are the medians of the two times and of their difference.
+The time that `prove` adds is measured at `--timed` of the positions. At each of them, one request with `prove` and one
+request without it run one after the other, in alternating order, without other requests. The figures are the medians of
+the two times and of their difference.
 
 The results of each bundle are written to the JSON file as soon as they are measured. With `--render` the program only
 makes the page's table from the JSON.

@@ -8,11 +8,12 @@ They have two purposes:
 
 - price: a Gated network and a tanh-RNN for every lambda from 0.7 to none (unconstrained). The smallest lambda and
   the unconstrained networks have three seeds. Every other lambda has one seed.
-- distance: two tanh-RNNs, one with lambda 0.9 and one unconstrained. Each is trained twice from the same initial
-  weights: recurrent, and truncated (every chunk starts from the zero state). The optimisers are AdamW and projected
-  gradient descent with the learning rate alpha / t in step t. For projected gradient descent, Miller and Hardt ("Stable
-  recurrent models", 2019, proposition 2) prove that the weights of both trainings stay close if the model is stable. In
-  this experiment, truncated training predicts each position from the chunk's tokens up to this position only.
+- distance: two tanh-RNNs, one with lambda 0.9 and one unconstrained. With each optimiser, each network is trained twice
+  from the same initial weights: recurrent, and truncated (every chunk starts from the zero state). The two optimisers
+  are AdamW, and projected gradient descent with the learning rate alpha / t in step t. For projected gradient descent,
+  Miller and Hardt ("Stable recurrent models", 2019, proposition 2) prove that the weights of both trainings stay close
+  if the model is stable. In this experiment, truncated training predicts each position from the chunk's tokens up to
+  this position only.
 
 A finished run is not trained again, and an interrupted run resumes. `--report` trains nothing. Perplexities are
 measured on the validation split, in recurrent mode, with the run's best weights. For windows of k(1e-3) tokens, and of

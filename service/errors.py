@@ -1,4 +1,4 @@
-"""The exceptions that answering a request can raise, as one class hierarchy.
+"""The exceptions that can be raised while a request is answered, as one class hierarchy.
 
     WaneError                     code                  status  retryable
     ├── NotJson                   not_json              400     no
@@ -59,7 +59,7 @@ class WaneError(Exception):
 
 
 class NotJson(WaneError):
-    """The body is not JSON. The message has the position of the first syntax error."""
+    """The body is not JSON, or has a number with too many digits. The message has the position of the error."""
 
     code = "not_json"
     http_status = 400
@@ -93,7 +93,8 @@ class Unauthorized(WaneError):
 
 
 class Forbidden(WaneError):
-    """The key is valid, but lacks the scope for this request."""
+    """The request has a valid key that lacks the necessary scope, or a page whose origin is not allowed opens a
+    WebSocket."""
 
     code = "forbidden"
     http_status = 403
@@ -123,7 +124,7 @@ class SessionExists(Conflict):
 
 
 class PositionConflict(Conflict):
-    """The step's expected position differs from the session's position. `position` is the session's position."""
+    """The request's expected position differs from the session's position. `position` is the session's position."""
 
     code = "position_conflict"
 

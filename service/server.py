@@ -143,7 +143,8 @@ def protocols(
 
 
 def run(settings: Settings) -> None:
-    """Serves until a signal stops it. Raises RegistryError or BundleError if a required model cannot be loaded."""
+    """Runs the server until a signal stops it. Raises RegistryError or BundleError if a required model cannot be
+    loaded."""
     logs.configure(settings.log_level)
     spare_the_processors(os.environ)
     failures: list[Exception] = []

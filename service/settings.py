@@ -83,8 +83,8 @@ class Settings(BaseModel):
     )
     default_model: str = Field(
         default="gated-stable-64",
-        description="the model for requests without a model name; if this is not set: the only model; of several "
-        "models, gated-stable-64; if gated-stable-64 is not one of them, the first model by name",
+        description="the model for requests without a model name; if this setting is not set: the only model, or "
+        "gated-stable-64 if there are several models, or the first model by name if gated-stable-64 is not one of them",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
@@ -141,13 +141,14 @@ class Settings(BaseModel):
     state_budget_bytes: int = Field(
         default=256 * 2**20,
         ge=1,
-        description="memory for the resident states of each model, and for the contents of their caches",
+        description="memory of each model for its sessions' resident states, and for the contents of these sessions' "
+        "caches",
     )
     state_ttl_s: float | None = Field(
         default=None,
         gt=0,
-        description="idle time after which a session's state is evicted; the next step recomputes it; none: the "
-        "state is kept until its session ends",
+        description="idle time after which a session's state is evicted; the next step recomputes the state; none: the "
+        "value of session_ttl_s",
     )
     session_ttl_s: float = Field(default=3600, gt=0, description="idle time after which a session expires")
     session_budget_bytes: int = Field(

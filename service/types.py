@@ -115,8 +115,8 @@ class ScoreMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects the tokens that an answer may list. Only models of events have a filter. It does not change the tokens'
-    probabilities, which remain those of the whole distribution.
+    """Selects the tokens that an answer may list (only for models of events). The filter does not change the tokens'
+    probabilities: they remain those of the whole distribution.
 
     `exclude` are the ids of tokens that are not listed. If `exclude_seen`, the sequence's own tokens are not listed
     either, as far as the server knows them. If `candidates` is not None, only these ids are listed. `<eos>` is listed
@@ -673,8 +673,8 @@ class ScoredTokens:
 @dataclass(frozen=True, slots=True)
 class ScoreSummary(Served):
     """How a text was scored. `chunks` is the number of chunks that ran in parallel. Each chunk started at least
-    `warm_up` tokens before its first scored token. `rounds` is 1 plus the number of times that some of the chunks were
-    run again. `max_residual` is the largest difference between a unit of a chunk's start state and the same unit of the
+    `warm_up` tokens before its first scored token. `rounds` is 1 plus the number of parts of chunks that were run
+    again. `max_residual` is the largest difference between a unit of a chunk's start state and the same unit of the
     previous chunk's end state. If `max_residual` is 0, the result is bit for bit that of a sequential run.
     `error_bound` is the largest error bound of all positions. `perplexity` is computed from the tokens that have a
     log-probability. `perplexity` is null if no token has a log-probability.

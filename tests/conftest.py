@@ -47,8 +47,8 @@ collect_ignore = [str(file) for file in TRAIN_FILES] if MISSING else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that need the extra `train`. Moves files with slow tests to the front, so that no slow file
-    starts when the other tests have ended."""
+    """Marks the tests that need the extra `train`. Moves the files with slow tests to the front, because a slow file
+    that starts last would still run after all other tests have ended."""
     for item in items:
         if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)

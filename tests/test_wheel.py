@@ -1,5 +1,5 @@
-"""Builds the source distribution and its wheel, installs the wheel in a new environment, and serves from an empty
-folder."""
+"""Builds the source distribution and its wheel, installs the wheel in a new environment, and runs its `wane serve` in
+an empty folder."""
 
 from __future__ import annotations
 

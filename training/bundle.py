@@ -65,7 +65,8 @@ def export_bundle_again(
     keep_versions: bool = False,
 ) -> Path:
     """Exports the weights of the bundle at `path` again, with the graphs of the installed Wane version. Writes to the
-    folder `bundle_place`. NAME is the bundle's name, with the suffix `-int8` if the export quantises it.
+    folder that `bundle_place` returns. The new bundle has the old bundle's name, with the suffix `-int8` if the export
+    quantises the weights.
 
     `version`: the new bundle's version, None for the old bundle's version plus one. Returns the path of the new bundle.
     Raises RunError.

@@ -47,8 +47,8 @@ def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> Cach
 
 
 def _best(statistics: CacheStatistics, network: NDArray[np.float64], used: NDArray[np.bool_]) -> CacheModel:
-    """Returns the mixture under which the stream has the largest likelihood, among the mixtures of only the components
-    `used`, bool (4): the network and the three cache components."""
+    """Returns the mixture under which the stream has the largest likelihood, among the mixtures of the used components.
+    used: bool (4), whether the mixture uses the network and each of the three cache components."""
     of_network = np.exp(-network)
     parts = np.column_stack([of_network, statistics.shares])
     # A cache that is not full uses only a part of the first cache component's weight. The network gets the other part.

@@ -270,7 +270,8 @@ def _print_error(console: Console, error: Exception) -> None:
 
 
 def _as_typed(options: argparse.Namespace, group: Group) -> str:
-    """Returns the `train` command for the run's origin. Paths are replaced by the names of their files and folders."""
+    """Returns the `train` command that is recorded in the run's origin. Paths are replaced by the names of their files
+    and folders."""
     words = [*group.launcher, "train", options.experiment.name]
     for option in ("data", "run", "tokenizer"):
         if (path := getattr(options, option)) is not None:
@@ -331,7 +332,10 @@ def _share(text: str) -> float:
 
 def _name(text: str) -> str:
     if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name: use up to 64 letters, digits, '.', '_' and '-'")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a name: use up to 64 letters, digits, '.', '_' and '-', "
+            "beginning with a letter or a digit"
+        )
     return text
 
 

@@ -187,9 +187,10 @@ class DataConfig(Frozen):
 
 
 class ProofConfig(Frozen):
-    """The keys of the table `[training.proof]`: a loss term for predictions whose most probable token a window cannot
-    prove (`training/proof.py`). The lead is the difference between the logits of this token and of a competing token.
-    The ratio is the largest change of the lead that the tokens before the window can cause, divided by the lead."""
+    """The keys of the table `[training.proof]`: a loss term for predictions whose most probable token is not proved by
+    a window (`training/proof.py`). The lead is the difference between the logits of this token and of a competing
+    token. The ratio is the largest change of the lead that the tokens before the window can cause, divided by the
+    lead."""
 
     window: Whole | None = Field(
         default=None,

@@ -101,7 +101,8 @@ class Group:
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def parallel(self, network: nn.Module) -> nn.Module:
-        """Wraps the network: copies the first process's weights, and averages gradients over the processes."""
+        """Wraps the network: copies the first process's weights to all processes, and averages gradients over the
+        processes."""
         return network if self.alone else DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     def seed_noise(self, seed: int, step: int) -> None:

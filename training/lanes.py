@@ -55,9 +55,9 @@ class Batch:
 class Lanes(Protocol):
     """One process's lanes of a split.
 
-    `mine`: the slice of these lanes in the lanes of all processes. `count`: the number of this process's lanes, which
-    can be 0 if there are fewer lanes than processes. `steps`: the number of batches in the first epoch. The second
-    epoch reads the same sequences again.
+    `mine`: the slice that selects this process's lanes from the lanes of all processes. `count`: the number of this
+    process's lanes, which can be 0 if there are fewer lanes than processes. `steps`: the number of batches in the first
+    epoch. Every epoch reads the same sequences.
     """
 
     mine: slice

@@ -218,8 +218,8 @@ class Trainer:
         return SampledSoftmax(torch.from_numpy(counts), self.config.negatives)
 
     def _maybe_decay(self) -> None:
-        """Begins the decay of `plateau` when the validation loss stops improving, or when only `decay_steps` steps
-        remain."""
+        """Begins the learning rate's decay in the schedule `plateau` when the validation loss stops improving, or when
+        only `decay_steps` steps remain."""
         if self.config.schedule != "plateau" or self.decay_start is not None:
             return
         waited = (self.step - self.best_step) // self.config.evaluate_every
@@ -254,7 +254,8 @@ class Trainer:
         processes."""
         if self.config.batch < self.group.size:
             raise RunError(
-                f"training.batch = {self.config.batch} for {self.group.size} processes: each needs at least one lane"
+                f"training.batch = {self.config.batch} for {self.group.size} processes: each process "
+                "needs at least one sequence"
             )
         return self.config.batch
 

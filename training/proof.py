@@ -61,7 +61,7 @@ class ProofPressure:
 
     def __call__(self, step: int, shares: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, float]:
         """Returns the loss term for the predictions at the end of the network's latest chunk, and the share of lanes
-        whose top-1 token is proved, to first order.
+        (the batch's parallel streams) whose top-1 token is proved, to first order.
 
         step: the training step, counted from 0. In the first `ramp` steps, the factor of the loss rises to `weight`.
         shares: None for the network alone. For a mixture with a cache: the network's weight, (lanes), and the

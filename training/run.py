@@ -67,7 +67,7 @@ def train(
     console: Console,
     group: Group = ALONE,
 ) -> Path:
-    """Trains or resumes an experiment. Returns the run folder. Records `command` as the run's origin.
+    """Trains or resumes an experiment. Returns the run folder. Records `command` in the run's origin (`Origin`).
 
     In a group only the first process reads the data and writes the folder.
     """
@@ -198,7 +198,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
             for split in EVALUATED_SPLITS:
                 losses[split] = evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
         found = quality(losses)
-        # A split with fewer positions than requested has taken fewer steps than `total`.
+        # For a split with fewer positions than requested, the evaluation took fewer steps than `total` assumes.
         bar.update(task, completed=total)
     name, plot = run.experiment.name, run.folder.path / "evaluation.png"
     run.folder.write_quality(found, run.best_step, positions)
@@ -274,8 +274,8 @@ def export_run(
     replace: bool = False,
     keep_versions: bool = False,
 ) -> Path:
-    """Writes a bundle with the run's best weights to the folder `bundle_place`. NAME is the experiment's name, with the
-    suffix `-int8` for int8. Returns the bundle's path.
+    """Writes a bundle with the run's best weights to the folder that `bundle_place` returns. The bundle has the
+    experiment's name, with the suffix `-int8` for int8. Returns the bundle's path.
 
     An int8 bundle records no perplexity, because the evaluation runs in float32. `replace`: whether to replace a bundle
     of the same or a higher version. Raises RunError.
@@ -344,7 +344,8 @@ def bundle_place(bundles: Path, name: str, bundle_version: str, keep_versions: b
     if (folder / MANIFEST).is_file():
         if keep_versions:
             raise RunError(
-                f"{folder} is a bundle. To keep it beside other versions, move it to {folder}/VERSION, with its version"
+                f"{folder} is a bundle. To keep it beside other versions, move it to {folder}/VERSION, where "
+                "VERSION is its version number"
             )
         return folder
     return folder / bundle_version if keep_versions or any(folder.glob(f"*/{MANIFEST}")) else folder

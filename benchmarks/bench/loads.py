@@ -193,7 +193,7 @@ def websocket_load() -> Load:
 
 def batched_load() -> Load:
     """Builds a load of batched requests. Each request steps INPUTS sessions by one token each."""
-    title = f"session step, {INPUTS} a call, {plural(BATCHED_CONNECTIONS)}"
+    title = f"session steps, {INPUTS} in each call, {plural(BATCHED_CONNECTIONS)}"
     return Load(f"batched-{INPUTS}", title, "tokens/s", INPUTS, lambda stage: prepare_bulk(stage, "batched", {}))
 
 
@@ -203,7 +203,7 @@ def columns_load() -> Load:
     def prepare(stage: Stage) -> Drive:
         return prepare_bulk(stage, "columns", {"format": "columns"})
 
-    title = f"session step, {INPUTS} a call in columns, {plural(BATCHED_CONNECTIONS)}"
+    title = f"session steps, {INPUTS} in each call, answers in columns, {plural(BATCHED_CONNECTIONS)}"
     return Load(f"columns-{INPUTS}", title, "tokens/s", INPUTS, prepare)
 
 

@@ -50,7 +50,7 @@ def export(folder: Path) -> Manifest:
         tokenizer_json=tokenizer(),
         name=NAME,
         version="1",
-        description="One LSTM layer of 256 with random contractive weights, for benchmarks",
+        description="One LSTM layer of 256 units with random contractive weights, for benchmarks",
         window=WINDOW,
         max_window=MAX_WINDOW,
         quality=None,

@@ -34,7 +34,8 @@ def drive(port: int, requests: Iterator[bytes], due: NDArray[np.float64], connec
     """At each time in `due`, in seconds from the start, sends the next of `requests` on a free connection.
 
     If no connection is free, the request waits, and its latency includes the wait. Raises BadAnswer if an answer is not
-    a 2xx or takes more than ten seconds.
+    a 2xx. Also raises it if no answer arrives within ten seconds while no connection is free or all requests have been
+    sent.
     """
     opened = [connect(port) for _ in range(connections)]
     try:

@@ -58,7 +58,7 @@ class Measured(Timed):
 
 
 class Visit(Frozen):
-    """The figures of one contender's loads in one round of one model (a visit).
+    """The figures of one visit: the measurement of one contender with one model in one round.
 
     loads: the figures of each load, by the load's name. refused: the server's answer to each load that it does not
     support, by the load's name.

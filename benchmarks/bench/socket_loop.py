@@ -16,7 +16,8 @@ def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: byte
     """Opens a WebSocket at each of `paths`. For `seconds`, sends the next of `frames` on a WebSocket whenever the
     answer to the last frame on this WebSocket has arrived.
 
-    Raises BadAnswer if an answer does not contain `wanted` or takes more than ten seconds.
+    Raises BadAnswer if an answer does not contain `wanted`, or if no answer arrives on any WebSocket within ten
+    seconds.
     """
     sockets = [WebSocket(port, path) for path in paths]
     latencies: list[float] = []

@@ -133,7 +133,7 @@ def _figures(results: Results) -> list[str]:
     machine = ", ".join(results.machine.values())
     versions = "; ".join(f"{contenders()[name].title}: {version}" for name, version in results.versions.items())
     lines = [
-        f"{results.created}, {machine}; {results.rounds} rounds, {results.seconds:g} s a load. {versions}.",
+        f"{results.created}, {machine}; {results.rounds} rounds, {results.seconds:g} s for each load. {versions}.",
     ]
     for model, facts in results.models.items():
         lines += ["", f"`{model}` ({facts['about']}):", "", *markdown(FIGURES, figure_rows(results, model))]

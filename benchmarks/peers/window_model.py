@@ -51,7 +51,8 @@ class WindowModel:
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def top(self, windows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns token ids and probabilities (B, TOP_K) of each window's next token, the most probable first."""
+        """Returns the ids and the probabilities, both (B, TOP_K), of each window's most probable next tokens. The
+        most probable token is first."""
         lengths = np.array([len(window) for window in windows], np.int64)
         if lengths.min() == lengths.max():
             tokens = np.asarray(windows, np.int64)

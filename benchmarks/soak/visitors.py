@@ -1,4 +1,5 @@
-"""The clients of the soak: they create, step, read, rewind, delete and abandon sessions, and check every answer.
+"""The visitors, which are the clients of the soak that behave well. They create, step, read, rewind, delete and abandon
+sessions, and check every answer.
 
 The ledger records the acknowledged tokens of every session. The position in every answer is compared with the ledger. A
 wrong position means that a step was lost or appended twice.
@@ -142,7 +143,10 @@ class Visitors:
         elif reply.status == 404 and idle_s > ledger.ttl_s:
             ledger.outcomes["expired"] += 1
         else:
-            ledger.wrong.append(f"{action} of {kept.name} at position {len(kept.tokens)}, idle {idle_s:.1f} s: {reply}")
+            ledger.wrong.append(
+                f"unexpected answer to {action} of {kept.name} at position {len(kept.tokens)}, "
+                f"idle for {idle_s:.1f} s: {reply}"
+            )
 
     def _check(self, action: str, kept: Kept, token: int, reply: Reply) -> None:
         if action == "step":
@@ -153,7 +157,8 @@ class Visitors:
             kept.tokens.pop()
         if reply.body is not None and reply.body["position"] != len(kept.tokens):
             self.ledger.wrong.append(
-                f"{action} of {kept.name}: position {reply.body['position']}, expected {len(kept.tokens)}"
+                f"{action} of {kept.name}: the answer's position is {reply.body['position']}, "
+                f"expected {len(kept.tokens)}"
             )
 
     async def populate(self, connection: Connection, lively: int, others: int) -> None:

@@ -71,8 +71,8 @@ def store(folder: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Runs the command. Returns the exit code, which is 2, with a message, if a process did not start or Ray could not
-    apply the configuration."""
+    """Runs the command, and returns the exit code. If a process did not start or Ray could not apply the configuration,
+    prints a message and returns 2."""
     parser = argparse.ArgumentParser("scripts/ray", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIGURATION, help="default: deploy/ray/serve.yaml")
     parser.add_argument("--port", type=int, help="port for clients; default: the port in the configuration")

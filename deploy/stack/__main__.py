@@ -29,7 +29,7 @@ def stop(_: int, __: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Runs the command. Returns the exit code, which is 2, with a message, if a service did not start."""
+    """Runs the command, and returns the exit code. If a service did not start, prints a message and returns 2."""
     parser = argparse.ArgumentParser("scripts/stack", description=__doc__)
     parser.add_argument("--port", type=int, default=8000, help="HAProxy's port for clients; default: %(default)s")
     parser.add_argument(

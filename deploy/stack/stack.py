@@ -33,9 +33,9 @@ def run_here() -> list[Service]:
 class Stack:
     """A context manager that runs every service during its `with` block. A service starts after the services that it
     depends on, and stops before them. `folder` is for logs, volumes and secrets. Missing secrets are created.
-    `published` maps ports that the compose file publishes to local ports. By default, every local port is a free port.
-    `variables` has additional environment variables for each service. If `whole` is false, the servers require no API
-    keys, and Prometheus does not run.
+    `published` has the local port for each port that the compose file publishes. For a port that it lacks, the local
+    port is a free port. `variables` has additional environment variables for each service. If `whole` is false, the
+    servers require no API keys, and Prometheus does not run.
     """
 
     def __init__(

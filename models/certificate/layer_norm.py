@@ -97,8 +97,8 @@ class Normalised:
         """Bounds the change of each entry of `reader n`, (B, R). x changes by `source d` with |d_i| <= box_i, plus
         another vector of length at most `rest` (B). The whole change of x has a length of at most r.
 
-        The derivative between the two matrices is multiplied out: `sqrt(H) / w (reader source - reader u (u source))`,
-        u = v / w.
+        The product of `reader`, the derivative of n and `source` is computed as
+        `sqrt(H) / w (reader source - reader u (u source))`, where u = v / w.
         """
         read, sent = self._unit @ between.reader.weight.T, self._unit @ between.source.weight
         moved: Matrix = between.reader.rows * (self.remainder + self._factor * rest)[:, None]

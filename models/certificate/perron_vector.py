@@ -25,7 +25,8 @@ would have weight 0."""
 
 
 def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[float, Vector]:
-    """Returns the factor, rounded up, and the weights (size). The largest weight is 1."""
+    """Returns the factor by which one step multiplies the weighted norm, rounded up, and the norm's weights (size). The
+    largest weight is 1."""
     weights = np.ones(size)
     best, chosen = np.inf, weights
     for _ in range(ITERATIONS):

@@ -79,7 +79,8 @@ class WindowBound:
 
 
 class RequestBound:
-    """Bounds the windows of one model. The values that do not depend on the request are computed once."""
+    """Computes the `WindowBound` of one model's windows. The values that do not depend on the request are computed
+    once."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
         """layers: the layers of these weights, if the caller has already built them."""
@@ -198,8 +199,9 @@ class Block:
         return tuple(np.zeros_like(each) for each in reach), tuple(Deviation.within(each) for each in reach)
 
     def step(self, x: Matrix, ball: Vector, before: tuple[States, Deviations]) -> tuple[States, Deviations]:
-        """Computes the cell's state after one token, and its bounds. x: (B, H), the block's input. x changes by at most
-        `ball` (B) in the 2-norm. before: the state and its bounds before the token."""
+        """Computes the cell's state after one token, and the bounds of its distance from the run's state. x: (B, H),
+        the block's input. x changes by at most `ball` (B) in the 2-norm. before: the state and these bounds before the
+        token."""
         if not self._residual:
             return self.cell(x, Deviation.ball_only(ball, x.shape[1]), *before)
         norm = Normalised(x, self._epsilon, ball)
@@ -207,7 +209,8 @@ class Block:
 
     def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
         """Computes the block's output, and the bound of the output's change. x: (B, H), the block's input. x changes by
-        at most `ball` (B) in the 2-norm. state, error: the cell's state after the token, and its bounds."""
+        at most `ball` (B) in the 2-norm. state, error: the cell's state after the token, and the bounds of its distance
+        from the run's state."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
         rest, box = ball, error[0].box

@@ -28,8 +28,8 @@ DOUBLINGS = 24
 """The largest number of doublings. After all of them, the sum has 2^24 terms."""
 
 SHARE = 0.2
-"""The position of the Lyapunov equation's `a` between the spectral radius (0) and the smaller of 1 and the spectral
-norm (1). Smaller values increase the transform's condition number."""
+"""The position of the Lyapunov equation's `a` between the spectral radius (at position 0) and the smaller of 1 and the
+spectral norm (at position 1). Smaller values increase the transform's condition number."""
 
 WIDEST = 1e6
 """The largest condition number of a transform. With a larger one, the error of the inverse increases the factor more

@@ -71,13 +71,13 @@ def variation_by_token(shares: Vector, moved: Vector, off: float = 0.0) -> float
     p_j (exp(eta_j) - 1)` over the tokens with eta_j > 0. Over these tokens, `sum p_j eta_j` is minus the sum over the
     tokens with eta_j < 0. The absolute values of the two sums together are at most `sum_j p_j moved_j`, so each is at
     most half of it. By convexity, `exp(eta_j) - 1 <= eta_j c_j` with c_j = (exp(moved_j) - 1) / moved_j. The bound is
-    the largest value of `sum p_j eta_j c_j` for which eta_j <= moved_j and `sum p_j eta_j` is at most this half. It
-    sets eta_j = moved_j for the tokens with the largest c_j, until the half is reached. To first order the bound is
-    `sum_j p_j moved_j / 2`.
+    the largest value of `sum p_j eta_j c_j` for which eta_j <= moved_j and `sum p_j eta_j` is at most this half. It is
+    reached if eta_j = moved_j for the tokens with the largest c_j, added one by one until `sum p_j eta_j` is the half.
+    To first order the bound is `sum_j p_j moved_j / 2`.
 
-    If off is not 0, the same argument is applied to eta_j + off, which is at most moved_j + off. It gives the same p~,
-    and `sum_j p_j (eta_j + off)` is between 0 and 2 off. The difference of two logits changes by at most twice the
-    largest `moved`. The variation is therefore also at most tanh of half of the largest `moved`.
+    If off is not 0, the same argument is applied to eta_j + off, which is at most moved_j + off. These values give the
+    same p~, and `sum_j p_j (eta_j + off)` is between 0 and 2 off. The difference of two logits changes by at most twice
+    the largest `moved`. The variation is therefore also at most tanh of half of the largest `moved`.
     """
     moved = moved + off
     if not float(moved.max()) < MOST_MOVED:

@@ -95,11 +95,11 @@ class Comparison(Protocol):
     """The proved bounds of one layer for a given recurrent matrix (G H, H)."""
 
     h: Tensor
-    """The greatest |h| of each unit from the zero state, (H)."""
+    """The greatest |h| of each unit over all states that are reached from the zero state, (H)."""
 
     def even(self) -> Tensor:
-        """Returns weights w for which `step(w) <= target w` is attainable without making any row zero, whatever the
-        recurrent matrix."""
+        """Returns weights w for which every recurrent matrix can be shrunk until `step(w) <= target w`, without making
+        any row zero."""
 
     def step(self, bounds: Tensor) -> Tensor:
         """Returns the bounds after one step, from the bounds before it."""

@@ -82,8 +82,8 @@ def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
     input and biases determine is limited.
 
     The gate's bias is limited to ROOM below the cap's pre-activation. Then those rows of the input matrix for which an
-    input still exceeds the cap are shrunk. If only the bias were lowered, a single token could cause the gate to close
-    for all tokens.
+    input still exceeds the cap are shrunk. If only the bias were lowered, a single token with a large input could
+    require a bias so low that the gate is nearly closed for all other tokens.
     """
     hidden = recurrence.matrix.shape[1]
     rows = slice(hidden, 2 * hidden)

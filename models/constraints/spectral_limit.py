@@ -28,8 +28,8 @@ def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = Non
     `limit`. Let s be the singular values above the limit, and U their left singular vectors. Then `matrix -= U diag(1 -
     limit / s) U' matrix`. There is no division by the gain, so a small gain does not inflate a weight.
     """
-    # The Gram matrix in float64 determines a singular value s to about 1e-16 (largest / s)^2. Badly scaled matrices are
-    # therefore clipped repeatedly.
+    # A singular value s is computed from the Gram matrix in float64. Its relative error is about 1e-16 (largest / s)^2,
+    # where `largest` is the largest singular value. Badly scaled matrices are therefore clipped repeatedly.
     while True:
         folded = matrix.double() if gain is None else matrix.double() * gain.double()
         left, values = _singular_above(folded, limit * (1 + TOUCHED))

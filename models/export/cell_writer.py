@@ -1,9 +1,10 @@
 """The common base class of the cells as ONNX nodes. A step has two parts.
 
 `drive` computes the part that depends on the layer's input alone, for many rows in one product. `step` computes the
-rest, token by token. In the first layer `drive` is a function of the token. onnxruntime computes it for all V tokens
-when it loads the graph, and keeps a table of V rows. The graphs for whole sequences contain a loop over `step`, so
-their rounding is exactly that of the `step` graph.
+rest, token by token. In a first layer without convolution blocks below it, `drive` is a function of the token.
+onnxruntime computes it for all V tokens when it loads the graph, and keeps a table of V rows, unless the table would be
+too large (`network.py`). The graphs for whole sequences contain a loop over `step`, so their rounding is exactly that
+of the `step` graph.
 
 ONNX has operators for LSTM, GRU and RNN, but they multiply by the input's weights at every token. For 64 windows of 64
 tokens on one CPU core, the loop takes 0.55 times the operator's time for an LSTM with 256 units, and 0.23 times for an

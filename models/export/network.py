@@ -143,8 +143,9 @@ class NetworkWriter:
         return self._normalise(f"layers.{layer}.norm", x) if self._residual else x
 
     def _drive(self, layer: int, tokens: str, x: str) -> list[str]:
-        """Returns the results of the cell's `drive`, N rows each. If the first layer's inputs are the embeddings, they
-        are rows of a table of V rows."""
+        """Returns the results of the cell's `drive`, N rows each. If a first layer reads the embeddings directly, these
+        rows are taken from tables with one row for each token of the vocabulary, unless the tables would have more than
+        TABLE_ELEMENTS elements."""
         cell = self._cells[layer]
         if (
             layer == 0

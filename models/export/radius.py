@@ -7,8 +7,8 @@ value. r, (T * B, 1), bounds the error of the stream x, a layer's input, in the 
 unit by unit. e' is the next value of e:
 
 - First layer: `e' = f e`, starting from `|s| + reach` at the cut. Above convolution blocks, e starts at the first token
-  whose receptive field is within the window. Before this token, r is FAR. If the network has a single layer, e is the
-  initial value times the product of f over the tokens.
+  whose receptive field is within the window. Before this token, r is FAR, which stands for no bound. If the network has
+  a single layer, e is the initial value times the product of f over the tokens.
 - A LayerNorm: with q = r / sqrt(variance + epsilon), `rho = min(q + q^3 / H, r / sqrt(epsilon), 2 sqrt(H))`. q + q^3 /
   H is above the bound 2 sqrt(H) sin(asin(t) / 2), t = q / sqrt(H), of `models/certificate/layer_norm.py` for every t <=
   1. This bound equals q sec(asin(t) / 2), and `sec(asin(t) / 2) <= 1 + t^2`. For t > 1, q + q^3 / H is above 2 sqrt(H),
@@ -177,8 +177,9 @@ class RadiusWriter:
         return graph.node("Add", graph.node("Abs", graph.node("Gather", states, latest)), reach)
 
     def _ended(self, error: str) -> str:
-        """Returns the bound of the error of the first layer's state after the last token. `reach` is added for windows
-        that are shorter than the receptive field."""
+        """Returns the bound of the error of the first layer's state after the last token. For windows with fewer than
+        `self._reach` tokens, the cell's `reach` is added: `_start` may have read the state after a padding token, and
+        `reach` bounds the state after the last token."""
         error = self._grown(error)
         if not self._reach:
             return error

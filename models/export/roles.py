@@ -16,8 +16,8 @@ a state from the run's.
 
 `top` stands for three outputs. `top_logits[B,K]` are the largest logits in descending order. `top_ids[B,K]` (int64) are
 their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is the logarithm of the sum of exp over all logits.
-With these outputs, the most likely tokens and their log-probabilities are known without reading all logits. K is TOP,
-TOP_OF_MANY for a large vocabulary (`models/bundle_checks.py`), or V if V is smaller.
+With these outputs, the most likely tokens and their log-probabilities are known without reading all logits. K is
+TOP_OF_MANY for a large vocabulary and TOP otherwise (`models/bundle_checks.py`), but at most V.
 """
 
 from __future__ import annotations

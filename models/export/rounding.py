@@ -7,10 +7,11 @@ run. The step's error therefore contains the whole error of these blocks, whose 
 
 The measurement depends on the choice of steps. Random tokens never cause the largest error. If a token is repeated, the
 state s of a cell with factor f converges to a fixed point. In float32 it stops on the side from which it approaches, up
-to about u |s| / (1 - f) away from this point. A step's error is also larger if the state is large, and cycles that
-resonate with the recurrence may cause large states. The sequences are therefore:
+to about u |s| / (1 - f) away from this point, where u is float32's unit roundoff. A step's error is also larger if the
+state is large, and cycles that resonate with the recurrence may cause large states. The sequences are therefore:
 
-- Tokens repeated for 4 / (1 - factor) steps, up to 4,096. Each follows two different sequences.
+- Tokens repeated for 4 / (1 - factor) steps, up to 4,096. Each of these tokens is repeated in two rows, after
+  two different sequences.
 - Cycles of two and three tokens.
 - Sequences in which every token is chosen to make the state as large as possible.
 - Random tokens and the caller's tokens.
@@ -66,10 +67,12 @@ ROWS = (48, 768)
 LONGEST_HOLD, LONGEST_PAST = 4096, 128
 
 GREEDY, CHOICES = 16, 32
-"""The number of rows whose tokens are chosen to make the state large, and the number of candidate tokens."""
+"""The number of rows whose tokens are chosen to make the state large, and the number of candidates for each of these
+tokens."""
 
 SHARES = {"held": 8, "cycles of two": 2, "cycles of three": 2, "random": 2, "given": 2}
-"""The number of rows of each kind among every sixteen rows. "held" stands for a repeated token."""
+"""The number of rows of each kind among every sixteen rows. "held" stands for a repeated token, and "given" for the
+caller's tokens."""
 
 AT_ONCE, LOGITS_AT_ONCE = 4096, 1 << 26
 """The largest number of rows, and of logits, in one batch when a step with every token of the vocabulary is measured.
@@ -79,8 +82,8 @@ WITH_LOGITS = 16
 """The number of rows of a batch whose logits' errors are measured."""
 
 TURNED = 24
-"""The number of rows and steps for which the derivative of `hidden` with respect to the states is computed. They are
-those with the largest bounds of the error of `hidden`."""
+"""The largest number of pairs of a row and a step for which the derivative of `hidden` with respect to the states is
+computed. These are the pairs with the largest bounds of the error of `hidden`."""
 
 TRIED = 24
 """The number of different tokens with which a further step of every row is computed."""

@@ -162,8 +162,8 @@ class _Parked:
 
 def simulated_storm(costs: Costs, engine_step_s: float, way: str, within_s: float, tail: int, seed: int) -> Result:
     """Simulates `benchmarks.storm`: one engine without HTTP and without Redis. way: the measured case ("undisturbed",
-    "fair" or "first come"). within_s: the seconds within which the parked sessions step. tail: the number of last
-    tokens that the service keeps of each session."""
+    "fair" or "first come"). within_s: the seconds within which the sessions without a state in memory send one step
+    each. tail: the number of last tokens that the service keeps of each session."""
     env, random = simpy.Environment(), np.random.default_rng(seed)
     own = replace(costs, loop_step_s=engine_step_s, loop_batch_s=0.0, loop_rebuilt_s=0.0, max_queue=16 * PARKED)
     queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler

@@ -2,9 +2,10 @@
 
 The stack has three replicas, HAProxy and Redis, as in docker-compose.yml. Twelve connections send one-token steps
 through HAProxy. Then three connections, and later 32 connections, send steps directly to one replica. CPU times are
-read from the system, network bytes from HAProxy and Redis, and the numbers of batches and trips from the replicas. From
-the two loads on one replica, the cost of a step and the cost of a batch are computed. The cost of a rebuild is the
-difference between the costs of the first and the second step of sessions that have moved to another replica.
+read from the system, network bytes from HAProxy and Redis, and the numbers of batches and of trips to the store (see
+`Costs`) from the replicas. From the two loads on one replica, the cost of a step and the cost of a batch are computed.
+The cost of a rebuild is the difference between the costs of the first and the second step of sessions that have moved
+to another replica.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def deployed(setting: Setting, replicas: int, at_once: float, notice_s: float = 
 
 
 def ring_changes() -> list[Result]:
-    """Counts the sessions that HAProxy's ring moves when a replica is added or lost, and compares them with the
-    necessary moves."""
+    """Counts the sessions that HAProxy's ring moves when a replica is added or lost, and compares their number with the
+    number of necessary moves."""
     keys = places(f"session-{number}" for number in range(KEYS))
     found = []
     for replicas in RINGS:

@@ -54,7 +54,7 @@ class Timers:
         `ring` is called in the next iteration."""
         loop = self.loop
         latest, tick = self._latest
-        if when != latest:  # a fast path, because the steps of one call share a deadline
+        if when != latest:  # the steps of one call share a deadline, so its tick is computed only once
             tick = math.ceil(when / TICK_S)
             wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
             if wide > 0:

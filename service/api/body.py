@@ -1,10 +1,10 @@
 """Reads request bodies. Enforces a deadline and a size limit for each body, parses it strictly, and names the invalid
 field in errors.
 
-**Values are counted, and a body with too many is rejected, before the body is decoded.** A JSON decoder takes a second
-for four megabytes of empty lists.
-During this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a
-few milliseconds and releases the lock, so the event loop can run.
+**The values of a large body are counted before the body is decoded.** A body with too many values is rejected, and at
+most its beginning is decoded (see `Decoder`). A JSON decoder takes a second for four megabytes of empty lists. During
+this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a few
+milliseconds and releases the lock, so the event loop can run.
 
 **Error messages are Wane's own.** They name the field by its path and say what its value must be. The path has the
 notation of the engine's messages, such as `steps[0].tokens[1]`. pydantic's own paths contain the names of a union's
@@ -109,7 +109,7 @@ def _check_numbers(digits: Mask) -> None:
     if runs[longest] > MOST_DIGITS:
         at = 0 if longest == 0 else int(ends[longest - 1]) + 1
         raise NotJson(
-            f"the body has a number of {runs[longest]} digits at byte {at}; the limit is {MOST_DIGITS} digits"
+            f"the body has a number with {runs[longest]} digits at byte {at}; the limit is {MOST_DIGITS} digits"
         )
 
 
@@ -140,7 +140,9 @@ means that a rule about several fields is violated."""
 
 
 class BodyShape(NamedTuple):
-    """The field names of a body, its fields that contain other bodies, and the length limits of its lists."""
+    """The fields of a body type. `names` are the names of the fields. `bodies` maps each field whose value is another
+    body to that body's type. `lists` maps each field with a list of bodies to the type of these bodies. `longest` maps
+    each list field to its length limit."""
 
     names: frozenset[str]
     bodies: Mapping[str, type[Body]]
@@ -288,15 +290,14 @@ milliseconds."""
 
 MOST_FIELDS = 24
 """An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of values in
-these fields, except token ids."""
+these fields, except token ids and events."""
 
 
 class Decoder:
     """Decodes bodies and WebSocket messages. A separate thread decodes large bodies, one at a time.
 
     Decoding holds the interpreter lock on any thread. Therefore, if a large body exceeds a limit, the decoder decodes
-    only the part before the excess. The decoder never decodes two large bodies at the same time. The thread ends when
-    the decoder is garbage-collected.
+    only the part before the excess. The thread ends when the decoder is garbage-collected.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -394,7 +395,7 @@ async def read(request: Request) -> bytes:
 
 
 ONE_TOKEN = StreamBody(tokens=[0])
-"""The step that `only_token` recognises, with default values for all options."""
+"""Stands for every step that `only_token` recognises. Its options have their default values. Its token is not used."""
 
 SHORT = 64  # in bytes; a longer message has several tokens or another field, so it is not parsed here
 

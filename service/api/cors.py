@@ -44,8 +44,8 @@ class CrossOrigin:
         return self._rules.preflight_response(headers)
 
     def check_socket(self, headers: dict[bytes, bytes]) -> None:
-        """Checks the origin of the page that opens a WebSocket. A client without the header `origin` is not a browser.
-        Raises Forbidden."""
+        """Checks the origin of the page that opens a WebSocket. Raises Forbidden if the origin is not allowed. A client
+        without the header `origin` is not a browser, and is allowed."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or self._rules.is_allowed_origin(origin):
             return

@@ -40,8 +40,8 @@ def session_key(request: HTTPConnection, session: str) -> str:
 
 
 def charge(request: HTTPConnection, requests: int) -> None:
-    """Charges the API key for a call that counts as `requests` requests. The middleware has already charged one
-    request. Raises RateLimited, Unauthorized."""
+    """Charges the API key for a call that counts as `requests` requests. One request was already charged before the
+    endpoint was called. Raises RateLimited, Unauthorized."""
     principal = context(request.scope).principal
     if principal is not None and requests > 1:
         principal.charge(requests - 1, before=1)

@@ -26,8 +26,8 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     Call this after the request's body was read. For an HTTP request, the only ASGI message after the body is
     `http.disconnect`. A WebSocket client may send more messages while it waits for an answer. These messages are
     appended to `early`. No more messages are read while `early` is full. The engine finishes work that entered a batch
-    before the disconnection. If the client repeats that request, the engine can replay the answer. Does nothing for a
-    dispatched request, because the dispatcher detects the disconnection.
+    before the disconnection. If the client then repeats the request, the engine can replay the answer. Does nothing if
+    the dispatcher called the endpoint, because the HTTP protocol or the dispatcher then detects the disconnection.
     """
 
     __slots__ = ("_client", "_early", "_interrupt", "_timer", "_watcher")

@@ -158,7 +158,8 @@ def _members(
 
 
 def _inner(schema: Schema, components: Schema) -> tuple[Schema, str]:
-    """Returns the object schema of a member or of its list items, and the suffix of the member's name."""
+    """Returns the object schema of a member or of its list items, and the suffix that the page adds to the member's
+    name: `[]` for a list."""
     for option in schema.get("anyOf", (schema,)):
         found = _resolved(option, components)
         if found.get("type") == "array" and isinstance(found.get("items"), dict):

@@ -60,8 +60,8 @@ def json_bytes(value: object) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Converts a value that orjson does not encode. Dataclasses are among these values, because orjson would also
-    encode the fields that `members` omits."""
+    """Converts a value that orjson does not encode. `json_bytes` tells orjson not to encode dataclasses, because orjson
+    would also encode the fields that `members` omits."""
     if isinstance(value, Prediction):
         return prediction(value)
     if isinstance(value, Latency):

@@ -52,7 +52,7 @@ WHOLE_BODY = "wane.body"
 """The key under which a scope holds the request's body, if the body was read before the endpoint was called."""
 
 HUNG_UP = 499  # the status of a request whose client disconnected before a response began
-LOGGED_CHARACTERS = 256  # the largest number of a path's characters in a log line; every route's path is shorter
+LOGGED_CHARACTERS = 256  # the largest number of characters of a path in a log line; every route's path is shorter
 # The response to a POST does not have these headers. Browsers do not cache such a response, and do not load it as a
 # script, a style or an image.
 SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))

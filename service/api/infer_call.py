@@ -91,7 +91,7 @@ async def decoded_call(request: Request) -> InferCall:
         raise InvalidRequest(f"timeout is {parameters.timeout}, but must be at least 0 microseconds", "timeout")
     if parameters.timeout and until is not None:
         until = min(until, until - here.timeout_s + parameters.timeout / 1e6)
-        # The event loop's clock is coarser than a microsecond, so another clock checks whether the timeout has passed.
+        # The event loop's clock is coarser than a microsecond, so a finer clock measures the elapsed time.
         if parameters.timeout / 1e6 <= time.perf_counter() - started_s:
             raise DeadlineExceeded(TOO_LATE)
     if parameters.priority is not None and parameters.priority < 0:

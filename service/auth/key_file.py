@@ -1,7 +1,7 @@
 """Loads API keys from the environment, a file, or both. Every request is accepted if there are no keys.
 
-The file is checked once a second. A changed file is read once two consecutive checks find the same inode, size and
-modification time. This avoids reading a file that is still being written. If the file cannot be read, the keys stay
+The file is checked once a second. A changed file is read when two consecutive checks have found the same inode, size
+and modification time. This avoids reading a file that is still being written. If the file cannot be read, the keys stay
 unchanged.
 """
 

@@ -2,7 +2,8 @@
 
 A line of the file is one key. `wane key NAME` creates a key and prints its line. Every line ends in a newline.
 
-    # name:sha256:digest, then any of: scope (use, metrics, admin; joined by +), rate and burst (requests), sessions
+    # name:sha256:digest, then any of: scope (use, metrics, admin; joined by +), rate (requests a second),
+    # burst (requests), sessions
     alice:sha256:9f86d081884c7d65...
     bob:sha256:60303ae22b998861...    rate=100 burst=200 sessions=1000
     prometheus:sha256:fd61a03af4f7...   scope=metrics

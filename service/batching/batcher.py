@@ -35,7 +35,7 @@ MOST_TAKEN = 2
 """The largest number of batches handed to the runner: the running batch and the next batch."""
 
 EMA_ALPHA = 1 / 8
-"""Weight of the latest batch in the average run time per item of a sequence."""
+"""Weight of the latest batch of sequences in the average run time per item (`Batcher.sequence_s`)."""
 
 IDLE_WAIT_S, IDLE_POLL_S = 0.02, 0.002
 """The longest time in seconds that `run_between` waits for an idle runner, and the interval in seconds at which it
@@ -253,8 +253,8 @@ class Batcher:
         """Starts the next batch, or becomes idle.
 
         A batch that cannot grow is handed over while another batch runs. The runner then starts it without waiting for
-        the event loop. The results of a batch that ran on the event loop's thread are delivered after the next batch
-        has started."""
+        the event loop. After a batch has run on the event loop's thread, a batch of the other queue may be handed over
+        before the results are delivered."""
         self._starting = False
         ran: _Ran | None = None
         while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
@@ -309,8 +309,8 @@ class Batcher:
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
         elif self._taken < MOST_TAKEN:
-            # The runner is idle, so this batch starts immediately. A second batch would wait, and `_take_back` might
-            # withdraw it.
+            # The runner is idle, so this batch starts immediately. For a second batch, only `_run` calls `enter`,
+            # because `_take_back` may withdraw that batch before it starts.
             enter(items)
         running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:

@@ -1,10 +1,10 @@
 """The cost of runs: seconds of compute per item, by role and length. Costs are measured at warm-up and updated by every
 run.
 
-The model keeps one point for each power of two of the length: the exponential moving averages of length and seconds.
-Between two points the cost is interpolated linearly. Beyond the last point it is proportional to the length. In a batch
-each item costs an equal share of the run's time, because under load one more item of the same kind adds about that
-share to the time.
+`CostModel` keeps one point for each power of two of the length: the exponential moving averages of the length and of
+the seconds. Between two points the cost is interpolated linearly. Beyond the last point the cost is proportional to the
+length. In a batch each item costs an equal share of the run's time, because under load one more item of the same kind
+adds about that share to the time.
 
 `RunTimeModel` estimates the run time of a batch of steps or heads from its size. A short batch needs no separate
 thread.
@@ -102,8 +102,8 @@ class CostModel:
         """`piece_tokens`: the longest piece into which a sequence is cut if its pieces run one after another."""
         self._piece = piece_tokens
         self.parallel_cost: Callable[[int], float | None] = lambda _: None
-        """Returns the expected seconds of compute of a sequence of this many tokens that runs in parallel chunks.
-        Returns None if such a sequence runs in pieces, one after another."""
+        """Returns the expected seconds of compute for a sequence of this many tokens, if it runs in parallel chunks.
+        Returns None if it runs in pieces, one after another."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
     def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:

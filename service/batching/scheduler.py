@@ -73,7 +73,7 @@ class Scheduler(Protocol[I]):
         """Whether the next batch has its largest size, so that waiting cannot make it larger."""
 
     def put_back(self, items: Sequence[I]) -> None:
-        """Puts a batch of sequences that did not run back at the front of their queue."""
+        """Moves a batch of sequences back to the front of their queue, because the batch did not run."""
 
     def ran(self, role: Role, seconds: float) -> None:
         """Records the run time of the last batch taken."""

@@ -203,7 +203,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Demand:
     """Limits the joints of a run. The difference of the two states at each joint must be at most `limit`. If `judge` is
-    given, it must return True for the plan of the run.
+    given and returns False for the plan, cells run again until the two states at every joint are equal.
 
     `enough`: if the warm-up has at least this number of tokens, any difference at a joint is accepted.
     """
@@ -275,8 +275,8 @@ class ChunkedRunner:
     ) -> AsyncGenerator[Piece, None]:
         """Runs tokens (n) with the graph `advance`, or with the graph `scan` and targets (n). Yields after each run.
 
-        read, write: the slots of the first and the last state. If demand is None, the tokens run in order. The caller
-        must close the generator.
+        `read` is the slot of the state before the first token, and `write` the slot for the state after the last token.
+        If `demand` is None, the tokens run in order. The caller must close the generator.
         """
         plan, start, least = ChunkPlan(), 0, 0
         while start < len(tokens):
@@ -354,7 +354,8 @@ class ChunkedRunner:
         """Runs each cell again, from the state at the end of the previous cell, if the difference at the joint before
         the cell exceeds `limit`.
 
-        Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
+        Returns the number of repeated cells. `again` is the slot for the states of repeated cells. `last` is the last
+        chunk's slot.
         """
         residuals = segment.residuals()
         if not (residuals > limit).any():

@@ -33,8 +33,8 @@ common tokens from the zero state."""
 
 
 Residuals = Sequence[tuple[int, float]]
-"""Pairs (tokens, difference), fewest tokens first: the largest difference, over all units of the state, between two
-runs with different initial states, after this number of common tokens."""
+"""Pairs (tokens, difference), fewest tokens first. Two runs start from different states and read `tokens` common
+tokens. The difference is the largest one between the two values of a unit of the state."""
 
 
 def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
@@ -68,8 +68,8 @@ WIDTHS = (1, 4, 8, 16, 32, 64)
 """Numbers of parallel sequences for which the pace is measured, up to the largest batch."""
 
 POSITIONS = 512
-"""Total number of tokens of a measured run. It is larger if there are many sequences, because each has at least
-MEASURED_STEPS tokens."""
+"""Total number of tokens of a measured run. A run of many sequences has more tokens, because each sequence has at least
+MEASURED_STEPS."""
 
 MEASURED_STEPS = 16
 
@@ -121,7 +121,7 @@ class ThroughputProfile:
     def warm_up(self, residual: float) -> int | None:
         """Returns the smallest number of tokens from which the measured difference stays at most MARGIN * `residual`.
 
-        None: there is no such length.
+        Returns None if there is no such number.
         """
         found: int | None = None
         for tokens, left in reversed(self._residuals):

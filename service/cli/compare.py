@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         "--file",
         type=Path,
         metavar="FILE",
-        help="UTF-8 text; default: a short sample. For a model of events, a file of sessions, which has no default: "
+        help="UTF-8 text; default: a short sample. For a model of events, a file of sessions (required): "
         'each line is a JSON list of events, or {"session": ..., "events": [...]}',
     )
     parser.add_argument("--model", metavar="NAME", help="model to compare (default: the server's default model)")

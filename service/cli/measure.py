@@ -2,7 +2,7 @@
 
 The measurement makes three passes over the same positions. The first pass is recurrent: a session gets one token in
 each step. The second pass uses windows of k tokens without a session. Each request has the last k + 1 tokens, because
-an input that fits in the window would be run from the start token. The third pass uses mode both, and gives the
+an input that fits in the window would be run from the start token. The third pass uses the mode `both`, and gives the
 agreement of the two modes. Finally, windows of several sizes are compared at a few positions, to show agreement as a
 function of k.
 """
@@ -43,8 +43,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class AgreementSummary:
-    """The agreement of the two modes over all pairs of answers. `error_bound` is the largest error bound, or null if an
-    answer was not certified."""
+    """The agreement of the two modes over all pairs of answers. `error_bound` is the largest error bound, or None if an
+    answer has no error bound."""
 
     compared: int
     top1_match_rate: float
@@ -71,8 +71,8 @@ class AgreementSummary:
 
 @dataclass(frozen=True, slots=True)
 class WindowSummary:
-    """The results for windows of one size: the median compute time on the server over all positions, and the agreement
-    with recurrent mode."""
+    """The results for windows of one size: the median compute time on the server and the agreement with recurrent mode,
+    at up to COMPARED_POSITIONS positions."""
 
     window: int
     compute_ms: float

@@ -130,8 +130,8 @@ def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Any]], Any]) 
 
 
 def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Returns the rate over the comparisons of all parts. First converts each part's rate to a whole number of
-    comparisons, so that the sum of these numbers is exact."""
+    """Merges the parts' rates, such as the rates of top-1 matches. First converts each rate to a whole number of
+    matches, so that the sum of these numbers is exact. `counts` are the parts' numbers of comparisons."""
     total = sum(counts)
     return sum(round((rate or 0) * count) for rate, count in zip(rates, counts, strict=True)) / total if total else None
 

@@ -33,7 +33,7 @@ def agreement_table(compared: Measurements) -> Table:
     at all positions. Each further row is for one window size, at a few positions."""
     columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
     table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
-    table.caption = "ms: median compute time over all positions"
+    table.caption = "ms: median compute time over the compared positions"
 
     def add(label: str, agreement: AgreementSummary, compute: str, last: bool = False) -> None:
         table.add_row(

@@ -278,8 +278,8 @@ class AnswerBuilder:
         has_seen: bool = False,
         cache: bool = True,
     ) -> Answer:
-        """Returns an answer without predictions, for a model with a zero start before its first token. Runs no graph.
-        `has_seen` says whether the request has `exclude_seen`."""
+        """Returns the answer of a model with a zero start before the sequence's first token: an answer without
+        predictions. Runs no graph. `has_seen` says whether the request has `exclude_seen`."""
         modes: dict[Mode, ModeAnswer] | None = None
         if mode is Mode.BOTH:
             modes = {one: ModeAnswer((), ticket.latency()) for one in (Mode.RECURRENT, Mode.WINDOW)}

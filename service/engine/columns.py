@@ -357,12 +357,12 @@ class StepColumns:
                 return None
         good = (batch.expected == NO_POSITION) | (batch.expected == self._state_cache.positions[batch.slots])
         good &= self._resident.alive(batch.slots)
-        if self._resident.flushes != flushes:  # states of queued steps may have been evicted
+        if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
             good &= self._resident_still(batch)
         if good.all():
             return batch
         # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the slots
-        # of its states are retained. Until then, the general procedure could evict these states.
+        # of its states are retained. If the general procedure started now, it could evict these states.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None

@@ -49,7 +49,7 @@ class Limits:
         example "at least "."""
         most = self.longest(document=document)
         if count > most:
-            raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
+            raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are allowed")
 
     def top_k(self, top_k: int) -> None:
         """Raises InvalidRequest if `top_k` is over the limit."""

@@ -35,7 +35,7 @@ from wane.service.types import (
 
 
 class Predictor:
-    """Answers predictions and generations without a session. Every run starts from the zero state."""
+    """Answers predictions and generations without a session. Every prompt runs from the zero state."""
 
     def __init__(
         self,

@@ -84,8 +84,8 @@ class Case:
 
 
 class Shadow:
-    """Samples one model's live answers, repeats them as shadows, and compares the answers. All methods must be called
-    on the event loop's thread."""
+    """Samples one model's live answers, repeats them as shadows, and compares each live answer with its shadow's
+    answer. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,

@@ -616,8 +616,8 @@ class SessionSteps:
         return record.tail.ids()[-missed:]  # without the start token
 
     def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
-        """Updates `share_found` with whether a needed state was resident. The state of an empty session does not
-        count."""
+        """Updates `share_found`. `found` says whether the needed state was resident. The state of an empty session does
+        not count."""
         if record.position:
             before = self._share_found()
             self.share_found = before + REBUILD_EMA_ALPHA * (found - before)

@@ -31,7 +31,7 @@ class ReceiveBudget:
     answered yet. Does not count the bytes of a connection that has at most SMALL_BYTES unanswered bytes."""
 
     def __init__(self, most: int) -> None:
-        """`most` is the largest allowed total over all connections."""
+        """`most` is the largest allowed number of unanswered bytes of all connections together."""
         self.most = most
         self.taken = 0
 

@@ -1,6 +1,7 @@
 """HTTP with limits and timeouts. Each response is sent with one write.
 
-Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. Such requests never reach a route.
+Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. The protocol writes these
+responses itself, without a route.
 
 A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers such a
 request without ASGI messages and without an `asyncio.Task`. All other requests are passed to the ASGI application.
@@ -508,9 +509,10 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.share.is_now(0)
 
     def delays_closing(self) -> bool:
-        """Returns whether a request is still being received. If so, closes the connection after DEAF_S seconds, and
-        drops received bytes until then. Without this delay, the connection might be closed with unread bytes. The
-        kernel would then reset it, and the client would not receive the response."""
+        """Returns whether a request is still being received, or received bytes were dropped without being parsed. If
+        so, closes the connection after DEAF_S seconds, and drops received bytes until then. Without this delay, the
+        connection might be closed with unread bytes. The kernel would then reset it, and the client would not receive
+        the response."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
         self.discarding = self.lingers = True

@@ -81,7 +81,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         super().__init__(*given, **named)
         self.close_timeout = DEAF_S
         self.receive_queue = ReceiveQueue(self.loop)
-        self.queue = self.receive_queue  # type: ignore[assignment]  # it has what uvicorn uses
+        self.queue = self.receive_queue  # type: ignore[assignment]  # has the methods that uvicorn calls
         self.boundary = FrameBoundary()
         self.at_rest = False  # whether all received bytes are parsed and the last message is complete
         self.rest = b""  # received bytes to parse after the route has read the earlier messages
@@ -305,7 +305,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return False
 
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:
-        """Stops reading, sends a close frame, and closes the connection after the client had time to read the frame."""
+        """Stops reading, sends a close frame, and closes the connection DEAF_S seconds later, so that the client can
+        read the frame."""
         if self.discarding or self.transport.is_closing():
             return
         self.discarding = True

@@ -173,7 +173,9 @@ class Metrics:
             lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
         )
         self._of_message = cache(lambda status: self.websocket_messages.labels(status))
-        self.ready = gauge("wane_ready", "1 once every model is loaded or has failed to load; 0 while draining.")
+        self.ready = gauge(
+            "wane_ready", "1 after every model was loaded or failed to load; 0 before that and while draining."
+        )
         self.model_loads = counter(
             "wane_model_loads",
             "Loads of models, by outcome: loaded, same (the bundle was loaded already) or failed.",

@@ -68,7 +68,7 @@ class ModelRegistry:
         self._metrics = metrics
         self._found: dict[str, FoundBundle] = {}  # the bundles to load at start, by model name
         self._loads: dict[str, asyncio.Task[Engine]] = {}  # the unfinished loads of these bundles, by model name
-        # set once the store is open and the names of the models are known, and at shutdown
+        # set when the store is open and the names of the models are known, and at shutdown
         self._open = asyncio.Event()
         self._closing: asyncio.Task[None] | None = None
         self.default = settings.default_model  # the name of the model that answers requests without a model name

@@ -143,8 +143,8 @@ logger = logging.getLogger("wane.engine")
 class RepositoryPoller:
     """Polls the folder of bundles, and loads bundles that have changed.
 
-    A changed bundle is loaded once two successive polls find the same files, so that a bundle is not loaded while it is
-    being copied. A bundle that could not be loaded is retried when it changes again. If a model's only bundle is
+    A changed bundle is loaded when two successive polls have found the same files, so that a bundle is not loaded while
+    it is being copied. A bundle that could not be loaded is retried when it changes again. If a model's only bundle is
     deleted, the model is served until it is unloaded. If the model has other bundles, the highest of their versions is
     loaded, unless it is served already.
     """

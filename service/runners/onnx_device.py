@@ -67,7 +67,7 @@ class Device(NamedTuple):
         return open_session(graph, self.name == "cuda", self.threads)
 
     def bind_output(self, binding: onnxruntime.IOBinding, name: str) -> None:
-        """Makes an output of a run a value on the device."""
+        """Binds an output of a run to the device's memory, so that it is not copied to the host."""
         binding.bind_output(name, self.name, CUDA_DEVICE if self.name == "cuda" else 0)
 
     def zeros(self, shape: Sequence[int]) -> onnxruntime.OrtValue:
@@ -77,7 +77,8 @@ class Device(NamedTuple):
 
 
 def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None:
-    """Makes an array of the host an input of a run. onnxruntime copies it to the device if the graph reads it there."""
+    """Binds an array of the host as an input of a run. onnxruntime copies the array to the device if the graph reads it
+    there."""
     binding.bind_cpu_input(name, np.ascontiguousarray(values))
 
 

@@ -44,8 +44,8 @@ class StateMemory(Protocol):
         ...
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
-        """Returns the inputs of a run that starts from the states in B slots. They are valid until the next use of
-        `room`."""
+        """Returns the inputs of a run that starts from the states in B slots. The inputs are valid until the next use
+        of `room`."""
         ...
 
     def gather_hidden(self, slots: Slots) -> Feeds:

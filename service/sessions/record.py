@@ -49,8 +49,8 @@ class TokenHistory:
         return TokenHistory(data if position <= keep else data[-keep * width :], width)
 
     def ending(self, tokens: Sequence[int], position: int, keep: int) -> TokenHistory:
-        """Returns the history of a sequence at `position` that ends in `tokens`. `self` must be the history of an empty
-        sequence.
+        """Returns the history of a sequence of `position` tokens that ends in `tokens`. `self` must be the history of
+        an empty sequence.
 
         If there are fewer tokens than `position`, the beginning is unknown, and the history has no `<eos>`.
         """

@@ -1,6 +1,6 @@
-"""Sessions whose steps are computed in columns, which means that the data of a whole batch is in arrays
-(`service/engine/columns.py`). These arrays have one row for every slot of the state cache. Writes of the sessions to
-the store are deferred.
+"""Sessions whose steps are computed in columns, a whole batch in each array operation (`service/engine/columns.py`).
+This module keeps the sessions' latest tokens in arrays with one row for every slot of the state cache. The tokens are
+written to the store later.
 
 A step of one token appends the token, and increments the session's position and revision. For a session with a resident
 state, these changes are buffered. The position and the revision are kept in the state cache, and up to RECENT tokens in
@@ -53,8 +53,8 @@ class ResidentSessions:
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
         self._clock = clock
-        # For each slot, 1 if tokens of its session are buffered in this object. The type is memoryview, because reading
-        # one item of a numpy array takes longer.
+        # For each slot, 1 if the new tokens of its session are buffered in this object. The type is memoryview, because
+        # reading one item of a numpy array takes longer.
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
         self._counts = np.zeros(state_cache.capacity, np.int64)  # number of tokens in each row of `_recent`

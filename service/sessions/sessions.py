@@ -103,7 +103,7 @@ def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
 
 class SessionsReport(TypedDict):
     """`resident` is the number of sessions with a state in memory, and `parked` the number of sessions without one.
-    `rebuilt` is the number of states that were rebuilt."""
+    `rebuilt` is the number of states that were rebuilt from stored tokens or loaded from a snapshot."""
 
     resident: int
     parked: int
@@ -131,7 +131,7 @@ class Sessions:
         """`vocabulary` identifies the tokenizer. `state_ttl_s`: idle time in seconds after which a state is dropped.
         `empty`: the history of a sequence without tokens. `state_checkpoint_interval_tokens`: number of tokens between
         two snapshots in the store; None: no snapshots. `model_fingerprint` identifies the weights and graphs that
-        compute the states. `clock` returns seconds on the store's time scale."""
+        compute the states. `clock` returns seconds."""
         self._store = store
         self._state_cache = state_cache
         self._model = model
@@ -363,7 +363,7 @@ class Sessions:
                 return rewound
 
     async def delete(self, session: str) -> None:
-        """Deletes a session, which may be of another tokenizer. Raises UnknownSession."""
+        """Deletes a session, even if another tokenizer encoded its tokens. Raises UnknownSession."""
         with suppress(TokenizerChanged):
             await self.read(session)
         self._state_cache.drop(session)

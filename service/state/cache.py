@@ -3,9 +3,8 @@
 The cache counts as one user of the slot of each resident state. If no slot is free, the cache evicts the least recently
 used resident state whose slot has no other user.
 
-The cache can be checked while it is in use (`faults`). A resident state does not change between two updates by the
-cache. If the number of writes to the state's slot or the state's checksum changes between two updates, the state is
-corrupt.
+The cache can be checked while it is in use (`faults`). Only `put` and `advance` change a session's resident state. If
+the number of writes to the state's slot or the state's checksum changes at any other time, the state is corrupt.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class StateCache(StatePool):
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
-        # For each slot, the number of writes to it when its state became resident.
+        # For each slot, the number of writes to it when `put` or `advance` was last called for it.
         self._written = np.zeros(self.capacity, np.uint32)
         # For each slot, the number of writes to it and its checksum at the last check. The number 0 means that the slot
         # was never checked, because a slot with a state has at least one write.
@@ -80,7 +79,8 @@ class StateCache(StatePool):
         """Called with a session and its slot before the session's state is dropped."""
 
     def acquire(self) -> int:
-        """Returns a slot with one user. Raises Overloaded if requests use every slot."""
+        """Returns a slot whose only user is the caller. If no slot is free, evicts the least recently used state that no
+        request uses. Raises Overloaded if requests use every slot."""
         if not self.free and self._untouched == self.capacity:
             self._evict_one()
         return super().acquire()

@@ -1,7 +1,8 @@
 """Allocates slots for states. A slot is one row of each array of the states' memory (`StateMemory`).
 
-Slots are reference-counted: users retain and release a slot. A slot without users is free. A new state is written to a
-new slot, and replaces the earlier state when it is committed. A failed run therefore changes nothing.
+Slots are reference-counted: users retain and release a slot. A slot without users is free. A session's next state is
+written to a new slot, which becomes the session's slot at the commit. `StateCache.advance` instead overwrites the
+earlier states after a run has succeeded. A failed run therefore changes nothing.
 
 The reference counts are accessed only on the event loop's thread. The methods that read and write values may run on the
 runner's thread, because they only access slots that are retained for the batch.
@@ -67,7 +68,7 @@ class StatePool:
     # Counting
 
     def acquire(self) -> int:
-        """Returns a slot with one user. Raises Overloaded if every slot is in use."""
+        """Returns a slot whose only user is the caller. Raises Overloaded if every slot is in use."""
         if self.free:
             slot = self.free.pop()
         elif self._untouched < self.capacity:

@@ -45,7 +45,7 @@ def live() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def locked() -> Iterator[LiveServer]:
-    """A server of one text model that requires an API key."""
+    """A server of one text model. The server requires an API key."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_API_KEYS=f"tests:{KEY}") as server:
         yield server
 

@@ -1,6 +1,6 @@
 """Tests that the container files agree with the settings and the source tree. They also cover what
-tests/stack/test_docker.py does not: the sums behind the memory limits, and the services that it cannot run (Grafana and
-the server on a GPU)."""
+tests/stack/test_docker.py does not: that the memory limits suffice, and the services that test_docker.py cannot run
+(Grafana and the server on a GPU)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ SPECIAL = re.compile(
 
 
 class TranscriptError(AssertionError):
-    """Raised if a command's output differs from the document."""
+    """A command's output differs from the document, or a `console` block does not begin with a command."""
 
 
 @dataclass(frozen=True, slots=True)

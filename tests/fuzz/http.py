@@ -1,9 +1,9 @@
 """Random requests to every route of a started server, generated from its OpenAPI description: with a key, without a
 key, and along the description's links.
 
-A finding is a status of 500 or more, except 503 and 504; an answer that does not match the description; a request
-without a key that is accepted; or a request without an answer. After all requests, these are also findings: a session
-that cannot be deleted, a state or a queued item that belongs to no request, and memory that has grown.
+A finding is a status of 500 or more, except 503 and 504; an answer that does not match the description; an accepted
+request without a key; or a request without an answer. After all requests, these are also findings: a session that
+cannot be deleted, a state or a queued item that belongs to no request, and memory that has grown.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ class HttpFuzz:
             memory_mib.append(self.memory_mib())
             first_seed += SEEDS
         before, after = memory_mib
-        assert after - before < GROWN_MIB, f"the server's memory grew from {before:.0f} to {after:.0f} MiB"
+        assert after - before < GROWN_MIB, (
+            f"the server's memory grew from {before:.0f} to {after:.0f} MiB, "
+            f"but must grow by less than {GROWN_MIB:.0f} MiB"
+        )
 
     # Requests
 
@@ -228,7 +231,7 @@ class HttpFuzz:
     # Sessions that requests may have created
 
     def _note_sessions(self, case: Case) -> None:
-        """Adds the sessions that a request may create to `self.sessions`."""
+        """Adds to `self.sessions` the sessions that a request may create."""
         if not isinstance(case.body, dict):
             return
         self._note(case.body)

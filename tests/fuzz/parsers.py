@@ -322,7 +322,8 @@ class BundleFiles:
 
 @st.composite
 def bundles(draw: st.DrawFn) -> BundleFiles:
-    """Returns a bundle with a changed manifest, or with a damaged file whose hash in the manifest is correct."""
+    """Returns a bundle with a changed or random manifest, with a missing file, or with a damaged file whose hash in the
+    manifest is correct."""
     manifest, files = small_bundle()
     files = dict(files)
     kind = draw(st.sampled_from(["manifest", "weights", "tokenizer", "raw", "missing"]))

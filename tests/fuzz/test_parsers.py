@@ -1,5 +1,5 @@
-"""Tests that a short run of the fuzzer on the parsers has no finding. `scripts/fuzz` tries more cases. Earlier findings
-have tests beside those of the fixed code."""
+"""Tests that a short run of the fuzzer on the parsers has no finding. `scripts/fuzz` tries more cases. The tests of
+earlier findings stand beside the other tests of the fixed code."""
 
 from __future__ import annotations
 

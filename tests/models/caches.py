@@ -10,7 +10,7 @@ BINS = len(CACHE_BINS) + 1
 
 
 def random_cache(random: Random, length: int) -> CacheModel:
-    """Returns a cache with random weights that contains the last `length` tokens."""
+    """Returns a cache of the last `length` tokens, with random weights."""
     return CacheModel(length=length, weights=tuple(_weights(random, row) for row in range(BINS**2)))
 
 

@@ -150,8 +150,8 @@ def test_shrinking_few_rows_changes_less_than_one_common_factor(
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_an_open_memory_gate_stays_open_if_the_bound_holds(cell: Cell) -> None:
     """Uses a memory gate (the LSTM's forget gate, the GRU's update gate) of 0.95 and almost no recurrent weights, so
-    the factor is already below the limit 0.98. The projection must then change no weight. If it had to reduce the
-    factor to 0.98, it would cap the gate below 0.95.
+    the factor is already below the limit 0.98. The projection must then change no weight. A projection that changes
+    weights would first lower the gate's bias.
     """
     built = network(cell, "plain", scale=0.001, layers=1)
     with torch.no_grad():

@@ -53,8 +53,8 @@ def test_the_projection_is_the_nearest_point_of_the_ball(
         other = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
         total = (weights * other.abs()).sum(1)
         other = torch.where((total > limits)[:, None], other * (limits / total.clamp(min=1e-300))[:, None], other)
-        # For a projection onto a convex set, the plane through the projected point, perpendicular to the move,
-        # separates the original point from the set.
+        # If a point is projected onto a convex set, the plane through the projected point, perpendicular to the line
+        # between the two points, separates the original point from the set.
         assert torch.all(((points - found) * (other - found)).sum(1) <= 1e-9)
 
 

@@ -1,5 +1,5 @@
-"""Tests the check that compares graphs with the oracle. Stand-ins for graphs that compute with the oracle must pass the
-check, and stand-ins with a fault must fail."""
+"""Tests the check that compares graphs with the oracle. The graphs are stand-ins that compute with the oracle. They
+must pass the check, and stand-ins with a fault must fail it."""
 
 from __future__ import annotations
 

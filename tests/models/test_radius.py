@@ -1,4 +1,5 @@
-"""Tests that the radius that a graph computes is never below the oracle's radius, and only little above it."""
+"""Tests that a graph's output `radius` is never below the radius that the oracle (`RequestBound`) computes, and only
+little above it."""
 
 from __future__ import annotations
 

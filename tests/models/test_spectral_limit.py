@@ -58,8 +58,8 @@ def test_clipping_gives_the_nearest_matrix_of_the_ball(
     for _ in range(20):
         other = torch.randn(shape, generator=generator, dtype=torch.float64)
         other *= limit / torch.linalg.matrix_norm(other, ord=2)
-        # For a projection onto a convex set, the plane through the projected point, perpendicular to the move,
-        # separates the original point from the set.
+        # If a point is projected onto a convex set, the plane through the projected point, perpendicular to the line
+        # between the two points, separates the original point from the set.
         assert torch.sum(moved * (other - clipped * gain)) <= 1e-4 * (1 + moved.norm())
 
 

@@ -1,4 +1,4 @@
-"""Tests that the adversary never reduces the distance between the states of two runs, that this distance stays within
+"""Tests that the adversary never reduces the distance between the `hidden` of two runs, that this distance stays within
 the bounds, and that the distance attains the bounds in cases where this is possible."""
 
 from __future__ import annotations

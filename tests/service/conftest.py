@@ -82,8 +82,8 @@ class SocketServer(DrainingServer):
         self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """`http` is a `functools.partial` of a protocol class. Returns the same partial of a subclass that adds the
-        number of received bytes to `read_bytes`."""
+        """`http` is a `functools.partial` of a protocol class. Returns a partial with the same arguments, but of a
+        subclass that adds the number of received bytes to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):

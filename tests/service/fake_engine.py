@@ -289,9 +289,9 @@ class FakeEngine:
 
 
 class FakeRegistry:
-    """A registry of one fake engine. The registry is ready from the start. After a call of `begin_loading`, the
-    registry is not ready until the test sets the event `loaded`. Every session exists, except the session `unknown`. If
-    `failure` is not None, every call of the registry raises it."""
+    """A registry of one fake engine. The registry is ready from the start. After a call of `begin_loading`, requests
+    wait until the test sets the event `loaded`. Every session exists, except the session `unknown`. If `failure` is not
+    None, `check_ready` and the methods that call it raise this exception."""
 
     device = "cpu"
     default = "fake"

@@ -177,7 +177,7 @@ def remove_a_file(bundle: Path) -> str:
 def write_from_the_future(bundle: Path) -> str:
     manifest = bundle / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema_version": 7}))
-    return "schema_version 7"
+    return "schema_version is 7"
 
 
 @pytest.mark.parametrize("spoil", [flip_a_byte, remove_a_file, write_from_the_future])

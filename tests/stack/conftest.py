@@ -18,7 +18,7 @@ from wane.service.settings import Settings
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL
 SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
-"""The number of the last tokens of a session that the replicas store."""
+"""How many of a session's last tokens the replicas store."""
 
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]

@@ -1,4 +1,5 @@
-"""Builds the image, and starts the unchanged compose file: containers, their networks, volumes and limits.
+"""Builds the server's image, and starts the services of the unchanged docker-compose.yml in containers, with its
+networks, volumes and limits.
 
 All services run except two: Grafana, for which Debian has no package, and the service that needs a GPU. The base images
 are stand-ins: see docker_engine.py. The published ports 8000, 8404 and 9090 must be free.
@@ -67,7 +68,7 @@ def until_ready(url: str) -> dict[str, Any]:
 
 
 class Deployment:
-    """The services of the compose file. Their secrets are new."""
+    """The services of the compose file, with newly generated secrets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -247,4 +248,6 @@ def test_all_containers_stop_within_their_grace_period(deployment: Deployment) -
     deployment.compose("stop")
     states = {name: deployment.inspect(name)["State"] for name in NAMES}
     ended = {name: (state["Status"], state["ExitCode"], state["OOMKilled"]) for name, state in states.items()}
-    assert ended == dict.fromkeys(NAMES, ("exited", 0, False)), "a container that is killed exits with 137"
+    assert ended == dict.fromkeys(NAMES, ("exited", 0, False)), (
+        "a container did not exit with 0 (137: it was killed after the grace period)"
+    )

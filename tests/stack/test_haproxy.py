@@ -47,7 +47,7 @@ class Balanced:
         return int(reply.document["replica"])
 
     async def replica_of_each(self) -> dict[str, int]:
-        """Returns, for each session, the replica that answers its requests."""
+        """Returns, for each session, the number of the replica that answers the session's requests."""
         return {session: await self.replica_of(f"/v1/sessions/{session}/tokens") for session in SESSIONS}
 
     def asked(self) -> int:

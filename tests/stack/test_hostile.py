@@ -1,5 +1,5 @@
-"""Tests of the whole topology with hostile clients: the answers to their requests, the memory that their requests use,
-and that no log contains a key."""
+"""Tests of the whole topology with hostile clients. The tests check the answers to their requests, the memory that the
+requests use, and that no log contains a key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Keys:
         self.made: list[str] = []
 
     def make(self, name: str, *words: str) -> str:
-        """Makes a new key of `name`. The next write adds it to the file."""
+        """Makes a new key for the client `name`, with the options `words` of the key file. The next call of `write`
+        adds the key to the file."""
         made, kept = make_key(name, words)
         self.made.append(made)
         self.kept[made] = kept
@@ -129,13 +130,13 @@ def peak_bytes(pid: int) -> int:
 def secrets_in(stack: Stack, secrets: Sequence[str]) -> list[str]:
     """Returns the secrets found in a log of the stack."""
     texts = [path.read_text(errors="replace") for path in stack.logs.iterdir()]
-    assert all(texts[:1]), "the logs are empty, so this check has no effect"
+    assert all(texts[:1]), "a log is empty, so this check cannot find secrets in it"
     return [secret for secret in secrets for text in texts if secret in text]
 
 
 async def answers_for_another_owner(port: int, session: str, key: str) -> Statuses:
-    """Sends requests for `session` to every route, with the key of another client. Returns the number of answers by
-    status."""
+    """Sends requests for `session` to several routes, with `key`, which is the key of another client. Returns the
+    number of answers by status."""
     path, step, headers = f"/v1/sessions/{session}", {"tokens": [1]}, bearer(key)
     asked: list[tuple[str, str, object]] = [
         ("GET", path, None),
@@ -307,7 +308,7 @@ async def test_keys_are_rotated_under_load_without_a_failed_request(make_stack: 
         async with asyncio.TaskGroup() as clients:
             for number in range(6):
                 clients.create_task(step_on("alice", f"s-{number}"))
-            clients.create_task(step_on("bob", "s-0"))  # this session has the same id, but another owner
+            clients.create_task(step_on("bob", "s-0"))  # alice has a session with the same id
             new = keys.make("alice")
             keys.write()
             await until_all(answers(new, 200))

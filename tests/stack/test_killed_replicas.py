@@ -1,6 +1,6 @@
 """Tests that no token is lost or duplicated when replicas are killed under load.
 
-`python -m benchmarks.outages` measures how long clients wait during such an outage.
+`python -m benchmarks.outages` measures how long clients wait while replicas are killed.
 """
 
 from __future__ import annotations

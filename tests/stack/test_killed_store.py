@@ -52,7 +52,7 @@ async def test_in_mode_reject_steps_fail_until_redis_is_back_and_no_step_is_lost
 
         assert (refused.status, refused.document["code"]) == (503, "unavailable")
         assert int(refused.headers["retry-after"]) >= 1
-        assert predicted.status == 200, "a prediction without a session needs no store"
+        assert predicted.status == 200, "a prediction failed without the store, although it uses no session"
         figures(
             steps=sum(len(client.timed) for client in clients),
             repeated_by_clients=sum(client.repeated for client in clients),

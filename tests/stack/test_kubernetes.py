@@ -41,8 +41,8 @@ def pods() -> Iterator[ExitStack]:
 
 
 def haproxy_file(folder: Path, dns: Names) -> Path:
-    """Returns HAProxy's configuration file from the ConfigMap, with the address of the test's DNS server. In a pod,
-    /etc/resolv.conf has the address of the DNS server."""
+    """Writes HAProxy's configuration from the ConfigMap into a file, and returns the file's path. The configuration
+    gets the address of the test's DNS server. In a pod, HAProxy would read the address from /etc/resolv.conf."""
     text = get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
     assert text.count(RESOLVER) == 1
     file = folder / "haproxy.cfg"
@@ -88,8 +88,8 @@ async def test_no_request_fails_or_is_retried_while_replicas_come_and_go(
                 third = replica()
                 await third.ready()
                 await until(addresses["haproxy", 8404], wane_3="UP")
-                # The first two replicas stop. The DNS server removes one of them from its answers when the replica
-                # begins to stop, and the other after the replica has stopped.
+                # The first two replicas stop. The DNS server removes one replica from its answers before the replica
+                # begins to stop, and the other replica only after both have stopped.
                 dns.ports.remove(first[0].port)
                 codes = await asyncio.gather(*(pod.delete() for pod in first))
                 dns.ports.remove(first[1].port)

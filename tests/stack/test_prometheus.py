@@ -102,7 +102,9 @@ def test_every_panel_of_the_dashboard_has_data_from_three_replicas_behind_haprox
             assert seen["Bound violations"] == seen["State faults"] == 0
 
             scraped = {one["labels"].get("replica"): one for one in prometheus.get("targets")["activeTargets"]}
-            assert set(scraped) == {*replicas(), None}, "None is HAProxy"
+            assert set(scraped) == {*replicas(), None}, (
+                "Prometheus does not scrape exactly the replicas and HAProxy (None)"
+            )
             assert {one["health"] for one in scraped.values()} == {"up"}
             for code in (
                 "unauthorized",

@@ -66,7 +66,7 @@ async def asks_for_a_key(client: SessionClient) -> None:
     assert answer.json()["position"] == client.position
     for keys, code in (({}, POLICY), (OTHERS, NO_SESSION)):
         async with connect(f"ws://127.0.0.1:{client.port}{path}/stream", additional_headers=keys) as socket:
-            if code == NO_SESSION:  # the server waits for the first message, because it may create the session
+            if code == NO_SESSION:  # the server waits for the first message, which may create the session
                 await socket.send('{"tokens": [5]}')
             assert "error" in json.loads(await socket.recv())
             await socket.wait_closed()

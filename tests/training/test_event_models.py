@@ -1,4 +1,5 @@
-"""Trains models of events on clicks with a known best score and on ATIS, and exports them."""
+"""Trains and exports models of events. Compares their rankings with those of the baselines and, on generated clicks,
+with the best possible recall and perplexity."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_the_sampled_softmax_learns_the_same_ranking(tmp_path: Path) -> None:
 
 @pytest.fixture
 def slots(tmp_path: Path) -> Path:
-    """A folder with the slot tags of ATIS: a file per split, and in it a session per utterance."""
+    """A folder with the slot tags of the words in ATIS (spoken flight requests). It has one file per split. Each
+    session of a file has the tags of one request."""
     if DATA is None or not (Path(DATA) / "atis").exists():
         pytest.skip("set WANE_DATA to a folder with atis/train, atis/valid and atis/test")
     folder = tmp_path / "atis"

@@ -178,7 +178,7 @@ def test_dropout_changes_the_losses_as_much_with_two_processes_as_with_one(toget
 
 
 def test_fewer_lanes_than_processes_are_refused_without_creating_a_folder(together: Path) -> None:
-    message = "RunError: training.batch = 1 for 2 processes: each needs at least one lane"
+    message = "RunError: training.batch = 1 for 2 processes: each process needs at least one sequence"
     assert seen(together, 0)["refused"]["narrow"] == message
     assert not (together / "narrow").exists()
 

@@ -1,4 +1,4 @@
-"""Tests `wane export` of a run."""
+"""Tests `wane export` of runs and of bundles, and `wane cache`."""
 
 from __future__ import annotations
 

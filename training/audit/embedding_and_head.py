@@ -69,7 +69,7 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
                 f"no head: expected a matrix of shape [{vocabulary}, {width}] for the embedding "
                 f"{tensors.describe([embedding.weight])}; name it with --map head=NAME"
             )
-        tensors.notes.append("the file has no head: its matrix is assumed to be tied to the embedding")
+        tensors.notes.append("the file has no head: the head's matrix is assumed to be tied to the embedding")
     if embedding is not None:
         vocabulary = _vocabulary(tensors, embedding)
         tensors.expect(embedding.weight, (inputs, vocabulary) if embedding.transposed else (vocabulary, inputs))
@@ -224,9 +224,9 @@ def _without_embedding(
 
 
 def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, vocabulary: int) -> str | None:
-    """Marks the head's bias as assigned, and returns its name. The bias is that of the head's matrix (of the
-    embedding's, if the two are tied), or else the only vector of length `vocabulary` with a usual name of a head.
-    Returns None if there is no bias."""
+    """Marks the head's bias as assigned, and returns its name. The bias is the vector that belongs to the head's matrix
+    in the file (to the embedding's matrix, if the two are tied). If there is none, the bias is the only unassigned
+    vector of length `vocabulary` whose name contains a usual word for a head. Returns None if there is no bias."""
     matrix = head or (embedding.weight if embedding is not None else "")
     if (own := _own_bias(tensors, matrix)) is not None:
         return own

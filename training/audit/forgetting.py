@@ -240,7 +240,7 @@ def _losses(
     recurrent: Tensor, positions: NDArray[np.int64], windows: dict[int, _Pairs], words: int | None
 ) -> SplitLosses:
     """Returns the mean losses. Omits the number of words if a perplexity per word would overflow a float64. Raises
-    Unmeasurable if a perplexity per token would."""
+    Unmeasurable if a perplexity per token would overflow."""
     found = SplitLosses(
         tokens=len(recurrent),
         words=words,

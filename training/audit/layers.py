@@ -148,7 +148,9 @@ def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -
 def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
     if CELLS[cell].module != "rnn":
         if nonlinearity is not None:
-            raise tensors.error(f"--nonlinearity is for an RNN; by its row count this is a {cell.upper()}")
+            raise tensors.error(
+                f"--nonlinearity is for an RNN, but the rows of the recurrent matrix are those of a {cell.upper()}"
+            )
         return cell
     if nonlinearity is None:
         tensors.notes.append(

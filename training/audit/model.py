@@ -79,8 +79,8 @@ def add_unused_tokens(model: ForeignModel, count: int) -> ForeignModel:
     probabilities of the other tokens do not change.
 
     The logit of a token v with the bias b_v and the row w_v of the head's matrix is at least b_v - |w_v|_1, because the
-    output of every unit is in [-1, 1]. (ReLU has no such limit.) An added token has a row of zeros, and a bias that is
-    lower than the largest of these lower bounds by `IMPOSSIBLE`.
+    output of every unit is in [-1, 1]. (This does not hold for ReLU units, whose outputs have no upper limit.) An added
+    token has a row of zeros, and a bias that is lower than the largest of these lower bounds by `IMPOSSIBLE`.
     """
     if not count:
         return model

@@ -147,7 +147,7 @@ def _join(corpus: Corpus, split: str) -> tuple[str, ...]:
     vocabulary, stream = corpus.vocabulary, corpus.streams[split]
     if vocabulary.kind == "events":
         corpus.streams[split] = stream[stream != vocabulary.eos_id]
-        return ("the sequences are joined for the measurement, so the perplexity is not that of separate ones",)
+        return ("the sequences are joined for the measurement, so the perplexity is not that of separate sequences",)
     corpus.streams[split] = stream[1:]
     return ()
 

@@ -1,4 +1,4 @@
-"""Converts a foreign vocabulary, a Hugging Face tokenizer.json or a list of names, to one that Wane serves.
+"""Converts a foreign vocabulary (a Hugging Face tokenizer.json or a list of names) to one that Wane serves.
 
 Wane has three kinds of vocabulary (`models/vocabulary.py`). In each kind `<eos>` begins a sequence and encodes a line
 break. The foreign token that had this role in training is found by its usual names, or given with --eos. This token is

@@ -21,9 +21,12 @@ the window starts. By Hoelder's inequality, the squared error k tokens after the
 
 is largest if the k tokens are all equal. `gate_products.py` computes the maximum over the vocabulary exactly.
 
-**One window** (`moved`). The window's values are known. The run's values have a tilde. ds, df and dz bound the
-distances of s, f and z from the run's values. The error `s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`
-is linear in f~. Hence `ds' <= f ds + (1 - f) dz + df (|s - z| + |ds - dz|)`.
+**One step in a window** (`moved`). The window's values are known. The run's values have a tilde. ds, df and dz bound
+the distances of s, f and z from the run's values. The error is linear in f~:
+
+    s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)
+
+Hence `ds' <= f ds + (1 - f) dz + df (|s - z| + |ds - dz|)`.
 """
 
 from __future__ import annotations

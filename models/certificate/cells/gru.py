@@ -8,7 +8,7 @@ state plus a bias:
 unit by unit. The box is computed by iteration from |n| < 1: the bound of h bounds r and q, the bounds of r and q bound
 n, and the bound of n bounds h. No iteration enlarges the box.
 
-**Two states** h, h~ in the box, inputs x and x~:
+**Two states** h, h~ in the box, inputs x and x~. Let `dh = h - h~`, and likewise for the other values. Then
 
     h' - h~' = z (h - h~) + (1 - z) (n - n~) + (z - z~) (h~ - n~) = z~ (h - h~) + (1 - z~) (n - n~) + (z - z~) (h - n)
 
@@ -29,8 +29,9 @@ max(1 - z_) in the second. The factor adds the worst cases of the terms, althoug
 
 Related: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
 
-**One window** (`moved`): the bound is that of the gated cell (`gated.py`), with z in place of f and n in place of z. n
-depends on `r * q`, which changes by `r~ dq + |q| dr`.
+**One step in a window** (`moved`): the bound is that of the gated cell (`gated.py`), with z in place of f and n in
+place of z. n depends on `r * q`, whose distance from the run's value is at most `r~ dq + |q| dr`. Here dq and dr bound
+the distances of q and r from the run's values, and r~ is the greatest possible value of r in the run.
 """
 
 from __future__ import annotations

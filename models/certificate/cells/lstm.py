@@ -5,7 +5,7 @@
 it the same steps are repeated. Every iteration's box contains all states that are reached from zero, for all admissible
 inputs.
 
-**Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Let `df = f - f~`, and likewise for the other gates.
+**Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Let `df = f - f~`, and likewise for the other values.
 Then
 
     dc' = f dc + c~ df + g di + i~ dg = f~ dc + c df + ...     dh' = o dt + t~ do = o~ dt + t do,   t = tanh(c')
@@ -43,7 +43,10 @@ and Hardt, then states a factor below 1.
 
 Related: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
 
-**One window** (`moved`): `dc' <= f~ dc + |c| df + i~ dg + |g| di`,  `dh' <= o~ d(tanh c') + |tanh c'| do`.
+**One step in a window** (`moved`): a value with a tilde belongs to the uninterrupted run, and d denotes a bound of the
+distance between the two values (`cell_step.py`). f~, i~ and o~ are replaced by their greatest possible values.
+
+    dc' <= f~ dc + |c| df + i~ dg + |g| di,     dh' <= o~ d(tanh c') + |tanh c'| do
 """
 
 from __future__ import annotations

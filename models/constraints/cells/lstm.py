@@ -13,8 +13,8 @@ from wane.models.constraints.l1_ball import project_rows
 from wane.models.constraints.layer import ConstrainedLayer
 
 HEARD = 1.2
-"""`even` returns this bound for the difference of h and 1 for the difference of c. The larger the bound, the larger the
-output gate's recurrent rows may be."""
+"""The weight of each unit of h in the weights that `LstmComparison.even` returns. The weight of each unit of c is 1. A
+larger weight of h allows larger recurrent rows of the output gate."""
 
 OPEN = 1e-9
 """If a forget gate may come this close to 1, c has no useful bound."""

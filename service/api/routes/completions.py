@@ -61,7 +61,7 @@ SEEDS = 2**64
 ENVELOPE = {"type": "object", "required": ["error"], "properties": {"error": TypeAdapter(ErrorFacts).json_schema()}}
 FAILURE: dict[int | str, dict[str, Any]] = {
     "default": {
-        "description": "any failure, in OpenAI's envelope",
+        "description": "any failure, in OpenAI's error format",
         "content": {"application/json": {"schema": ENVELOPE}},
     }
 }
@@ -419,7 +419,8 @@ def generation(
 
 
 async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None) -> Prompt:
-    """Returns a prompt. Decodes its text and scores its tokens if the answer needs them."""
+    """Returns a prompt. If the answer repeats the prompt, decodes the prompt's text. If the request also asks for
+    log-probabilities, scores the prompt's tokens."""
     if not body.echo:
         return Prompt(tokens)
     score: Score | None = None

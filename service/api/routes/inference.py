@@ -104,8 +104,8 @@ async def live() -> Response:
 @router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", response_model=ServerReadyDocument)
 async def server_ready(request: Request) -> Response:
-    """Answers 200 if every model has loaded or failed to load, and the session store is reachable. Answers 503
-    otherwise, like /readyz."""
+    """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
+    available if steps require it. Answers 503 otherwise, like /readyz."""
     models = registry(request)
     if not models.ready:
         raise Unavailable(f"the server is {models.status}")

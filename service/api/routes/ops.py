@@ -36,9 +36,9 @@ async def healthz() -> Response:
     },
 )
 async def readyz(request: Request) -> Response:
-    """Answers 200 if every model has loaded or failed to load. Answers 503 while the process drains, and while the
-    session store is unavailable and steps require it. A model answers requests as soon as it is loaded, even before the
-    process is ready."""
+    """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
+    available if steps require it. Answers 503 otherwise. A model answers requests as soon as it is loaded, even before
+    the process is ready."""
     models = registry(request)
     store = models.store
     ready = models.ready and store is not None and store.ready

@@ -94,7 +94,8 @@ async def _predict_many(
 
 @router.post("/v1/compare", response_model=ComparisonDocument, openapi_extra=json_body(CompareBody))
 async def compare(request: Request) -> Response:
-    """Measures the latency of windows of several sizes, and the agreement of each window with recurrent mode."""
+    """Measures the latency of recurrent mode and of windows of several sizes, and the agreement of each window with
+    recurrent mode."""
     body = await decode(request, CompareBody)
     names: Sequence[str | None] = body.models or [body.model]
     engines = [await model_engine(request, name) for name in names]

@@ -68,7 +68,7 @@ IDEMPOTENCY_KEY = "idempotency-key"
 STEP_HEADER_NAMES = {POSITION.encode(), IDEMPOTENCY_KEY.encode()}
 STEP_HEADERS = headers(
     {
-        POSITION: ("like `expected_position`", {"pattern": anchored(DIGITS)}),
+        POSITION: ("has the same effect as the field `expected_position` of the body", {"pattern": anchored(DIGITS)}),
         IDEMPOTENCY_KEY: (
             IDEMPOTENCY,
             {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS},

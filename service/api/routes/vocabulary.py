@@ -45,8 +45,8 @@ router = APIRouter(tags=["models"])
 @router.head("/v1/models/{name}/vocabulary", include_in_schema=False)
 @router.get("/v1/models/{name}/vocabulary", response_model=VocabularyDocument, openapi_extra=DESCRIBED)
 async def vocabulary(request: Request, name: str) -> Response:
-    """Lists the names and ids of a model's events by ascending id, without `<eos>` and `<unk>`. For a model of text,
-    lists all tokens."""
+    """Lists the names and ids of a model's events, or the texts and ids of a text model's tokens, by ascending id.
+    Omits `<eos>` and `<unk>`."""
     given = request.query_params
     if unknown := given.keys() - PARAMETERS:
         field = min(unknown)

@@ -116,8 +116,8 @@ Tolerance = Annotated[
     float, Field(description="the largest accepted error bound, as total variation, 0 to 1"), says(minimum=0, maximum=1)
 ]
 AUTO = (
-    "auto without a `tolerance`: runs the given `window`; without a `window`, runs a window of the model's own k if "
-    "the certificate's error bound for k is at most 1e-3, and otherwise all tokens. auto with a `tolerance`: runs a "
+    "auto without a `tolerance`: runs the given `window`. If no `window` is given, runs a window of the model's own k "
+    "if the certificate's error bound for k is at most 1e-3, and otherwise all tokens. auto with a `tolerance`: runs a "
     "window whose error bound is within the tolerance, or all tokens if there is no such window"
 )
 Truncated = Annotated[

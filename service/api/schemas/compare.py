@@ -13,7 +13,7 @@ from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_RE
 
 class CompareBody(SequenceBody):
     """Compare recurrent mode with windows of several sizes. The answer has the distance of each window from recurrent
-    mode, and the latency of each run."""
+    mode, and the latency of recurrent mode and of each window."""
 
     examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
     not_both: ClassVar[tuple[str, ...]] = ("model", "models")

@@ -155,8 +155,8 @@ class UsageDocument(TypedDict):
 
 class CompletionDocument(TypedDict):
     """The answer to a completion request. The choices are ordered by prompt, then by sample. `session`, `position`,
-    `replayed` and `error_bound` are present only if the request has a session. `unknown` has the names of events in the
-    prompts that the vocabulary lacks, and is present only if there are any."""
+    `replayed` and `error_bound` are present only if the request has a session. `unknown` has the names of the prompts'
+    events that the vocabulary lacks, and is present only if there are any."""
 
     id: str
     object: Literal["text_completion"]

@@ -163,7 +163,7 @@ class ServerLiveDocument(TypedDict):
 
 
 class ServerReadyDocument(TypedDict):
-    """The answer to a readiness probe if every model has loaded or failed, and the session store is reachable."""
+    """The answer to a readiness probe while the server is ready. `/readyz` describes when the server is ready."""
 
     ready: bool
 

@@ -138,8 +138,8 @@ class StepColumnsDocument(TypedDict):
     null, except `session` and `error`. `error` has a problem document for a failed step, and null for a successful
     step.
 
-    `token_id` and `logprob` list each step's predictions, most probable first. For each phase, `latency` has the
-    largest latency of all steps. `unknown` and `seen_tokens` are present only if a step has them.
+    `token_id` and `logprob` list each step's predictions, most probable first. `latency` has the largest `queue_ms`,
+    `compute_ms` and `total_ms` of all steps. `unknown` and `seen_tokens` are present only if a step has them.
     """
 
     session: list[str]

@@ -59,7 +59,7 @@ class SessionBody(Body):
         default=None,
         description="token ids: the last tokens before `position`. If there are `position` of them, they are the whole "
         "sequence, and the start token is fed before them. If there are fewer, they are the end of a longer sequence "
-        "(see `truncated`)",
+        "(see `truncated` in /v1/predict)",
     )
     input: Text | None = Field(default=None, description="the history as a text")
     events: Annotated[Events | None, AtMost("max_input_tokens", of_tokens=True)] = Field(

@@ -8,8 +8,8 @@ A session:
 Numbers are big-endian, and token ids are little-endian. `run` is the time of Redis's last save to disk or, before the
 first save, of its start. It therefore changes with every restart of Redis. In a dump file it is 0. `length` is the
 number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a change and its
-writer. `start` is the last step's position, or -1 if there is no last step. `identity` (model, version, mode, width of
-a token id, vocabulary) does not change. A byte with the digest's length stands before each digest.
+writer. `start` is the last step's starting position, or -1 if there is no last step. `identity` (model, version, mode,
+width of a token id, vocabulary) does not change. A byte with the digest's length stands before each digest.
 
 A snapshot (`Snapshot`), which is stored at every checkpoint in addition to the session's last tokens:
 

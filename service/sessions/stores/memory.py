@@ -55,7 +55,7 @@ OVERHEAD_BYTES = 200
 
 
 Identity = tuple[str, str, Mode, int, str]
-"""Model, version, mode, bytes of a token id, and vocabulary. Many sessions share an identity."""
+"""Model, version, mode, number of bytes of a token id, and vocabulary. Many sessions share an identity."""
 
 
 def entry_bytes(session: str, tail: int) -> int:
@@ -291,7 +291,7 @@ class MemoryStore:
 
     def buffer(self, session: str, buffer: WriteBuffer) -> None:
         """Buffers the session's next tokens in `buffer`. The store flushes the buffer before any other operation on the
-        session."""
+        session, except `kind`."""
         self._buffered[session] = buffer
 
     def write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:

@@ -19,7 +19,8 @@ EMA_ALPHA = 1 / 16  # weight of the latest call of `saw` in the moving average
 
 
 class RecordCache:
-    """An LRU cache of packed session records, within a budget in bytes."""
+    """A cache of packed session records, within a budget in bytes. The records that were cached longest ago are evicted
+    first."""
 
     def __init__(self, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`ttl_s`: idle time in seconds after which a session expires. `clock` returns seconds."""
@@ -44,7 +45,7 @@ class RecordCache:
         self._moved += EMA_ALPHA * (moved - self._moved)
 
     def put(self, record: SessionRecord) -> None:
-        """Caches a session as the most recently used."""
+        """Caches a session in place of its earlier record, if there is one."""
         session = record.session
         self.forget(session)
         packed = self._packing.pack(record, self._clock())

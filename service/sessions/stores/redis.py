@@ -47,8 +47,8 @@ DOUBT_BITS = 40
 sessions, a session's score is its expiry time in milliseconds since 1970. A random score of so few bits is a time in
 the past. So a `claim` that finds the set full takes the session for expired, and looks it up."""
 DONE = (1, 2)
-"""The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
-"""
+"""The append script's replies if it appended the tokens: at the next revision (1), or at a new random revision (2),
+which is used if Redis was restarted or saved to disk since the session's last change."""
 NOBODY = b""
 """The mark (`codec.mark`) of a session that does not exist."""
 

@@ -115,8 +115,9 @@ class SessionRecord(NamedTuple):
 
     @property
     def dropped_tokens(self) -> int:
-        """The number of tokens that are missing from `tail`, because they were cut off or were never known. If this
-        number is 0, `tail` holds the whole sequence. `<eos>` is cut off together with the first token."""
+        """The number of tokens that are missing from the beginning of `tail`, because they were cut off or were never
+        known. If this number is 0, `tail` holds the whole sequence, and begins with the start token `<eos>`, which is
+        not counted. Otherwise `tail` has no start token."""
         return max(self.position - len(self.tail), 0)
 
     @property

@@ -209,7 +209,7 @@ def test_a_refused_load_has_the_server_s_answer_in_its_row() -> None:
 
 def test_the_tables_have_all_contenders_and_all_targets(results: Results) -> None:
     rows = {(row[0], row[1]): row for row in figure_rows(results, "lstm256")}
-    assert rows["Wane", "session step, 64 a call, 4 connections"][2] == "21,760 (19,200 to 25,600) tokens/s"
+    assert rows["Wane", "session steps, 64 in each call, 4 connections"][2] == "21,760 (19,200 to 25,600) tokens/s"
     assert rows["mosec", "window of 64, 1 connection"][2:] == [
         "200 (200 to 200) windows/s",
         "5.00",

@@ -218,7 +218,7 @@ def test_the_factor_of_a_linear_layer_is_its_largest_singular_value() -> None:
     weights["layers.0.cell.weight_hh_l0"] = np.diag(np.array([0.5, -0.75, 0, 0, 0, 0], dtype=np.float32))
     certificate = contraction(model, weights)
     assert certificate.layers[0].factor == pytest.approx(0.75, rel=1e-9)
-    assert certificate.layers[0].factor > 0.75, "the factor must be rounded up"
+    assert certificate.layers[0].factor > 0.75, "the factor was not rounded up"
     assert certificate.contractive
 
 

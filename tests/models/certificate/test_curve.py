@@ -35,9 +35,9 @@ FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 5}
 
 
 def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = PAST, last: int = LAST) -> np.ndarray:
-    """Returns token histories of `past` + `last` tokens. After each of them, the state of a run over all tokens differs
-    much from the state of a run over the last tokens alone. The histories are random, greedy, or found by hill climbing
-    without and with gradients."""
+    """Returns token histories of `past` + `last` tokens. Some are random. The others are chosen so that a run over all
+    tokens differs much from a run over the last tokens alone. They are chosen greedily, or by hill climbing without and
+    with gradients."""
     generator, reference, adversary = np.random.default_rng(seed), Reference(model, weights), Adversary(model, weights)
     random = random_histories(generator, model.vocabulary_size, 8, past, last)
     greedy = greedy_histories(reference, model.vocabulary_size, past, last)
@@ -128,7 +128,7 @@ def test_every_float32_history_stays_below_the_curve_with_the_worst_case_roundin
         found, states[1] = rounded.advance(column, states[1])
         worst = max(worst, float(np.linalg.norm(found - hidden, axis=1).max()))
     assert rounding / 2 / 10_000 < worst <= rounding / 2, (
-        "half of the worst-case rounding must bound the rounding of one run"
+        "half of the worst-case rounding must be at least the rounding of one run, and less than 10,000 times as large"
     )
 
 
@@ -161,8 +161,8 @@ def test_without_rounding_a_tanh_rnn_in_float64_exceeds_its_curve() -> None:
 
 def test_a_repeated_token_attains_the_first_gated_layer_s_curve() -> None:
     """Uses one gated unit and one repeated token. Before the window, the token moves the unit's state to the edge of
-    the box. In the window, the state's difference to a run from the zero state decays as slowly as possible. So this
-    difference attains the bound."""
+    the box. In the window, the difference between this state and the state of a run from the zero state decays as
+    slowly as possible. So this difference attains the bound."""
     model = architecture("gated", hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
@@ -217,7 +217,7 @@ def test_a_stable_model_is_certified_with_its_rounding_in_the_bound() -> None:
     assert rounded.state_error == certificate.state_error
     assert rounded.rounding is not None and rounded.rounding.worst_case is not None
     assert 1e-7 < rounded.rounding.carried < 1e-6, (
-        "the carried rounding must be up to ten times the rounding error of one step"
+        "the carried rounding must be above the rounding error of one step, and below ten times this error"
     )
     expected = np.tanh(rounded.head_diameter * (rounded.state_error[9] + 2 * rounded.rounding.carried) / 4)
     assert rounded.error_bound[9] == pytest.approx(expected, rel=1e-9)

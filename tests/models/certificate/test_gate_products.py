@@ -1,5 +1,6 @@
-"""Tests that `GateProducts` finds the greatest length of a vector after k elementwise products with one row of a table
-of gates. The test computes the lengths of all rows."""
+"""Tests of `GateProducts`. A vector is multiplied elementwise k times by the same row of a table of gates. For each k,
+`GateProducts` finds the greatest length of the product over all rows of the table. The test computes the length of the
+product for every row."""
 
 from __future__ import annotations
 

@@ -90,9 +90,9 @@ def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
 def test_a_function_s_change_is_within_its_gradient_and_second_order(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
 ) -> None:
-    """Checks two bounds of the change. One is the bound of the first-order part plus the second-order part that `pull`
-    returns. The other is `turned`, which is given the exact bounds of the first-order part and of the change in the
-    direction of x."""
+    """Checks two bounds of the change of a linear function of the output. One is the bound of the first-order part,
+    plus the bound of the second-order part that `pull` returns. The other is `turned`, which is given the bounds of the
+    first-order part and of the change in the direction of x."""
     generator = np.random.default_rng(seed)
     source = Linear(generator.normal(size=(hidden, units)))
     x = generator.normal(size=(1, hidden)) + offset
@@ -168,7 +168,7 @@ def test_furthest_bounds_the_image_of_every_corner_of_a_box(seed: int, rows: int
     farthest = [np.linalg.norm(corners(each) @ matrix.weight.T, axis=1).max() for each in box]
     assert (farthest <= said * (1 + 1e-14)).all()
     assert (said <= np.linalg.norm(box @ matrix.magnitude.T, axis=1) * (1 + 1e-14)).all(), (
-        "the bound must be at most the length of the vector of each output's largest absolute value"
+        "the bound must be at most the length of the vector of the outputs' largest absolute values"
     )
 
 

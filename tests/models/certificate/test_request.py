@@ -111,8 +111,8 @@ def test_every_past_is_within_the_radius(
 
 @pytest.mark.parametrize("cap", [0.8, 0.98])
 def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up(cap: float) -> None:
-    """Uses windows so long that the past tokens have no effect. So `hidden` could leave the radius only if the bound
-    were computed with another cap than the run uses."""
+    """Uses windows so long that the past tokens have no effect. So `hidden` could change by more than the radius only
+    if the bound were computed with another cap than the run uses."""
     assert float(np.float32(cap)) > cap
     model = architecture("gated", "residual", gate_caps=(cap,), hidden=8, embedding=8, vocabulary_size=12)
     weights = random_weights(model, seed=0)

@@ -1,4 +1,5 @@
-"""Tests of the simulation's costs: the costs per batch and per step, and the costs of windows, fleets and machines."""
+"""Tests of the simulation's costs (per batch, per step, of windows, of fleets), of a replica's planned load, and of the
+commands that wait for Redis's writes."""
 
 from __future__ import annotations
 
@@ -68,6 +69,6 @@ def test_all_commands_of_a_round_wait_for_one_write() -> None:
     round_s = 5e-3 / (1 - 2000 * 70e-6)
     # On average, a command waits for the rest of the current round, which is half a round, and then for its own round.
     assert np.median(taken_s) == pytest.approx(1.5 * round_s, rel=0.05)
-    # Ten round trips arrive during one write, but all of them wait for the same next write.
+    # Ten trips arrive during one write, but all of them wait for the same next write.
     assert taken_s.max() < 3 * round_s
     assert response_times(slow, 2000.0, 1.0, 5000, 0, fsync="everysec").max() < 2e-3

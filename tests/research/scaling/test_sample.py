@@ -25,8 +25,8 @@ def whole() -> Fleet:
 
 @pytest.fixture(scope="module")
 def sampled_replicas(whole: Fleet) -> list[Sample]:
-    """Simulates one of the nine remaining replicas several times. The inputs of this simulation are the times of store
-    calls and the number of sessions that move to the replica."""
+    """Simulates one of the nine remaining replicas several times. The inputs of this simulation are the durations of
+    trips to the store and the number of sessions that move to the replica."""
     shard = whole.shards[0]
     trips = sum(replica.trips for replica in whole.replicas.values()) / UNTIL_S
     trips_s = response_times(ROUND, trips, shard.commands / UNTIL_S / trips, 20_000, 0)

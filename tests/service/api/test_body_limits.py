@@ -54,7 +54,7 @@ def test_the_place_in_the_error_is_the_first_value_over_a_limit() -> None:
 @pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"[1,", b"]"), (b'{"a":', b""), (b"[0.", b",1]")])
 def test_a_number_with_too_many_digits_is_refused_with_its_place(before: bytes, after: bytes) -> None:
     assert excess(before + b"9" * MOST_DIGITS + after, ANYTHING) is None
-    with pytest.raises(NotJson, match=f"a number of {MOST_DIGITS + 1} digits at byte {len(before)};"):
+    with pytest.raises(NotJson, match=f"a number with {MOST_DIGITS + 1} digits at byte {len(before)};"):
         excess(before + b"9" * (MOST_DIGITS + 1) + after, ANYTHING)
 
 

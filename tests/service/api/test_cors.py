@@ -26,8 +26,8 @@ PREFLIGHT = {
 
 @pytest.fixture(params=[True, False], ids=["wane", "uvicorn"])
 async def server(request: pytest.FixtureRequest, harness: EngineHarness) -> AsyncIterator[ServerHarness]:
-    """A server that allows the pages of two other origins. `request.param` says whether the server uses Wane's own
-    protocol classes."""
+    """A server that allows requests from the pages of two other origins. `request.param` says whether the server uses
+    Wane's own protocol classes."""
     async with served(harness, native=request.param, cors_origins=f"{SHOP},{BLOG}") as server:
         yield server
 

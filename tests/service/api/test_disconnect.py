@@ -15,7 +15,7 @@ from tests.service.live_server import TIMEOUT_S, LiveServer
 
 
 def request_bytes(path: str, body: object, method: str = "POST") -> bytes:
-    """Returns a whole request."""
+    """Returns the bytes of a whole HTTP request."""
     content = json.dumps(body).encode()
     return f"{method} {path} HTTP/1.1\r\nhost: wane\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
 

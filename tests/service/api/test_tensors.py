@@ -148,7 +148,7 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "a second text that ends beyond its size": (
         tensor("text", (2,), "BYTES", parameters={"binary_data_size": 9}),
         texts(b"abc") + b"\0\0",
-        "text: value 1 ends beyond its binary_data_size of 9",
+        "text: value 1 ends beyond the tensor's binary_data_size of 9",
     ),
     "bytes after the texts": (
         tensor("text", (1,), "BYTES", parameters={"binary_data_size": 6}),

@@ -415,7 +415,7 @@ async def test_the_queue_time_of_run_and_skipped_items_is_counted_for_each_role(
     assert rig.waited_s() == {"window": 0, "step": 0}
     first = await rig.hold()
     # The runner runs `first`. The batcher hands the first two of these windows to the runner's thread as the next
-    # batch. They still count as waiting.
+    # batch, but still counts them as waiting.
     windows = [rig.ask(token) for token in range(2, 6)]
     await turn()
     with pytest.raises(Overloaded):

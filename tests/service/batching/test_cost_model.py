@@ -95,8 +95,8 @@ async def test_an_engine_reports_its_measured_costs() -> None:
 
 
 class Quick(InOrder):
-    """A throughput profile. With four parallel chunks, a token takes a tenth of its time in a sequential run. Each
-    chunk begins with a warm-up of 300 tokens."""
+    """A throughput profile. A token in four parallel chunks takes a tenth of the time that it takes in a sequential
+    run. Each chunk begins with a warm-up of 300 tokens."""
 
     def __init__(self) -> None:
         super().__init__()

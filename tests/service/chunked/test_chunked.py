@@ -179,8 +179,8 @@ async def test_the_bound_of_the_chunk_boundaries_is_within_the_tolerance_and_hol
 ) -> None:
     served = Served(name, {RESIDUAL: 128, 0.0: 256})
     size = served.bundle.vocabulary.size
-    # The first document repeats one token. The second is random over three tokens, and the third over all tokens. It is
-    # unknown in which of them the model forgets its earlier state most slowly.
+    # The first document repeats one token. The second is random over three tokens, and the third over all tokens. The
+    # test uses all three, because it is unknown in which of them the model forgets its earlier state most slowly.
     random = np.random.default_rng(2)
     documents = [random.integers(0, count, size=1400) + low for count, low in ((1, 7), (3, 11), (size, 0))]
     for document in documents:
@@ -277,7 +277,7 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 8192)
-    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # makes the cells long, although the fake runner is slow
+    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # with the real limit, the slow fake runner would get short cells
     harness = make_harness(throughput=FixedProfile({0.0: 300}))
 
     async def peak(count: int) -> int:

@@ -77,7 +77,7 @@ def result(measuring: Generator[None, None, T]) -> T:
 def test_the_warm_up_is_the_smallest_length_from_which_the_residual_stays_small() -> None:
     seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
-    # After 64 tokens the difference between the two measured runs is again above MARGIN * 1e-3.
+    # After 64 tokens the residual is again above MARGIN * 1e-3.
     assert seen.warm_up(1e-3) == 128
     assert seen.warm_up(0.0) == 256
     assert ThroughputProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
@@ -106,8 +106,8 @@ def test_the_pace_of_a_width_comes_from_its_fastest_run(
         "scan" if role == "scan" else "advance", harness.runner, harness.engine.state_cache, 0, 8, lambda: next(ticks)
     )
     found = result(measuring)
-    # By the fake clock the three runs take 1 s, 2 s and 3 s. They have 1, 4 and 8 rows, with 64, 16 and 16 tokens in
-    # each row.
+    # By the fake clock the first run of each width takes 1 s, 2 s or 3 s, and all later runs take longer. These first
+    # runs have 1, 4 and 8 rows, with 64, 16 and 16 tokens in each row.
     assert found == {1: 1 / 64, 4: 2 / 64, 8: 3 / 128}
     assert {ran for ran, _ in harness.runner.calls} == {role}
 

@@ -185,7 +185,8 @@ class Episode:
         self._make = make
 
     async def run(self, steps: int, progress: Callable[[int], object]) -> None:
-        """Sends random steps to both engines until `steps` steps are sent or the engines differ."""
+        """Sends random steps to both engines until `steps` steps are sent, or until the results of the two engines
+        differ."""
         self.sides = [self._side(in_columns=True), self._side(in_columns=False)]
         try:
             while self.counted["steps"] < steps and not self.differences:

@@ -97,7 +97,7 @@ def test_progress_reduces_the_backlog(requests: Requests) -> None:
     requests.clock.now_s += 10
     first.progress(0.5)
     assert requests.backlog.seconds == 10
-    first.progress(0.25)  # a smaller progress value has no effect
+    first.progress(0.25)  # a value smaller than the last progress has no effect
     assert requests.backlog.seconds == 10
     requests.enter(4, 30)
 
@@ -127,7 +127,7 @@ def test_a_request_that_ends_early_does_not_change_the_pace(requests: Requests) 
 def test_the_end_of_a_request_does_not_change_the_pace_of_another(requests: Requests) -> None:
     first = requests.enter(10, None)
     with requests.backlog.share(10, None):
-        requests.clock.now_s += 16  # each request gets 8 of the 16 s
+        requests.clock.now_s += 16  # the two requests share these 16 s, so each gets 8 s
     requests.clock.now_s += 2
     first.progress(1)
     assert requests.backlog.pace == 1
@@ -142,7 +142,7 @@ def test_time_spent_waiting_for_a_client_does_not_count(requests: Requests) -> N
     first.resume()
     requests.clock.now_s += 1
     second.resume()
-    requests.clock.now_s += 2  # each request gets 1 s
+    requests.clock.now_s += 2  # the two requests share these 2 s, so each gets 1 s
     first.progress(0.2)
     second.progress(0.1)
     assert requests.backlog.pace == 1

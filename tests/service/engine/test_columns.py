@@ -25,7 +25,7 @@ from wane.service.errors import (
 from wane.service.types import ANYBODY, Answer, Mode, Owner, StepRequest
 
 HOUR_S = 3600.0
-TRAVELS_S = 1.1 * HOUR_S  # a coarse timer may fire late by a 64th of its duration
+TRAVELS_S = 1.1 * HOUR_S  # longer than an hour, because a coarse timer may fire late by a 64th of its duration
 POISON, HOT = 40, 41
 
 
@@ -204,8 +204,8 @@ async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> No
 
 async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
-    # `get_session` writes the session to the store. So the engine processes the second step by the general procedure,
-    # without columns.
+    # `get_session` writes the session to the store and takes it out of the columns. So the engine processes the second
+    # step by the general procedure.
     await started.engine.get_session("a")
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]

@@ -1,5 +1,5 @@
-"""Tests of the encoding of text. The engine checks the limit of tokens before it encodes a text, and encodes long texts
-on another thread than the event loop's."""
+"""Tests of the encoding of text. The engine refuses a text without encoding it if a lower bound of its number of tokens
+exceeds the limit. The engine encodes long texts on another thread than the event loop's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_text_that_is_certainly_over_the_limit_is_refused_without_encodi
 ) -> None:
     # In this vocabulary no token has more than five bytes, and a line break is a token. So the engine knows a lower
     # bound of the number of tokens before it encodes the text.
-    with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
+    with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are allowed"):
         await harness.engine.encode(text)
     assert encoding.texts == []
 
@@ -75,7 +75,7 @@ async def test_a_text_over_the_limit_is_refused_before_its_ids_are_listed(
 
     encodings = harness.vocabulary.encodings
     monkeypatch.setattr(harness.vocabulary, "encodings", lambda lines: [Counted(one) for one in encodings(lines)])
-    with pytest.raises(TooLarge, match="the input has at least 6005 tokens, but at most 5000 are taken"):
+    with pytest.raises(TooLarge, match="the input has at least 6005 tokens, but at most 5000 are allowed"):
         await harness.engine.encode("abcd\n" + "x" * 6000)
     assert taken == [4]
 

@@ -68,7 +68,7 @@ async def test_a_generation_from_windows_has_the_largest_bound_of_its_tokens(mak
         (127, 0.0),
         (128, epsilon),
         (135, epsilon),
-    ):  # the model has read the prompt and three generated tokens before it predicts the last token
+    ):  # the model predicts the last token from the prompt and three generated tokens, 131 tokens if the prompt has 128
         request = GenerateRequest((5,) * length, max_tokens=4, temperature=0, mode=Mode.WINDOW, window=130)
         assert (await generate(harness, request))[1].error_bound == bound
 

@@ -15,7 +15,7 @@ from wane.service.types import StateSource, StepRequest
 
 
 async def integrity(harness: EngineHarness) -> tuple[int, int]:
-    """Returns the number of integrity checks and the number of faults that the report shows."""
+    """Returns two numbers from the report: how often all states have been checked, and how many faults were found."""
     found = (await harness.engine.report())["integrity"]
     assert isinstance(found, dict)
     assert harness.sample("wane_state_faults_total") == found["faults"]

@@ -1,4 +1,5 @@
-"""Tests of the most probable tokens, computed from all logits and from a graph's top logits."""
+"""Tests of the lists of most probable tokens. A list is computed either from all logits, or from the largest logits if
+the graph outputs them. Both ways must give the same list."""
 
 from __future__ import annotations
 

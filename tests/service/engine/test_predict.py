@@ -320,7 +320,7 @@ async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_ha
 
 async def test_an_input_over_the_limit_is_too_large(make_harness: MakeHarness) -> None:
     harness = make_harness(max_input_tokens=9)
-    with pytest.raises(TooLarge, match="the input has 10 tokens, but at most 9 are taken"):
+    with pytest.raises(TooLarge, match="the input has 10 tokens, but at most 9 are allowed"):
         await harness.engine.submit(PredictRequest(TOKENS))
     with pytest.raises(TooLarge, match="10 tokens"):
         await harness.engine.encode("ten tokens")

@@ -340,7 +340,7 @@ async def test_a_degraded_replica_loses_no_durable_step(make_replica: MakeReplic
     await running
     await until(lambda: harness.store.standing.reachable and not harness.store.standing.not_durable)
     other = await make_replica()
-    for client in clients:  # each session has only one client, so no step is lost
+    for client in clients:  # no other replica has changed the sessions, so no step is lost
         record = await other.store.get(client.session)
         assert record is not None
         assert record.position == 300

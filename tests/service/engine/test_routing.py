@@ -153,7 +153,7 @@ def test_the_state_of_an_uncertified_model_is_rebuilt_from_all_tokens() -> None:
         CERTIFIED.model_copy(update={"certified": False}),
         Certificate(contractive=False, layers=()),
     ],
-    ids=["no curve", "a curve that stays too large", "not contractive"],
+    ids=["no error bounds", "error bounds that stay too large", "not contractive"],
 )
 @pytest.mark.parametrize("tolerance", [None, 1.0, 0.0])
 @pytest.mark.parametrize("window", [None, 9])

@@ -72,8 +72,8 @@ def distribution(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def variations(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the total variation between the window's distribution and the full-history model's distribution after
-    each past and the window."""
+    """Returns, for each past, the total variation between two distributions: after the window alone, and after the past
+    and the window."""
     own = distribution(logits_after(small, pasts[:1, :0], window))
     result: NDArray[np.float64] = np.abs(distribution(logits_after(small, pasts, window)) - own).sum(axis=1) / 2
     return result

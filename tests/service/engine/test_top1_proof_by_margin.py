@@ -57,13 +57,13 @@ def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
         error = float(bears[nearest] * np.exp(0.5 * random.normal()))
         if not margin.proves(logits, hidden, error):
             assert error > bears[nearest] * (1 - 1e-3), (
-                "the margin proof failed for an error below the smallest allowed error"
+                "the margin proof failed for an error at which the most probable token keeps its lead"
             )
             refused += 1
             continue
         proved += 1
-        # Moves the hidden vector by the error in two directions: in the worst direction, which is towards the row of
-        # the token with the smallest allowed error, and in a random direction.
+        # Moves the hidden vector by the error in two directions: in the worst direction, in which the token `nearest`
+        # is the first to overtake the most probable token, and in a random direction.
         rows = weights["head.weight"].astype(np.float64)
         towards = rows[nearest] - rows[first]
         for direction in (towards, random.normal(size=WIDTH)):

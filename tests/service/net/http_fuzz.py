@@ -35,7 +35,7 @@ from wane.service.settings import Settings
 
 # `max_body_bytes` is larger than the body of every case, so Wane reads every body to its end.
 LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}
-QUIET_TURNS = 40  # a client stops waiting after this many event loop iterations without a received byte
+QUIET_TURNS = 40  # a client waits at least this many event loop iterations for another byte
 CLOSED_S = 10.0  # the longest time, in seconds, that the server may need to clean up a closed connection
 
 

@@ -29,7 +29,7 @@ CLOSE = b"connection: close\r\nhost"
 
 
 def post(path: bytes, body: object) -> bytes:
-    """Returns a whole request."""
+    """Returns the bytes of a whole POST request."""
     content = json.dumps(body).encode()
     return b"POST %s HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n%s" % (path, len(content), content)
 

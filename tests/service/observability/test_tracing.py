@@ -77,7 +77,7 @@ def test_the_environment_variables_choose_the_sampler(
 def test_the_sampler_samples_its_ratio_of_requests_without_a_parent() -> None:
     sampling = Sampling("parentbased_traceidratio", "0.25")
     taken = sum(sampling.takes(None) for _ in range(10_000))
-    assert 2200 < taken < 2800  # the limits are six standard deviations from the mean
+    assert 2200 < taken < 2800  # the limits are more than six standard deviations from the mean
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ async def test_a_registry_that_shuts_down_is_unready_but_answers_until_it_is_clo
 
 
 class Gate:
-    """Makes every load of a bundle's graphs wait until the test lets all loads or the next load continue. `names` lists
-    the models whose load has begun."""
+    """Makes every load of a bundle's graphs wait until the test sets `opened`. `names` lists the models whose load has
+    begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -217,7 +217,7 @@ async def test_models_are_found_by_name_and_the_alphabetically_first_is_the_defa
     names = sorted(engine.name for engine in registry.list())
     assert registry.default == ("gated-stable-64" if "gated-stable-64" in names else names[0])
     assert registry.list()[0] is registry.get() is registry.get(registry.default)
-    with pytest.raises(UnknownModel, match=f"no model 'nobody'; there are {names[0]}"):
+    with pytest.raises(UnknownModel, match=f"no model 'nobody'; loaded models: {names[0]}"):
         registry.get("nobody")
 
 
@@ -575,7 +575,7 @@ async def test_a_model_whose_graphs_round_more_than_measured_loses_its_certifica
     certificate = registry.get().manifest.certificate
     assert not certificate.certified
     assert certificate.reason is not None
-    said = r"^the certificate does not hold: .*hidden is .* from the oracle.* at least 2 times that, is .*e-1[0-9]$"
+    said = r"^the certificate does not hold: .*hidden is .* from the oracle.* at least 2 times this distance, is .*e-1[0-9]$"
     assert re.search(said, certificate.reason)
     assert certificate.reason.removeprefix("the certificate does not hold: ") in caplog.text
     await registry.close()

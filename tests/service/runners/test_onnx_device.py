@@ -38,7 +38,7 @@ from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
 from wane.service.types import Answer, Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
 
-LOGPROB = 1e-4  # the tolerance of `models/parity.py`
+LOGPROB = 1e-4  # the tolerance of float32 log-probabilities, as in `models/parity.py`
 SLOTS = 24
 
 Device = Literal["cpu", "cuda"]
@@ -104,7 +104,8 @@ def test_a_bucket_is_the_next_power_of_two(rows: int, padded: int) -> None:
 @each_device
 @each_bundle
 def test_slots_are_equal_to_those_of_the_host_after_runs_of_every_graph(path: Path, device: Device) -> None:
-    """The host's runner computes the same float32 products in another batch size, so the last bits may differ."""
+    """The comparison allows rounding differences, because the host's runner computes the same float32 products with
+    another batch size."""
     bundle, there = on_device(path, device)
     here = opened(path)[1]
     tokens = random_tokens(bundle, 5, 12)
@@ -214,7 +215,7 @@ def test_the_device_path_serves_cuda_and_the_host_path_serves_the_cpu(monkeypatc
     assert type(open_runner(bundle, "auto", 1)) is OnnxRunner
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setattr(onnxruntime, "InferenceSession", NoSession)
-    assert type(open_runner(bundle, "auto", 1)) is OnnxRunner  # auto uses the CPU, because CUDA does not start
+    assert type(open_runner(bundle, "auto", 1)) is OnnxRunner  # falls back to the CPU, because CUDA does not start
     with pytest.raises(DeviceError, match="did not start"):
         open_runner(bundle, "cuda", 1)
     monkeypatch.setattr(onnx_device, "find_spec", lambda _: None)
@@ -321,14 +322,15 @@ class Copies:
             return found
 
         def no_run(*_: object) -> None:
-            raise AssertionError("a run without I/O binding copies every input and output")
+            raise AssertionError("the run used no I/O binding, so it copied every input and output")
 
         monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", counted_bind)
         monkeypatch.setattr(onnxruntime.OrtValue, "numpy", counted_fetch)
         monkeypatch.setattr(onnxruntime.InferenceSession, "run", no_run)
 
     def take(self) -> tuple[int, int]:
-        """Returns the bytes copied to the device and to the host since the last call."""
+        """Returns the number of bytes that were copied to the device since the last call of this method, and the number
+        of bytes that were copied to the host."""
         found = self.to_device, self.to_host
         self.to_device = self.to_host = 0
         return found

@@ -47,7 +47,8 @@ class Connection:
         except (OSError, asyncio.IncompleteReadError) as error:
             self.close()
             raise Broken(str(error)) from error
-        except BaseException:  # for example a cancellation; without the close, the next request would read this answer
+        except BaseException:
+            # For example a cancellation. Without the close, the next request would read the answer to this one.
             self.close()
             raise
 

@@ -9,7 +9,7 @@ with the times at which they were invoked and answered. It finds these kinds of 
     duplicated    a token that the session has more often than clients appended it
     strange       a token that no client appended
     reordered     a token at a position where no append can have put it, such as the token of an append that was
-                  invoked after the answer to another append, but is before it in the session
+                  invoked after the answer to another append, but is before that append in the session
     refused       a token of an append that was rejected, but applied
 
 An append without an answer may have been applied, even after its client stopped waiting. Such an append counts as
@@ -36,9 +36,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One append to one session. `start` is the position of its first token. If the append was answered, it follows
-    from the answer. Otherwise it is the position in the request, or None if the request has none. All times are seconds
-    of the same clock. `ended_s` is infinite if there was no answer."""
+    """One append to one session. `start` is the position of its first token. If the append was answered, `start`
+    follows from the answer. Otherwise `start` is the position in the request, or None if the request has no position.
+    All times are seconds of the same clock. `ended_s` is infinite if there was no answer."""
 
     tokens: tuple[int, ...]
     outcome: Outcome
@@ -68,7 +68,7 @@ def faults(history: Sequence[Append], final: Sequence[int]) -> list[Fault]:
 
 
 def _start(append: Append) -> int:
-    assert append.start is not None, "an acknowledged append must have a position"
+    assert append.start is not None, "an acknowledged append has no position"
     return append.start
 
 
@@ -106,15 +106,15 @@ class _Explanation:
             return []
         token = self.final[place]
         if any(self._fits(append, place) for append in self.refused):
-            return [Fault("refused", place, f"{token} was refused, but the session has it")]
+            return [
+                Fault("refused", place, f"an append of the token {token} was rejected, but the session has the token")
+            ]
         given = sum(append.tokens.count(token) for append in (*self.fixed.values(), *self.possible))
         if not given:
-            return [Fault("strange", place, f"no client appended {token}")]
+            return [Fault("strange", place, f"no client appended the token {token}")]
         if self.final.count(token) > given:
-            return [
-                Fault("duplicated", place, f"{token} was appended {given} times, but the session has it more often")
-            ]
-        return [Fault("reordered", place, f"{token} is at a position where no append can have put it")]
+            return [Fault("duplicated", place, f"the token {token} was appended {given} times, but occurs more often")]
+        return [Fault("reordered", place, f"the token {token} is at a position where no append can have put it")]
 
     def _fits(self, append: Append, place: int) -> bool:
         """Returns whether an append can be at `place`: its tokens are there, its `start` is None or `place`, and its

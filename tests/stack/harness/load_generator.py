@@ -105,8 +105,8 @@ async def histories(
     clients: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
     """Checks the history of every session against the store. Returns the faults. The store keeps only the last tokens
-    of a long session. Only tokens of the session's first step may be missing from it, and these count as stored.
-    `owner` is the name of the clients' API key."""
+    of a long session. Only tokens of the session's first step may be missing from the store. The check takes them from
+    the client's history. `owner` is the name of the clients' API key."""
     found: list[str] = []
     settings = Settings()
     reader = RedisStore(

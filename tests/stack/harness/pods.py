@@ -1,6 +1,6 @@
 """Runs the pods of the Kubernetes manifests as processes of this machine. On a node of a cluster, they would be
-containers. A pod has the image's command, its variables and its probes. Stopping a pod runs preStop, sends SIGTERM, and
-sends SIGKILL after the grace period."""
+containers. A pod's process has the command, the environment variables and the probes of its container. Stopping a pod
+runs the preStop hook, sends SIGTERM, and sends SIGKILL after the grace period."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class RayCommand(Command):
         self.until_said("is read again")
 
     def _write(self, replicas: int, source: Path) -> None:
-        """Writes the configuration in `source` with `replicas` as the smallest and the largest number of replicas.
-        Otherwise Ray's autoscaler would add replicas on a slow machine."""
+        """Writes the configuration in `source` with `replicas` as the smallest and the largest number of replicas. If
+        the largest number were higher, Ray's autoscaler would add replicas on a slow machine."""
         document: Any = yaml.safe_load(source.read_text(encoding="utf-8"))
         for deployment in document["applications"][0]["deployments"]:
             deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}

@@ -27,9 +27,12 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result of comparing answers with the reference. `broken` has a line for every claim of an answer that does
-    not hold. `largest` is the largest distance from the reference among the answers whose state was not resident or
-    whose bound is above 0. `of_bounds` is the largest ratio of an answer's distance to its bound."""
+    """The result of comparing answers with the reference. `answers` is the number of answers. `rebuilt`, `bounded` and
+    `proved` are the numbers of answers whose state was rebuilt, whose bound is above 0, and whose first token is
+    claimed as proved. `largest` is the largest distance (total variation) from the reference among the answers whose
+    state was not resident or whose bound is above 0. `of_bounds` is the largest ratio of an answer's distance to the
+    distance that its bound and the rounding errors allow, if the bound is above 0. `broken` has a line for every claim
+    of an answer that does not hold."""
 
     answers: int
     rebuilt: int
@@ -77,7 +80,7 @@ class ReferenceRun:
                     f"{where}: the distance from the reference is {distance:g}, but the answer claims at most {bound:g}"
                 )
             if answer["top1_proved"] and answer["predictions"][0]["token_id"] != int(probabilities.argmax()):
-                broken.append(f"{where}: the first token is claimed as proved, but another is the most probable")
+                broken.append(f"{where}: the first token is claimed as proved, but another token is the most probable")
         return Compared(**count, largest=largest, of_bounds=of_bounds, broken=tuple(broken))
 
     def _distributions(

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Replica:
-    """A fake replica. `answers` is the status of all answers. If it is `nothing`, the replica closes the connection
-    without an answer. `asked` lists the paths of all requests except readiness probes."""
+    """A fake replica. `ready` is whether readiness probes succeed. `answers` is the status of the answers to all other
+    requests. If `answers` is `nothing`, the replica closes the connection without an answer. `asked` lists the paths of
+    all requests except readiness probes."""
 
     number: int
     ready: bool = True
@@ -27,7 +28,7 @@ class Replica:
         self.port = self.server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
-        """Stops listening, so connections are refused."""
+        """Stops listening, so new connections are refused."""
         assert self.server is not None
         self.server.close()
         self.server = None

@@ -81,7 +81,7 @@ class SessionClient:
         self.timed.clear()
 
     async def step_at_rate(self, rate: float, over: asyncio.Event) -> None:
-        """Sends steps of one token until `over` is set, `rate` steps a second on average. The due time of a token does
+        """Sends steps of one token until `over` is set, `rate` steps a second on average. The due time of a step does
         not depend on the previous answer."""
         clock = asyncio.get_running_loop().time
         due = clock()
@@ -96,7 +96,7 @@ class SessionClient:
             await self.step((self.random.randrange(1, self.vocabulary),), due)
 
     def hurry(self) -> None:
-        """Makes the next step that `step_at_rate` sends due immediately."""
+        """Makes `step_at_rate` send its next step immediately, as if the step were due."""
         if self._gap is not None and not self._gap.expired():
             self._gap.reschedule(0)
 

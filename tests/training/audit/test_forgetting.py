@@ -40,7 +40,7 @@ def short_corpus(tokens: int = 90) -> Corpus:
 
 
 def model(cell: Cell = "lstm", **fields: object) -> tuple[Network, Reference]:
-    """Returns a random network and the oracle with the same weights."""
+    """Returns a random network, and its float64 reference implementation (the oracle) with the same weights."""
     sizes: dict[str, object] = {"vocabulary_size": CORPUS.vocabulary.size, "embedding": 6, "hidden": 6, "layers": 2}
     architecture = Architecture.model_validate({"cell": cell, **sizes, **fields})
     weights = random_weights(architecture, seed=4, recurrent=0.9)

@@ -398,7 +398,7 @@ def test_an_inexpressible_model_is_refused_with_its_tensor(tmp_path: Path, tenso
 
 
 def test_a_nonlinearity_is_accepted_only_for_an_rnn(tmp_path: Path) -> None:
-    with pytest.raises(ForeignError, match="--nonlinearity is for an RNN; by its row count this is a LSTM"):
+    with pytest.raises(ForeignError, match=r"--nonlinearity is for an RNN, but the rows .* are those of a LSTM"):
         imported(saved(tmp_path / "model.pt", Plain().state_dict()), nonlinearity="relu")
 
 

@@ -1,4 +1,5 @@
-"""Runs the README's commands, which train a model outside Wane, and audit, export and serve it."""
+"""Runs the README's commands, which train a model outside Wane, and audit, export and serve it. Compares the served
+predictions with those of the model's own torch code."""
 
 from __future__ import annotations
 

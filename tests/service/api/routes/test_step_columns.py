@@ -128,7 +128,7 @@ def test_a_step_creates_a_session_of_the_given_model(http: httpx.Client) -> None
     results = http.post(
         PATH, json={"steps": [step | {"session": names[0]}, step | {"session": names[1], "model": "lstm"}]}
     ).json()["results"]
-    assert [(one["model"], one["created"]) for one in results] == [("gated-stable", True), ("lstm", True)]
+    assert [(one["model"], one["created"]) for one in results] == [("gated-stable-64", True), ("lstm", True)]
     single = http.post(f"/v1/sessions/{names[2]}/tokens", json=step | {"model": "rnn-stable"}).json()
     assert (single["model"], single["created"]) == ("rnn-stable", True)
     # An existing session keeps its model. A step that names another model is refused.
@@ -144,7 +144,7 @@ def test_a_step_creates_a_session_of_the_given_model(http: httpx.Client) -> None
     # A step of a deleted session creates the session again, with the default model.
     http.delete(f"/v1/sessions/{names[1]}").raise_for_status()
     restarted = http.post(f"/v1/sessions/{names[1]}/tokens", json=step).json()
-    assert (restarted["model"], restarted["created"]) == ("gated-stable", True)
+    assert (restarted["model"], restarted["created"]) == ("gated-stable-64", True)
 
 
 @pytest.mark.parametrize(

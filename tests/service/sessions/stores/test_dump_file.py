@@ -122,7 +122,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     appended = await store.append(begun, (5, 6), STEP)
     clock.now_s += 60
     await store.touch("a")
-    clock.now_s += 41  # b has expired
+    clock.now_s += 41  # the session b~:.- has expired
     await store.close()
     after, _ = make_store(path)
     await after.open()

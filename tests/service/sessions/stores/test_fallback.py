@@ -111,7 +111,8 @@ async def test_the_tokens_in_the_store_replace_local_tokens_and_the_next_step_co
         assert caught.value.position == 2
         after = await step(store, 8)  # the store raises the conflict only once
         assert (after.position, after.durable, after.tail.ids().tolist()) == (3, True, [0, 5, 7, 8])
-        # The engine must not use the state after the lost tokens either.
+        # `after` must not count as a continuation of `lost`. Otherwise the engine could use the state that contains the
+        # lost tokens.
         assert not follows(after.revision, lost.revision)
         assert store.sample("wane_sessions_conflict_discarded_total") == 1
 

@@ -308,8 +308,8 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
     here = await begin(store)
     here = await store.append(here, (5,), STEP) or here
     run = await last_save(server)
-    # Restarts Redis until the reported time changes. Redis reports it in whole seconds, so a quick restart may not
-    # change it.
+    # Restarts Redis until the time that `last_save` returns changes. Redis reports this time in whole seconds, so a
+    # quick restart may not change it.
     while await last_save(server) == run:
         server.kill()
         server.start()
