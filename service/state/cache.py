@@ -79,8 +79,8 @@ class StateCache(StatePool):
         """Called with a session and its slot before the session's state is dropped."""
 
     def acquire(self) -> int:
-        """Returns a slot whose only user is the caller. If no slot is free, evicts the least recently used state that no
-        request uses. Raises Overloaded if requests use every slot."""
+        """Returns a slot whose only user is the caller. If no slot is free, evicts the least recently used state that
+        no request uses. Raises Overloaded if requests use every slot."""
         if not self.free and self._untouched == self.capacity:
             self._evict_one()
         return super().acquire()
