@@ -4,7 +4,8 @@ batching, sessions and answers.
     python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
 
 For every bundle, measures two kinds of requests: steps of sessions whose states are resident, and windows of the length
-that the bundle's manifest states. In every round, each of these methods is measured once:
+that the bundle's manifest states. In every round, each of these methods is measured once for each bundle, so the rates
+of two bundles can be compared:
 
 - bare: the runner computes full batches in a loop on one thread. The states that a run returns are the input of the
   next run. The other outputs are dropped.
@@ -23,7 +24,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,7 @@ class Subject:
         `window`) with the method `way` (`batcher` or `engine`). The function's argument is the client's number."""
         token, window = [row[:1] for row in self.tokens], list(self.tokens)
         tuples = [tuple(row.tolist()) for row in self.tokens]
+        steps = [cycle((token,) for token in row) for row in tuples]
         slots, submit, engine = self.slots, self.batcher.submit, self.engine
 
         def by_batcher(client: int) -> Awaitable[object]:
@@ -132,7 +135,7 @@ class Subject:
             deadline = asyncio.get_running_loop().time() + TIMEOUT_S
             if role == "window":
                 return engine.submit(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
-            return engine.submit(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))
+            return engine.submit(StepRequest(f"client-{client}", next(steps[client]), deadline=deadline))
 
         return by_batcher if way == "batcher" else by_engine
 
@@ -177,21 +180,34 @@ class Subject:
         return 1e6 * float(np.median(taken))
 
 
-async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measures every method in every round: rates in requests per second, median latencies in microseconds."""
-    subject = Subject(path)
-    await subject.start()
-    kinds = {"rate": subject.rate, "latency_us": subject.latency_us}
-    found: dict[str, dict[str, dict[str, list[float]]]]
-    found = {role: {kind: {way: [] for way in WAYS[kind]} for kind in kinds} for role in ROLES}
+Figures = dict[str, dict[str, dict[str, list[float]]]]
+"""The figures of all rounds, by role, kind of figure and method."""
+
+
+async def measure(paths: Sequence[Path], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Measures every method of every bundle in every round: rates in requests per second, median latencies in
+    microseconds. `of_first` is the rate divided by the first bundle's rate in the same round."""
+    subjects = [Subject(path) for path in paths]
+    found: list[Figures] = []
+    for subject in subjects:
+        await subject.start()
+        found.append({role: {kind: {way: [] for way in WAYS[kind]} for kind in WAYS} for role in ROLES})
     for index in range(rounds + 1):
         for role in ROLES:
-            for kind, one in kinds.items():
-                for way in WAYS[kind]:
-                    figure = await one(way, role, seconds)
-                    if index:  # the first round is a warm-up
-                        found[role][kind][way].append(figure)
-    await subject.close()
+            for kind, ways in WAYS.items():
+                for way in ways:
+                    for subject, figures in zip(subjects, found, strict=True):
+                        one = subject.rate if kind == "rate" else subject.latency_us
+                        figure = await one(way, role, seconds)
+                        if index:  # the first round is a warm-up
+                            figures[role][kind][way].append(figure)
+    for subject in subjects:
+        await subject.close()
+    return [summary(subject, figures, found[0]) for subject, figures in zip(subjects, found, strict=True)]
+
+
+def summary(subject: Subject, found: Figures, first: Figures) -> dict[str, Any]:
+    """Returns the spreads of one bundle's figures. `first` has the figures of the first bundle."""
     architecture = subject.manifest.architecture
     return {
         "model": subject.manifest.name,
@@ -204,6 +220,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
                 way: {
                     "rate": Spread.of(figures["rate"][way]),
                     "of_bare": ratios(figures["rate"][way], figures["rate"]["bare"]),
+                    "of_first": ratios(figures["rate"][way], first[role]["rate"][way]),
                     "latency_us": Spread.of(taken) if (taken := figures["latency_us"].get(way)) else None,
                 }
                 for way in WAYS["rate"]
@@ -217,13 +234,15 @@ def table(subject: dict[str, Any]) -> Table:
     """Returns a table of the figures: their medians over the rounds, with the smallest and the largest value."""
     title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
     made = Table(title=title)
-    for heading in ("", f"requests/s, batch {BATCH}", "rate / rate of bare", "latency of one client, us"):
+    headings = ("rate / rate of bare", "rate / first bundle's rate", "latency of one client, us")
+    for heading in ("", f"requests/s, batch {BATCH}", *headings):
         made.add_column(heading, justify="left" if not heading else "right")
     for role in ROLES:
         figures = subject["figures"][role]
         for way, one in figures.items():
             latency = f"{one['latency_us']:,.0f}" if one["latency_us"] else ""
-            made.add_row(f"{role}, {way}", f"{one['rate']:,.0f}", f"{one['of_bare']:.3f}", latency)
+            shares = (f"{one[name]:.3f}" for name in ("of_bare", "of_first"))
+            made.add_row(f"{role}, {way}", f"{one['rate']:,.0f}", *shares, latency)
     return made
 
 
@@ -234,12 +253,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="duration of one measurement")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
-    found = [uvloop.run(measure(path, options.rounds, options.seconds)) for path in options.bundles]
+    found = uvloop.run(measure(options.bundles, options.rounds, options.seconds))
     for subject in found:
         Console(width=120).print(table(subject))
     if options.json:
         document = {
-            **provenance("benchmarks.engine", "onnxruntime", "numpy", bundles=["gated-stable"]),
+            **provenance("benchmarks.engine", "onnxruntime", "numpy", bundles=[one["model"] for one in found]),
             "batch": BATCH,
             "clients": CLIENTS,
             "rounds": options.rounds,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from wane.models.manifest import Unknown
 from wane.service.aio.deadline import TOO_LATE
 from wane.service.api import encode, tensors
 from wane.service.api.body import LARGE_BYTES, Decoder, read
@@ -123,7 +124,8 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
         length = None if lengths is None else lengths[index]
         if isinstance(values, list):
             if name == EVENTS:
-                rows.append(_events(engine, values, shape[1], index, length, document=document))
+                unknown = asked.body.parameters.unknown
+                rows.append(_events(engine, values, shape[1], index, length, unknown, document=document))
             else:
                 tokens = await _encoded(engine, values[index], where, name, asked.deadline, document=document)
                 rows.append(EventTokens(tokens))
@@ -157,15 +159,21 @@ def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
 
 
 def _events(
-    engine: Engine, values: Sequence[str], width: int, index: int, length: int | None, *, document: bool
+    engine: Engine,
+    values: Sequence[str],
+    width: int,
+    index: int,
+    length: int | None,
+    unknown: Unknown | None,
+    *,
+    document: bool,
 ) -> EventTokens:
-    """Returns the tokens of a row of events. A name that the vocabulary lacks is treated as the manifest's `unknown`
-    says."""
+    """Returns the tokens of a row of events. `unknown`: see `EventNames.tokens`."""
     names = values[index * width : index * width + (width if length is None else length)]
     engine.events.check_events(EVENTS)
     engine.check_event_count(len(names), document=document)
     try:
-        return engine.events.tokens(names, field=f"{EVENTS}[{index}]")
+        return engine.events.tokens(names, unknown, f"{EVENTS}[{index}]")
     except InvalidRequest as error:
         raise InvalidRequest(error.message, EVENTS) from error
 

@@ -27,9 +27,7 @@ from wane.service.types import (
 
 PREDICTIONS = 5
 
-NOTHING_TO_COMPARE = (
-    "there is nothing to compare: the model starts from the zero state, and predicts nothing before the first event"
-)
+NOTHING_TO_COMPARE = "there is nothing to compare: the model's vocabulary has none of the given events"
 
 
 def seconds(cost_model: CostModel, request: CompareRequest) -> float:
@@ -52,10 +50,10 @@ async def compare(
     progress to `share`. Then runs the gradient proof on each answer of a window, as for a request with `prove: true`.
     The latencies do not include the time of the proofs. `start_tokens`: see `Manifest.start_tokens`.
 
-    Raises InvalidRequest if there is no token to run.
+    Raises InvalidRequest if the request has no token.
     """
     input_ids = sequence(start_tokens, request.tokens)
-    if not len(input_ids):
+    if not request.tokens:
         raise InvalidRequest(NOTHING_TO_COMPARE, "events")
     position = len(request.tokens)
     with pool.lease() as leased, pool.lease() as after:

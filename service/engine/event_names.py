@@ -14,6 +14,9 @@ from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types import NO_FILTER, Filter
 
+TEXTS = ("prompt",)
+"""Fields that hold a text with one event name in each line. Their routes have no field `unknown`."""
+
 EXAMPLES = 2
 """The number of event names that an error message shows as examples."""
 
@@ -98,8 +101,13 @@ class EventNames:
 
     def lines(self, text: str, unknown: Unknown | None = None, field: str = "prompt") -> EventTokens:
         """Like `tokens`, for a text with one event name in each line. Ignores empty lines, and white space around a
-        name."""
-        return self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, field)
+        name. Also raises InvalidRequest if no line is an event of the vocabulary and `unknown` is "skip"."""
+        found = self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, field)
+        if not found.tokens:
+            raise InvalidRequest(
+                f"the vocabulary of {self._model} has no event of {field}: write one event name in each line", field
+            )
+        return found
 
     def filter(
         self,
@@ -110,10 +118,10 @@ class EventNames:
         exclude_seen: bool,
         include_end: bool,
     ) -> Filter:
-        """Returns the filter of a request. The arguments are the request's fields of the same names. A name in
-        `exclude` that the vocabulary lacks has no effect. If a name in `candidates` is not in the vocabulary, this
-        method raises InvalidRequest if `unknown` is "refuse", and leaves the name out if `unknown` is "skip" or
-        "token".
+        """Returns the filter of a request. The arguments are the request's fields of the same names. If the
+        vocabulary lacks a name in `candidates`, this method raises InvalidRequest if `unknown`, or else the manifest's
+        `unknown`, is "refuse". Otherwise it leaves the name out. A name in `exclude` that the vocabulary lacks is
+        refused only if the request itself has "refuse". The names that are left out are in the filter's `unknown`.
 
         Raises InvalidRequest like `tokens`, and if a list is too long.
         """
@@ -130,17 +138,21 @@ class EventNames:
         for name, events in (("exclude", exclude), ("candidates", candidates)):
             if events is not None and len(events) > self._most:
                 raise InvalidRequest(f"{name} holds {len(events)} values, but must hold at most {self._most}", name)
-        excluded = self._find(exclude or (), "skip", "exclude")
+        excluded = self._find(exclude or (), "refuse" if unknown == "refuse" else "skip", "exclude", is_input=False)
         if candidates is None:
-            return Filter(excluded.tokens, exclude_seen, None, include_end)
-        policy = unknown or self._unknown
-        allowed = self._find(candidates, "refuse" if policy == "refuse" else "skip", "candidates")
-        return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, allowed.unknown)
+            return Filter(excluded.tokens, exclude_seen, None, include_end, excluded.unknown)
+        policy: Unknown = "refuse" if (unknown or self._unknown) == "refuse" else "skip"
+        allowed = self._find(candidates, policy, "candidates", is_input=False)
+        return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, excluded.unknown + allowed.unknown)
 
-    def _find(self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0) -> EventTokens:
+    def _find(
+        self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0, *, is_input: bool = True
+    ) -> EventTokens:
         """Returns the tokens of events. `field` is the name of the request's list that contains these events. Error
-        messages name it. `first` is the index, in that list, of the first of these events."""
+        messages name it. `first` is the index, in that list, of the first of these events. If `is_input` is true, the
+        events are a sequence for the model, in which <eos> and <unk> are not names of events."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
+        reserved = self._vocabulary.unlisted if is_input else ()
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is 'token', but the vocabulary of {self._model} has no {UNK}", "unknown")
         tokens: list[int] = []
@@ -149,13 +161,13 @@ class EventNames:
         for place, event in enumerate(events, first):
             name = event if isinstance(event, str) else str(event)
             token = find(name)
-            if token is not None:
+            if token is not None and token not in reserved:
                 tokens.append(token)
                 continue
             if unknown == "refuse":
+                advice = "" if field in TEXTS else '; with "unknown": "skip" such events are skipped'
                 raise InvalidRequest(
-                    f"{field}[{place}] is {truncate_repr(name)}, which the vocabulary of {self._model} lacks; with "
-                    f'"unknown": "skip" such events are skipped',
+                    f"{field}[{place}] is {truncate_repr(name)}, which the vocabulary of {self._model} lacks{advice}",
                     f"{field}[{place}]",
                 )
             names.append(name)

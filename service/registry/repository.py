@@ -119,9 +119,10 @@ class Repository:
             raise RepositoryError(f"model {name!r} has no version before {last.version} in {self._root}")
         if sum(one.version == last.version for one in of_model) > 1:
             raise RepositoryError(f"several bundles of model {name!r} have version {last.version}: remove all but one")
-        withdrawn = last.path.with_name(last.path.name + WITHDRAWN)
-        if withdrawn.exists():
-            raise RepositoryError(f"{withdrawn} exists already: remove it, or move it away")
+        withdrawn, number = last.path.with_name(last.path.name + WITHDRAWN), 1
+        while withdrawn.exists():  # an earlier bundle of this version was withdrawn, too
+            number += 1
+            withdrawn = last.path.with_name(f"{last.path.name}.{number}{WITHDRAWN}")
         last.path.rename(withdrawn)
         return last, earlier[-1]
 

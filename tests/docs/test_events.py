@@ -98,7 +98,7 @@ def page(tmp_path: Path) -> Page:
 
 
 def test_a_model_of_clicks_is_trained_served_replaced_and_survives_a_killed_replica(page: Page) -> None:
-    assert len(page) == 13
+    assert len(page) == 14
     assert "best possible" in page.run("clickstream.py", "--sessions 2000")
     page.run("wane train")
     table = page.run("wane evaluate", "--positions 200")
@@ -111,6 +111,8 @@ def test_a_model_of_clicks_is_trained_served_replaced_and_survives_a_killed_repl
         answer = json.loads(page.run("curl"))
         listed = [one["token"] for one in answer["predictions"]]
         assert len(listed) == 5 and not {"aisle-3/4", "popular/0", "<eos>", "<unk>"} & set(listed)
+        step = json.loads(page.run("curl"))
+        assert (step["position"], step["created"]) == (1, True) and len(step["predictions"]) == 5
         compared = page.run("wane compare", "--window 4")
         assert "Compared 64 events of" in compared and "Left out" not in compared
         client = Running(*live, environment=page.environment)

@@ -7,6 +7,7 @@ log-probabilities of the given tokens, or both. An inference with a `sequence_id
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -241,6 +242,8 @@ async def _infer(request: Request, engine: Engine) -> Response:
         head: dict[str, object] = {"model_name": results.engine.name, "model_version": results.engine.version}
         if asked.body.id is not None:
             head["id"] = asked.body.id
+        if unknown := [name for row in results.rows for name in row.unknown]:
+            head["parameters"] = {"unknown": json.dumps(unknown, ensure_ascii=False)}
         answer = await tensors.reply(head, asked.wanted, results.arrays(asked, settings(request)))
     except BaseException:
         counted.fail.add(time.perf_counter() - started_s)

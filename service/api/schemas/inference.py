@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.service.api.schemas.common import Body, Natural, Tolerance, Window, WireMode, says
+from wane.service.api.schemas.common import Body, Natural, Tolerance, UnknownEvents, Window, WireMode, says
 
 LARGEST_ID = 2**64 - 1
 SHAPE = WithJsonSchema({"type": "array", "minItems": 1, "maxItems": 2, "items": {"type": "integer", "minimum": 1}})
@@ -62,6 +62,7 @@ class InferParameters(Body):
         default=None,
         description="the sequence's position before the request; a repeated request gets the same answer",
     )
+    unknown: UnknownEvents | None = None
     priority: Natural | None = Field(
         default=None, description="must be valid, but has no effect: all requests wait in one queue"
     )
@@ -140,11 +141,13 @@ class OutputTensorDocument(TypedDict):
 
 
 class InferenceDocument(TypedDict):
-    """The answer to an inference. It has the requested outputs in the order of the request."""
+    """The answer to an inference. It has the requested outputs in the order of the request. If the vocabulary lacks
+    some of the request's events, the parameter `unknown` has their names, as the text of a JSON list."""
 
     model_name: str
     model_version: str
     id: NotRequired[str]
+    parameters: NotRequired[dict[str, str]]
     outputs: list[OutputTensorDocument]
 
 
