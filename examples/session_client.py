@@ -33,7 +33,7 @@ class Session:
             try:
                 response = self.http.post(path, json=body)
                 if response.status_code == 404:  # every server has lost the session: create it again
-                    history = {"history": self.tokens[-256:], "position": len(self.tokens)} if self.tokens else {}
+                    history = {"history": self.tokens[-512:], "position": len(self.tokens)} if self.tokens else {}
                     response = self.http.post("/v1/sessions", json={"session": self.name, **history})
                 elif response.status_code not in RETRY:
                     answer: dict[str, Any] = response.raise_for_status().json()

@@ -11,7 +11,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from wane.service.registry.repository import WITHDRAWN, Repository, RepositoryError
+from wane.service.registry.repository import Repository, RepositoryError
 from wane.service.settings import Settings, SettingsError
 
 FAILURES = (RepositoryError, SettingsError, OSError)
@@ -29,10 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments[1:])
     settings = Settings.read(os.environ, options)
-    withdrawn, served = Repository(settings.bundles).withdraw(options.model)
+    withdrawn, served, folder = Repository(settings.bundles).withdraw(options.model)
     print(  # noqa: T201
-        f"withdrew version {withdrawn.version} of {withdrawn.name}: {withdrawn.folder} is now "
-        f"{withdrawn.folder}{WITHDRAWN}\n"
+        f"withdrew version {withdrawn.version} of {withdrawn.name}: {withdrawn.folder} is now {folder}\n"
         f"the newest version is {served.version}; servers load it at their next poll of the folder "
         f"(model_poll_interval_s), at POST /v2/repository/models/{served.name}/load, or when they start"
     )

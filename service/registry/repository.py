@@ -108,9 +108,10 @@ class Repository:
             path, folder, manifest.name, manifest.version, digest, history_tokens=manifest.history_tokens
         )
 
-    def withdraw(self, name: str) -> tuple[FoundBundle, FoundBundle]:
+    def withdraw(self, name: str) -> tuple[FoundBundle, FoundBundle, str]:
         """Renames the folder of a model's highest version, so that servers use the version before it. Returns the
-        withdrawn bundle and the bundle before it. Raises RepositoryError if there is no version before it."""
+        withdrawn bundle, the bundle before it, and the folder's new name. Raises RepositoryError if there is no version
+        before it."""
         of_model = [one for one in self.list() if one.name == name and one.reason is None]
         if not of_model:
             raise RepositoryError(f"there is no bundle of model {name!r} in {self._root}")
@@ -124,7 +125,7 @@ class Repository:
             number += 1
             withdrawn = last.path.with_name(f"{last.path.name}.{number}{WITHDRAWN}")
         last.path.rename(withdrawn)
-        return last, earlier[-1]
+        return last, earlier[-1], withdrawn.relative_to(self._root).as_posix()
 
     def _present(self) -> Sequence[Path]:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import engine_page, protocols, threads, tracing
+from benchmarks import engine_page, events, protocols, threads, tracing
 from benchmarks.page import with_tables
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,11 @@ def test_the_page_on_the_engine_has_the_tables_of_its_figures() -> None:
 def test_the_page_on_benchmarks_has_the_table_of_the_protocols() -> None:
     document = json.loads((ROOT / protocols.FIGURES).read_text(encoding="utf-8"))
     assert "\n".join(protocols.lines(document)) in (ROOT / protocols.PAGE).read_text(encoding="utf-8")
+
+
+def test_the_page_on_models_of_events_has_the_table_of_their_steps() -> None:
+    document = json.loads((ROOT / events.FIGURES).read_text(encoding="utf-8"))
+    assert "\n".join(events.lines(document)) in (ROOT / events.PAGE).read_text(encoding="utf-8")
 
 
 def test_the_default_settings_of_the_server_are_among_the_measured_settings() -> None:

@@ -254,7 +254,7 @@ class RankedBody(SequenceBody):
     """A body whose answer lists tokens. `exclude`, `exclude_seen`, `candidates` and `include_end` filter the list, and
     are only for models of events."""
 
-    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates")}
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates", "exclude")}
 
     exclude: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
         default=None, description="events that the answer does not list. Probabilities do not change"

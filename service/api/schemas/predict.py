@@ -67,7 +67,7 @@ class PredictBody(RankedBody):
     )
     one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "events", "inputs", "session")
     only_with: ClassVar = {"window": WINDOW_MODES, "tolerance": TOLERANCE_MODES}
-    needs: ClassVar = {"unknown": ("events", "inputs", "candidates")}
+    needs: ClassVar = {"unknown": ("events", "inputs", "candidates", "exclude")}
     rules: ClassVar = ({"anyOf": [absent("session"), {"properties": {"truncated": {"const": False}}}]},)
 
     model: Model = None

@@ -86,7 +86,7 @@ async def test_a_prediction(
         answer = await post(client, "/v1/predict", events=EVENTS, mode=mode, top_k=8, **body)
         assert_ranked(answer["predictions"], of(harness), 8, **filters)
         assert answer.get("seen_tokens") == (len(TOKENS) if "exclude_seen" in body else None)
-        assert "unknown" not in answer
+        assert answer.get("unknown") == (["no such item"] if "no such item" in body.get("exclude", ()) else None)
     same = await post(client, "/v1/predict", tokens=TOKENS, mode="recurrent", top_k=8, **body)
     assert [one["token_id"] for one in same["predictions"]] == [one["token_id"] for one in answer["predictions"]]
 
@@ -201,12 +201,18 @@ async def test_unknown_is_a_field_of_a_request(harness: EngineHarness, client: h
     message = await refused(client, "/v1/predict", events=given, unknown="ignore")
     assert message == "unknown must be 'refuse', 'skip' or 'token'"
     message = await refused(client, "/v1/predict", tokens=TOKENS, unknown="skip")
-    assert message == "`unknown` is given without `events` or `inputs` or `candidates`"
+    assert message == "`unknown` is given without `events` or `inputs` or `candidates` or `exclude`"
     found = await post(client, "/v1/predict", events=EVENTS, candidates=["item 3", "new"])
     assert_ranked(found["predictions"], of(harness), 5, candidates=(5,))
     assert found["unknown"] == ["new"]
     message = await refused(client, "/v1/predict", events=EVENTS, candidates=["item 3", "new"], unknown="refuse")
     assert message.startswith("candidates[1] is 'new'")
+    found = await post(client, "/v1/predict", events=EVENTS, exclude=["new"])
+    assert found["unknown"] == ["new"]
+    message = await refused(client, "/v1/predict", events=EVENTS, exclude=["new"], unknown="refuse")
+    assert message.startswith("exclude[0] is 'new'")
+    message = await refused(client, "/v1/compare", events=["nope"], unknown="skip", windows=[2])
+    assert "the model's vocabulary has none of the given events" in message
 
 
 async def test_text_is_refused_with_a_way_to_write_it(client: httpx.AsyncClient) -> None:
@@ -245,6 +251,7 @@ async def test_open_inference_reads_events(harness: EngineHarness, client: httpx
     tensor = {"name": "events", "shape": [1, len(given)], "datatype": "BYTES", "data": given}
     names = ("top_ids", "top_logprobs", "position", "token_logprobs")
     answer = await post(client, "/v2/models/fake/infer", inputs=[tensor], outputs=[{"name": name} for name in names])
+    assert json.loads(answer["parameters"]["unknown"]) == ["nope"]
     found = {one["name"]: one["data"] for one in answer["outputs"]}
     wanted = of(harness, tokens)
     ids = found["top_ids"]
@@ -253,6 +260,9 @@ async def test_open_inference_reads_events(harness: EngineHarness, client: httpx
     score = await post(client, "/v1/score", events=given)
     for one, other in zip(found["token_logprobs"], score["logprobs"], strict=True):
         assert (one is None or np.isnan(one)) if other is None else one == pytest.approx(other, abs=1e-5)
+    body = {"inputs": [tensor], "parameters": {"unknown": "refuse"}}
+    response = await client.post("/v2/models/fake/infer", json=body)
+    assert response.status_code == 400 and "events[0][1] is 'nope'" in response.json()["error"]
     text = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["item 1"]}
     response = await client.post("/v2/models/fake/infer", json={"inputs": [text]})
     assert response.status_code in (400, 422) and SHOWN in response.json()["error"]

@@ -83,10 +83,17 @@ def test_a_rollback_without_an_earlier_version_changes_nothing(
     assert f"model 'other' has no version before 1 in {folder}" in capsys.readouterr().err
     assert main(["rollback", "nobody"]) == 2
     assert f"there is no bundle of model 'nobody' in {folder}" in capsys.readouterr().err
-    (folder / MODEL / "10.withdrawn").mkdir()
-    assert main(["rollback", MODEL]) == 2
-    assert "10.withdrawn exists already" in capsys.readouterr().err
     assert folders(folder) == before
+
+
+def test_a_version_that_was_withdrawn_before_is_withdrawn_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("10.withdrawn", "10.2.withdrawn", "10.3.withdrawn"):
+        kept = shutil.copytree(folder / MODEL / "10", folder.parent / "kept")
+        assert main(["rollback", MODEL, "--bundles", str(folder)]) == 0
+        assert f"{MODEL}/10 is now {MODEL}/{name}\n" in capsys.readouterr().out
+        kept.rename(folder / MODEL / "10")
 
 
 async def test_a_server_rolls_back_and_forward_under_a_live_session(

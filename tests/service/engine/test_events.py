@@ -17,7 +17,7 @@ from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name
 from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
 from wane.service.engine.columns import StepAnswer
-from wane.service.engine.event_names import READ_AT_ONCE
+from wane.service.engine.event_names import READ_AT_ONCE, EventTokens
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
@@ -277,6 +277,19 @@ async def test_a_long_list_of_names_is_read_in_pieces(harness: EngineHarness) ->
         await harness.engine.events.read(names, "refuse")
 
 
+def test_reserved_names_are_not_events(harness: EngineHarness) -> None:
+    for name in ("<eos>", "<unk>"):
+        assert harness.engine.events.tokens([name, NAMES[0]], "skip") == EventTokens((2,), (name,), (0,))
+
+
+def test_a_text_without_a_known_event_is_refused(harness: EngineHarness) -> None:
+    text = f"{NAMES[0]} {NAMES[1]}"
+    with pytest.raises(InvalidRequest, match="has no event of prompt: write one event name in each line"):
+        harness.engine.events.lines(text, "skip")
+    with pytest.raises(InvalidRequest, match=r"which the vocabulary of fake lacks$"):
+        harness.engine.events.lines(text, "refuse")
+
+
 def test_an_integer_is_a_name(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=["17", "-4", "x"]))
     assert harness.engine.events.tokens([17, -4, "17", "x"]).tokens == (2, 3, 2, 4)
@@ -288,7 +301,10 @@ def test_the_filter_of_names(harness: EngineHarness) -> None:
     names = harness.engine.events
     flags = {"exclude_seen": False, "include_end": False}
     assert names.filter(None, None, None, **flags) == Filter()
-    assert names.filter(["item 1", "nope"], None, None, **flags) == Filter(exclude=(3,))
+    assert names.filter(["item 1", "nope"], None, None, **flags) == Filter(exclude=(3,), unknown=("nope",))
+    with pytest.raises(InvalidRequest, match=r"exclude\[1\] is 'nope'"):
+        names.filter(["item 1", "nope"], None, "refuse", **flags)
+    assert names.filter(["a"], ["b"], "skip", **flags).unknown == ("a", "b")
     found = names.filter(None, ["item 1", "nope"], None, **flags)
     assert found == Filter(candidates=(3,), unknown=("nope",))
     assert names.filter(None, ["item 1", "nope"], "token", **flags) == found
