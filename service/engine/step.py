@@ -27,7 +27,7 @@ from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions, StepKind, conflict
-from wane.service.sessions.stores.store import SessionRecord
+from wane.service.sessions.stores.store import SessionRecord, is_first
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import (
@@ -158,7 +158,8 @@ class SessionSteps:
                         token_logprobs=token_logprobs,
                         replayed=replayed,
                     )
-                    of_first = replayed and record.last is not None and record.last.start == 0
+                    # A step that creates its session is stored with the session, so no append has followed.
+                    of_first = replayed and record.last is not None and is_first(record.revision)
                     if kind is StepKind.FIRST or (request.creator is not None and of_first):
                         answer.created = True
                     return answer

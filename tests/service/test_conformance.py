@@ -245,6 +245,15 @@ async def test_a_retry_of_the_step_that_created_a_session_says_so_again(
     assert predicted(again) == predicted(first) == most_probable(harness, 6)
 
 
+async def test_a_retry_of_a_first_step_that_did_not_create_its_session_does_not_say_so(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    await harness.engine.create_session("made")
+    for replayed in (False, True):
+        answer = await entrance.step("made", tokens=[6], create=True, expected_position=0)
+        assert (answer["replayed"], answer["position"], "created" in answer) == (replayed, 1, False)
+
+
 @pytest.mark.parametrize("session", ["new", "gone"])
 async def test_a_step_with_a_later_position_creates_no_session(
     entrance: Entrance, harness: EngineHarness, session: str

@@ -41,6 +41,11 @@ def branch() -> int:
     return secrets.randbits(_BRANCH_BITS) << _BRANCH_BITS
 
 
+def is_first(revision: int) -> bool:
+    """Returns whether a revision is that of a session's creation, or of a rewind: no append has followed."""
+    return revision & ((1 << _BRANCH_BITS) - 1) == 0
+
+
 def follows(revision: int, earlier: int) -> bool:
     """Returns whether only appends lie between two revisions. If so, the session still begins with the tokens that it
     had at revision `earlier`."""
