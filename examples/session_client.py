@@ -29,7 +29,7 @@ class Session:
         return answer  # the "position" of an answer is the expected_position of the next step
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        for wait_s in (0.1, 0.2, 0.5, 1, 2, 5, 10):
+        for wait_s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20):
             try:
                 response = self.http.post(path, json=body)
                 if response.status_code == 404:  # every server has lost the session: create it again

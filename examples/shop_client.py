@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 RETRY = {429, 502, 503, 504}  # the server is overloaded, restarting or too slow: retry the same step
-WAITS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10)
+WAITS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 
 
 class Session:
