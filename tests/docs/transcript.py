@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 from threading import Thread
 
 TIMEOUT_S = 300
@@ -208,7 +208,12 @@ def _await(command: Command, lines: Queue[str | None]) -> None:
     pattern = re.compile(_pattern(command.expected) if command.expected else "")
     printed = ""
     while (found := pattern.match(_tidy(printed))) is None:
-        line = lines.get(timeout=TIMEOUT_S)
+        try:
+            line = lines.get(timeout=TIMEOUT_S)
+        except Empty:
+            raise TranscriptError(
+                f"line {command.line}: $ {command.text}\nprinted nothing more for {TIMEOUT_S} s after\n{printed}"
+            ) from None
         if line is None:
             compare(command, printed)
             return

@@ -135,8 +135,8 @@ def test_the_stored_figures_are_of_the_shipped_weights_without_violations() -> N
             assert window.worst_case_variation == manifest.certificate.error_bound_at(k)
 
 
-def test_every_shipped_bundle_has_figures_of_at_least_5000_positions() -> None:
+def test_every_shipped_bundle_without_a_cache_has_figures_of_at_least_5000_positions() -> None:
     results = Results.read(KEPT)
     for path in BUNDLES.iterdir():
-        if path.is_dir():
+        if path.is_dir() and read_manifest(path).cache is None:
             assert results.models[path.name].windows[64].positions >= 5000
