@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -148,6 +149,52 @@ def read_graph(shapes: Shapes) -> bytes:
     return _model("read", nodes, inputs, outputs)
 
 
+def differences_graph(shapes: Shapes) -> bytes:
+    """Returns the graph that compares n pairs of slots: see `Differences` in `service/runners/runner.py`. From
+    slots.<name> (N, *shape), slots (n) and others (n) it computes pairs (n) and, for each name, <name> (*shape)."""
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n"]) for name in ("slots", "others")]
+    outputs = [helper.make_tensor_value_info("pairs", TensorProto.FLOAT, ["n"])]
+    constants = [
+        numpy_helper.from_array(np.array(value, np.float32), name)
+        for name, value in (("zero", 0), ("infinity", np.inf))
+    ]
+    nodes, largest = [], []
+    for name, shape in shapes.items():
+
+        def node(kind: str, reads: Sequence[str], result: str, tensor: str = name, **attributes: Any) -> str:
+            nodes.append(helper.make_node(kind, reads, [f"{tensor}.{result}"], **attributes))
+            return f"{tensor}.{result}"
+
+        inputs.append(helper.make_tensor_value_info(f"slots.{name}", TensorProto.FLOAT, ["N", *shape]))
+        outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        one = node("Gather", [f"slots.{name}", "slots"], "one", axis=0)
+        other = node("Gather", [f"slots.{name}", "others"], "other", axis=0)
+        both_nan = node("And", [node("IsNaN", [one], "one.nan"), node("IsNaN", [other], "other.nan")], "both_nan")
+        same = node("Or", [node("Equal", [one, other], "equal"), both_nan], "same")
+        apart = node("Abs", [node("Sub", [one, other], "difference")], "apart")
+        finite = node("Where", [node("IsNaN", [apart], "nan"), "infinity", apart], "finite")
+        found = node("Where", [same, "zero", finite], "found")
+        nodes.append(helper.make_node("ReduceMax", [found], [name], axes=[0], keepdims=0))
+        axes = [*range(1, 1 + len(shape))]
+        largest.append(node("ReduceMax", [found], "largest", axes=axes, keepdims=0))
+    nodes.append(helper.make_node("Max", largest, ["pairs"]))
+    return _model("differences", nodes, inputs, outputs, constants)
+
+
+def top_graph() -> bytes:
+    """Returns the graph that copies the first columns of some rows: from top_logits (B, K), top_ids (B, K), the indices
+    rows (n) and count (1) it computes logits (n, count) and ids (n, count)."""
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, [size]) for name, size in (("rows", "n"), ("count", 1))]
+    outputs, nodes = [], []
+    constants = [numpy_helper.from_array(np.array([value], np.int64), name) for name, value in (("first", 0), ("axis", 1))]
+    for name, element in (("logits", TensorProto.FLOAT), ("ids", TensorProto.INT64)):
+        inputs.append(helper.make_tensor_value_info(f"top_{name}", element, ["B", "K"]))
+        outputs.append(helper.make_tensor_value_info(name, element, ["n", "count"]))
+        nodes.append(helper.make_node("Gather", [f"top_{name}", "rows"], [f"{name}.rows"], axis=0))
+        nodes.append(helper.make_node("Slice", [f"{name}.rows", "first", "count", "axis"], [name]))
+    return _model("top", nodes, inputs, outputs, constants)
+
+
 def rows_graph() -> bytes:
     """Returns the graph that copies some rows of one output of a run: from the float32 tensor `values` of any shape and
     the indices `rows` (n) it computes `found`."""
@@ -165,8 +212,9 @@ def _model(
     nodes: Sequence[onnx.NodeProto],
     inputs: Sequence[onnx.ValueInfoProto],
     outputs: Sequence[onnx.ValueInfoProto],
+    constants: Sequence[onnx.TensorProto] = (),
 ) -> bytes:
-    graph = helper.make_graph(nodes, name, inputs, outputs)
+    graph = helper.make_graph(nodes, name, inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     data: bytes = model.SerializeToString(deterministic=True)
     return data

@@ -21,7 +21,7 @@ segment run again, the rest of the sequence runs in order.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,15 +34,11 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket, WorkItem
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.runner import HIDDEN, HIDDENS, NEXT, Array
+from wane.service.runners.runner import HIDDENS, Array, Differences, StateMemory
 from wane.service.state.pool import ZERO, StatePool
 
-States = Mapping[str, Array]
-"""The state tensors by name: float32 (n, *shape), with one state in each row."""
-
-
 class ChunkBatch:
-    """The states and log-probabilities of one segment's cells.
+    """The states and log-probabilities of one segment's cells. The states stay on the runner's device.
 
     `tokens`: int64 (n), the segment's tokens, at most as many as the layout has. `targets`: int64 (n), the tokens whose
     log-probabilities the graph `scan` computes; None for the graph `advance`. Cells are numbered from 0 along the
@@ -54,17 +50,18 @@ class ChunkBatch:
         layout: ChunkLayout,
         tokens: NDArray[np.int64],
         targets: NDArray[np.int64] | None,
-        like: States,
+        memory: StateMemory,
     ) -> None:
-        """`like`: states with the names and shapes of the model's states. Their values are not used."""
+        """`memory`: the memory that holds the model's states."""
         self.layout = layout
         self.role = role
         self.tokens = tokens
         self.targets = targets
         self.cells = -(-len(tokens) // layout.steps)
         self.logprobs = np.empty(len(tokens) if role == "scan" else 0)
-        self._starts = {name: np.zeros((self.cells, *value.shape[1:]), np.float32) for name, value in like.items()}
-        self._ends = {name: np.zeros_like(value) for name, value in self._starts.items()}
+        self._memory = memory
+        # The state from which cell g starts is in slot g of this memory, and the state at its end in slot cells + g.
+        self._edges = memory.scratch(2 * self.cells)
 
     def column(self, part: int) -> range:
         """Returns the cells with number `part` of all chunks. The last chunks may be too short to have such a cell."""
@@ -76,57 +73,50 @@ class ChunkBatch:
         targets = None if self.targets is None else self.targets[at]
         return Work(self.role, self.tokens[at], targets, read=read, write=write, binding=binding, chunk=True)
 
-    def started(self, cells: range, states: States) -> None:
-        """Stores the states from which cells start."""
-        for name, value in self._starts.items():
-            value[cells.start : cells.stop : cells.step] = states[name]
+    def started(self, cells: range, slots: Sequence[int]) -> None:
+        """Stores the states from which cells start. They are in `slots` of the model's memory."""
+        self._edges.copy(cells, self._memory, slots)
 
-    def ended(self, cells: range, states: States, rows: list[Row]) -> None:
-        """Stores the states at the end of cells, and the cells' log-probabilities."""
-        for name, value in self._ends.items():
-            value[cells.start : cells.stop : cells.step] = states[name]
+    def ended(self, cells: range, slots: Sequence[int], rows: list[Row]) -> None:
+        """Stores the states at the end of cells, and the cells' log-probabilities. The states are in `slots` of the
+        model's memory."""
+        self._edges.copy(self._end(cells), self._memory, slots)
         for cell, row in zip(cells, rows, strict=True):
             if row.logprobs is not None:
                 at = self._extent(cell)
                 self.logprobs[at] = row.logprobs[: at.stop - at.start]
 
-    def end(self, cell: int) -> States:
-        """Returns the state at the end of a cell, as one row."""
-        return {name: value[cell : cell + 1] for name, value in self._ends.items()}
+    def continued(self, cell: int) -> None:
+        """Stores that `cell` starts from the state at the end of the previous cell."""
+        self._edges.copy([cell], self._edges, self._end(range(cell - 1, cell)))
+
+    def load_end(self, cell: int, pool: StatePool, slot: int) -> None:
+        """Copies the state at the end of a cell to a slot of the pool."""
+        pool.copy(self.cells + cell, slot, self._edges)
 
     def residual(self, cell: int) -> float:
         """Returns the difference between the two states at the joint before `cell`, in the unit in which it is largest.
         `cell` must not be the first cell. Returns 0 if there is no joint."""
-        return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
+        return self._differences(range(cell, cell + 1)).pairs.item(0)
 
-    def residuals(self) -> NDArray[np.float64]:
-        """Returns `residual` of every cell, and 0 for the first cell: float64 (cells)."""
-        found = np.zeros(self.cells)
-        for name, value in self._starts.items():
-            apart = _apart(value[1:], self._ends[name][:-1])
-            found[1:] = np.maximum(found[1:], apart.reshape(self.cells - 1, -1).max(axis=1))
-        return found
+    def joints(self) -> tuple[NDArray[np.float64], dict[str, Array]]:
+        """Returns `residual` of every cell, and 0 for the first cell: float64 (cells). Also returns, for each tensor's
+        name, the largest difference of each unit at any joint: (*shape). This is empty if there is only one cell."""
+        if self.cells == 1:
+            return np.zeros(1), {}
+        found = self._differences(range(1, self.cells))
+        return np.concatenate([np.zeros(1), found.pairs]), found.units
 
-    def joints(self) -> dict[str, Array]:
-        """Returns, for each tensor's name, the largest difference of each unit at any joint: (*shape)."""
-        return {
-            name: _apart(value[1:], self._ends[name][:-1]).max(axis=0, initial=0.0)
-            for name, value in self._starts.items()
-        }
+    def _differences(self, cells: range) -> Differences:
+        """Compares the state from which each cell starts with the state at the end of the previous cell."""
+        return self._edges.differences(cells, self._end(range(cells.start - 1, cells.stop - 1)))
+
+    def _end(self, cells: range) -> range:
+        """Returns the slots of the states at the end of cells."""
+        return range(self.cells + cells.start, self.cells + cells.stop, cells.step)
 
     def _extent(self, cell: int) -> slice:
         return slice(cell * self.layout.steps, min((cell + 1) * self.layout.steps, len(self.tokens)))
-
-
-def _apart(one: Array, other: Array) -> Array:
-    """Returns |one - other| of each unit: 0 if both values are equal or both are NaN; infinite if exactly one value is
-    NaN."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        apart: Array = np.abs(one - other)
-    if not np.isfinite(apart).all():
-        same = (one == other) | (np.isnan(one) & np.isnan(other))
-        apart = np.where(same, np.float32(0), np.where(np.isnan(apart), np.float32(np.inf), apart))
-    return apart
 
 
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
@@ -163,11 +153,10 @@ class ChunkPlan:
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
         """Returns the plan after one more segment, which begins at `start`. `repeated` is the number of its repeated
         cells."""
-        residuals = segment.residuals()
+        residuals, joints = segment.joints()
         places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
         if self.latest is not None:
             places.insert(0, self.latest)
-        joints = segment.joints()
         gaps = [after - before for before, after in pairwise(places)]
         warm_up = segment.layout.warm_up
         return ChunkPlan(
@@ -175,7 +164,7 @@ class ChunkPlan:
             rounds=self.rounds + repeated,
             warm_up=warm_up if self.warm_up is None else min(warm_up, self.warm_up),
             residual=max(self.residual, float(residuals.max())),
-            joints={name: np.maximum(value, self.joints.get(name, 0.0)) for name, value in joints.items()},
+            joints=self.joints | {name: np.maximum(value, self.joints.get(name, 0.0)) for name, value in joints.items()},
             apart=min([*gaps, *([] if self.apart is None else [self.apart])], default=None),
             latest=places[-1] if places else None,
         )
@@ -291,7 +280,7 @@ class ChunkedRunner:
                 logprobs = None if row.logprobs is None else row.logprobs[: stop - start].astype(np.float64)
                 yield Piece(stop, plan, logprobs, row)
             else:
-                segment = ChunkBatch(role, layout, tokens[start:stop], part, self._states([ZERO]))
+                segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.memory)
                 with ExitStack() as held:
                     slots = [held.enter_context(self._pool.lease()) for _ in range(layout.chunks)]
                     again = held.enter_context(self._pool.lease())
@@ -341,13 +330,13 @@ class ChunkedRunner:
         cells = segment.column(column)
         writes = slots[: len(cells)]
         reads = [here, *writes[1:]] if column == 0 else writes
-        segment.started(cells, self._states(reads))
+        segment.started(cells, reads)
         works = [
             segment.work(cell, read, write, binding=binding and index == 0)
             for index, (cell, read, write) in enumerate(zip(cells, reads, writes, strict=True))
         ]
         rows = await self._together(works, ticket)
-        segment.ended(cells, self._states(writes), rows)
+        segment.ended(cells, writes, rows)
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
@@ -357,7 +346,7 @@ class ChunkedRunner:
         Returns the number of repeated cells. `again` is the slot for the states of repeated cells. `last` is the last
         chunk's slot.
         """
-        residuals = segment.residuals()
+        residuals, _ = segment.joints()
         if not (residuals > limit).any():
             return 0
         repeated, resumed = 0, -1
@@ -366,14 +355,12 @@ class ChunkedRunner:
             # last state.
             if (segment.residual(cell) if cell == resumed else residuals[cell]) <= limit:
                 continue
-            before = segment.end(cell - 1)
             if cell != resumed:
-                self._put(before, again)
+                segment.load_end(cell - 1, self._pool, again)
             end = last if cell == segment.cells - 1 else again
             row = await self._batcher.submit(segment.work(cell, again, end, binding=False), ticket)
-            here = range(cell, cell + 1)
-            segment.started(here, before)
-            segment.ended(here, self._states([end]), [row])
+            segment.continued(cell)
+            segment.ended(range(cell, cell + 1), [end], [row])
             repeated, resumed = repeated + 1, cell + 1
         return repeated
 
@@ -390,14 +377,3 @@ class ChunkedRunner:
             for item in items:
                 item.cancel()
             raise
-
-    def _states(self, slots: Sequence[int]) -> States:
-        """Returns copies of the states in slots."""
-        states = self._pool.read(slots)
-        del states[HIDDEN]
-        return states
-
-    def _put(self, states: States, slot: int) -> None:
-        """Writes a state to a slot. The `hidden` of the slot is never read and is set to zeros."""
-        hidden = np.zeros_like(self._pool.read([slot])[HIDDEN])
-        self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})

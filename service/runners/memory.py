@@ -7,12 +7,22 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.runners.runner import HIDDEN, NEXT, Array, Feeds, Shapes, Slots
+from wane.service.runners.runner import HIDDEN, NEXT, Array, Differences, Feeds, Shapes, Slots, StateMemory
 
 
 def output_name(name: str) -> str:
     """Returns the name of the output of a run that is written to the array `name`."""
     return name if name == HIDDEN else NEXT + name
+
+
+def _differences(one: Array, other: Array) -> Array:
+    """Returns the difference of each unit: see `Differences`."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        found: Array = np.abs(one - other)
+    if not np.isfinite(found).all():
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        found = np.where(same, np.float32(0), np.where(np.isnan(found), np.float32(np.inf), found))
+    return found
 
 
 class HostMemory:
@@ -57,10 +67,26 @@ class HostMemory:
             found = outputs[output_name(name)]
             values[slots] = found if rows is None else found[rows]
 
-    def copy(self, slot: int, to: int) -> None:
+    def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
         """See `StateMemory`."""
-        for values in self.arrays.values():
-            values[to] = values[slot]
+        assert isinstance(source, HostMemory)
+        to, row = np.asarray(slots, np.intp), np.asarray(rows, np.intp)
+        for name, values in self.arrays.items():
+            values[to] = source.arrays[name][row]
+
+    def scratch(self, capacity: int) -> HostMemory:
+        """See `StateMemory`."""
+        return HostMemory({name: values.shape[1:] for name, values in self.arrays.items()}, capacity)
+
+    def differences(self, slots: Slots, others: Slots) -> Differences:
+        """See `StateMemory`."""
+        one, other = np.asarray(slots, np.intp), np.asarray(others, np.intp)
+        pairs, units = np.zeros(len(one), np.float32), dict[str, Array]()
+        for name in self._names:
+            found = _differences(self.arrays[name][one], self.arrays[name][other])
+            units[name] = found.max(axis=0)
+            np.maximum(pairs, found.reshape(len(one), -1).max(axis=1), out=pairs)
+        return Differences(pairs, units)
 
     def close(self) -> None:
         """See `StateMemory`."""

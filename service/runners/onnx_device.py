@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
@@ -32,6 +32,7 @@ from wane.service.runners.runner import (
     TOP_IDS,
     Array,
     DeviceError,
+    Differences,
     Feeds,
     Shapes,
     Slots,
@@ -74,6 +75,10 @@ class Device(NamedTuple):
         """Returns float32 zeros on the device. On the CPU, the operating system commits their memory when it is first
         written."""
         return onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32), self.name, CUDA_DEVICE)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike = np.float32) -> onnxruntime.OrtValue:
+        """Returns a tensor on the device. Its values are undefined."""
+        return onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.name, CUDA_DEVICE)
 
 
 def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None:
@@ -169,16 +174,28 @@ class DeviceOutputs(Outputs):
         return TopColumns(ids, logits.astype(np.float64), sums)
 
 
+class SlotSessions:
+    """The sessions of the graphs that read, write and compare the states in slots (`models/slot_graphs.py`)."""
+
+    def __init__(self, shapes: Shapes, device: Device) -> None:
+        # The package onnx is needed only here and in `DeviceRunner`.
+        from wane.models.slot_graphs import differences_graph, read_graph, write_graph
+
+        self.write = device.open(write_graph(shapes))
+        self.read = device.open(read_graph(shapes))
+        self.differences = device.open(
+            differences_graph({name: shape for name, shape in shapes.items() if name != HIDDEN})
+        )
+
+
 class DeviceMemory:
     """A `StateMemory` on a device."""
 
-    def __init__(self, shapes: Shapes, capacity: int, device: Device) -> None:
-        # The package onnx is needed only here and in `DeviceRunner`.
-        from wane.models.slot_graphs import read_graph, write_graph
-
-        self._values = {name: device.zeros((capacity, *shape)) for name, shape in shapes.items()}
-        self._write = device.open(write_graph(shapes))
-        self._read = device.open(read_graph(shapes))
+    def __init__(self, values: Mapping[str, onnxruntime.OrtValue], device: Device, sessions: SlotSessions) -> None:
+        """values: for each name, all slots on the device, float32 (capacity, *shape)."""
+        self._values = dict(values)
+        self._device = device
+        self._sessions = sessions
 
     def room(self, rows: int) -> Mapping[str, Array]:  # noqa: ARG002
         """See `StateMemory`. The graphs gather the states themselves and need no buffers."""
@@ -197,12 +214,12 @@ class DeviceMemory:
 
     def read(self, slots: Slots) -> dict[str, Array]:
         """See `StateMemory`. Copies only the values of these slots."""
-        binding = self._read.io_binding()
+        binding = self._sessions.read.io_binding()
         bind_array(binding, SLOTS, np.asarray(slots, np.int64))
         for name, value in self._values.items():
             binding.bind_ortvalue_input(IN_SLOTS + name, value)
             binding.bind_output(name, "cpu")
-        self._read.run_with_iobinding(binding)
+        self._sessions.read.run_with_iobinding(binding)
         return {name: value.numpy() for name, value in zip(self._values, binding.get_outputs(), strict=True)}
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
@@ -213,13 +230,33 @@ class DeviceMemory:
             results, found = outputs.on_device, outputs.rows[found]
         self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, found)
 
-    def copy(self, slot: int, to: int) -> None:
+    def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
+        """See `StateMemory`. Copies nothing between the devices."""
+        assert isinstance(source, DeviceMemory)
+        self._write_rows(np.asarray(slots), source._values, np.asarray(rows))
+
+    def scratch(self, capacity: int) -> DeviceMemory:
         """See `StateMemory`."""
-        self._write_rows(np.array([to]), self._values, np.array([slot]))
+        values = {name: self._device.empty((capacity, *value.shape()[1:])) for name, value in self._values.items()}
+        return DeviceMemory(values, self._device, self._sessions)
+
+    def differences(self, slots: Slots, others: Slots) -> Differences:
+        """See `StateMemory`. Copies only the result."""
+        names = [name for name in self._values if name != HIDDEN]
+        binding = self._sessions.differences.io_binding()
+        bind_array(binding, SLOTS, np.asarray(slots, np.int64))
+        bind_array(binding, "others", np.asarray(others, np.int64))
+        for name in names:
+            binding.bind_ortvalue_input(IN_SLOTS + name, self._values[name])
+        for name in ("pairs", *names):
+            binding.bind_output(name, "cpu")
+        self._sessions.differences.run_with_iobinding(binding)
+        pairs, *units = [value.numpy() for value in binding.get_outputs()]
+        return Differences(pairs, dict(zip(names, units, strict=True)))
 
     def _write_rows(self, slots: NDArray[np.intp], values: Mapping[str, Any], rows: NDArray[np.intp]) -> None:
         """Writes rows of `values` to slots. The values are arrays of the host or values on the device."""
-        binding = self._write.io_binding()
+        binding = self._sessions.write.io_binding()
         bind_array(binding, "rows", rows.astype(np.int64))
         bind_array(binding, "to", slots.astype(np.int64).reshape(-1, 1))
         for name, value in self._values.items():
@@ -229,7 +266,7 @@ class DeviceMemory:
                 binding.bind_ortvalue_input(f"next.{name}", values[name])
             else:
                 bind_array(binding, f"next.{name}", np.asarray(values[name], np.float32))
-        self._write.run_with_iobinding(binding)
+        self._sessions.write.run_with_iobinding(binding)
 
     def close(self) -> None:
         """See `StateMemory`."""
@@ -276,7 +313,8 @@ class DeviceRunner(OnnxSessions):
 
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
         """Returns memory for `capacity` states on the device."""
-        return DeviceMemory(shapes, capacity, self._on)
+        values = {name: self._on.zeros((capacity, *shape)) for name, shape in shapes.items()}
+        return DeviceMemory(values, self._on, SlotSessions(shapes, self._on))
 
     def run(self, role: Role, feeds: Feeds) -> Outputs:
         """Runs one graph and returns its outputs by name. See `Runner` for the shapes. The state is either arrays of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,21 @@ STREAM = "stream"
 ERROR = "error."  # prefix of outputs: a graph's output `error.layers.0.s` is the error bound of the state `layers.0.s`
 
 
-Slots = Sequence[int] | NDArray[np.intp]
+Slots = Sequence[int] | range | NDArray[np.intp]
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of one state by tensor name. The last entry is `hidden`, the output layer's input."""
+
+
+class Differences(NamedTuple):
+    """The differences of n pairs of states. The difference of a unit is the absolute difference of its two values: 0 if
+    both are equal or both are NaN, and infinite if exactly one of them is NaN.
+
+    pairs: float32 (n), the largest difference of any unit in each pair. units: for each state tensor's name, the largest
+    difference of each unit in any pair, float32 (*shape).
+    """
+
+    pairs: NDArray[np.float32]
+    units: dict[str, Array]
 
 
 class DeviceError(Exception):
@@ -61,8 +73,18 @@ class StateMemory(Protocol):
         slot. None: all rows."""
         ...
 
-    def copy(self, slot: int, to: int) -> None:
-        """Copies the values in `slot` to another slot."""
+    def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
+        """Copies the values of the slots `rows` of another memory to `slots`. Both memories must be of the same runner.
+        `source` may be this memory, if no slot is in both `slots` and `rows`."""
+        ...
+
+    def scratch(self, capacity: int) -> StateMemory:
+        """Returns memory for `capacity` more states of the same shapes. Its initial values are undefined."""
+        ...
+
+    def differences(self, slots: Slots, others: Slots) -> Differences:
+        """Compares the state in each of n slots with the state in another slot. n must be at least 1. `hidden` is not
+        compared."""
         ...
 
     def close(self) -> None:

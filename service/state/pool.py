@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from wane.models.manifest import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
-from wane.service.runners.runner import HIDDEN, Array, Feeds, MakeMemory, Slots
+from wane.service.runners.runner import HIDDEN, Array, Feeds, MakeMemory, Slots, StateMemory
 
 ZERO: Final = 0  # the slot that holds the zero state
 # The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
@@ -178,10 +178,10 @@ class StatePool:
         self.memory.write(slots, outputs, rows)
         self._writes[slots] += 1
 
-    def copy(self, slot: int, to: int) -> None:
-        """See `StateMemory`."""
+    def copy(self, slot: int, to: int, source: StateMemory | None = None) -> None:
+        """Copies the values in `slot` to the slot `to`. `source`: the memory of `slot`, if it is not this pool's."""
         assert to not in (ZERO, START), "a reserved slot is written to: this is a bug"
-        self.memory.copy(slot, to)
+        self.memory.copy([to], self.memory if source is None else source, [slot])
         self._writes[to] += 1
 
     def pack(self, slot: int) -> bytes:

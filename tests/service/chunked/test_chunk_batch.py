@@ -1,36 +1,67 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 
 from wane.service.batching.batch import Row
 from wane.service.chunked.chunked import ChunkBatch
 from wane.service.chunked.layout import ChunkLayout
+from wane.service.runners.memory import HostMemory
+from wane.service.runners.onnx_device import Device, DeviceMemory, SlotSessions
 from wane.service.runners.outputs import Outputs
+from wane.service.runners.runner import HIDDEN, Shapes, StateMemory
+from wane.service.state.pool import StatePool
 
 LAYOUT = ChunkLayout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
 TOKENS = np.arange(21)  # six cells; a cell is the part of a chunk that one run reads; the last cell has one token
+SHAPES: Shapes = {"s": (1,), HIDDEN: (2,)}
 
 
-def states(*values: float) -> dict[str, np.ndarray]:
-    """Returns one row of state for each value. A state has one unit."""
-    return {"s": np.array(values, np.float32)[:, None]}
+def device_memory(shapes: Shapes, capacity: int) -> DeviceMemory:
+    device = Device("cpu", threads=1)
+    values = {name: device.zeros((capacity, *shape)) for name, shape in shapes.items()}
+    return DeviceMemory(values, device, SlotSessions(shapes, device))
 
 
-def rows(count: int) -> list[Row]:
-    """Returns result rows without outputs, like the result rows of the graph "advance"."""
-    return [Row(Outputs({}), row) for row in range(count)]
+@pytest.fixture(params=[HostMemory, device_memory], ids=["host", "device"])
+def memory(request: pytest.FixtureRequest) -> StateMemory:
+    """Memory with twelve slots. A state has one unit."""
+    make: Callable[[Shapes, int], StateMemory] = request.param
+    return make(SHAPES, 12)
+
+
+def put(memory: StateMemory, values: Sequence[float]) -> range:
+    """Writes one state for each value to the first slots. Returns the slots."""
+    states = np.array(values, np.float32)[:, None]
+    memory.write(np.arange(len(values)), {"next.s": states, HIDDEN: np.zeros((len(values), 2), np.float32)})
+    return range(len(values))
+
+
+def start(segment: ChunkBatch, memory: StateMemory, cells: range, *values: float) -> None:
+    segment.started(cells, put(memory, values))
+
+
+def end(segment: ChunkBatch, memory: StateMemory, cells: range, *values: float) -> None:
+    # The result rows have no outputs, like those of the graph "advance".
+    segment.ended(cells, put(memory, values), [Row(Outputs({}), row) for row in range(len(values))])
 
 
 @pytest.fixture
-def segment() -> ChunkBatch:
+def segment(memory: StateMemory) -> ChunkBatch:
     """A segment (a part of a long sequence) of three chunks with two cells each. At the start of the second chunk, the
     chunk's state differs a little from the end state of the previous chunk. At the start of the third chunk the
     difference is large."""
-    made = ChunkBatch("advance", LAYOUT, TOKENS, None, states(0.0))
-    made.started(range(6), states(0.0, 1.0, 2.5, 3.0, 9.0, 5.0))
-    made.ended(range(6), states(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), rows(6))
+    made = ChunkBatch("advance", LAYOUT, TOKENS, None, memory)
+    start(made, memory, range(6), 0.0, 1.0, 2.5, 3.0, 9.0, 5.0)
+    end(made, memory, range(6), 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     return made
+
+
+def residuals(segment: ChunkBatch) -> list[float]:
+    found: list[float] = segment.joints()[0].tolist()
+    return found
 
 
 def test_cells_are_numbered_along_the_sequence_and_run_column_after_column(segment: ChunkBatch) -> None:
@@ -40,24 +71,41 @@ def test_cells_are_numbered_along_the_sequence_and_run_column_after_column(segme
     work = segment.work(3, 7, 8, binding=False)
     assert isinstance(work.tokens, np.ndarray) and work.tokens.tolist() == [12, 13, 14, 15]
     assert (work.role, work.targets, work.read, work.write) == ("advance", None, 7, 8)
-    short = ChunkBatch("advance", LAYOUT, TOKENS[:17], None, states(0.0))
+    short = ChunkBatch("advance", LAYOUT, TOKENS[:17], None, HostMemory(SHAPES, 1))
     assert [list(short.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3]]
 
 
 def test_the_states_differ_where_a_cell_does_not_start_from_the_end_of_the_previous_cell(segment: ChunkBatch) -> None:
-    assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 5.0, 0.0]
+    assert residuals(segment) == [0.0, 0.0, 0.5, 0.0, 5.0, 0.0]
     assert [segment.residual(cell) for cell in range(1, 6)] == [0.0, 0.5, 0.0, 5.0, 0.0]
-    assert segment.joints()["s"].tolist() == [5.0]
+    assert segment.joints()[1]["s"].tolist() == [5.0]
 
 
-def test_repeating_a_cell_moves_the_difference_to_the_end_of_the_cell(segment: ChunkBatch) -> None:
-    segment.started(range(4, 5), segment.end(3))
-    segment.ended(range(4, 5), states(4.75), rows(1))
-    assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]
+def test_repeating_a_cell_moves_the_difference_to_the_end_of_the_cell(
+    segment: ChunkBatch, memory: StateMemory
+) -> None:
+    segment.continued(4)
+    end(segment, memory, range(4, 5), 4.75)
+    assert residuals(segment) == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]
 
 
-def test_non_finite_states_are_equal_or_infinitely_far_apart(segment: ChunkBatch) -> None:
-    segment.started(range(1, 5), states(np.inf, np.nan, np.inf, 1.0))
-    segment.ended(range(4), states(np.inf, np.nan, -np.inf, np.nan), rows(4))
-    assert segment.residuals().tolist() == [0.0, 0.0, 0.0, np.inf, np.inf, 0.0]
-    assert segment.joints()["s"].tolist() == [np.inf]
+def test_the_end_of_a_cell_is_copied_to_a_slot_of_the_pool(segment: ChunkBatch, memory: StateMemory) -> None:
+    pool = StatePool([], 2, 96, lambda *_: memory)
+    segment.load_end(3, pool, 7)
+    assert memory.read([7])["s"].tolist() == [[4.0]]
+    assert pool.written(7) == 1
+
+
+def test_non_finite_states_are_equal_or_infinitely_far_apart(segment: ChunkBatch, memory: StateMemory) -> None:
+    start(segment, memory, range(1, 5), np.inf, np.nan, np.inf, 1.0)
+    end(segment, memory, range(4), np.inf, np.nan, -np.inf, np.nan)
+    assert residuals(segment) == [0.0, 0.0, 0.0, np.inf, np.inf, 0.0]
+    assert segment.joints()[1]["s"].tolist() == [np.inf]
+
+
+def test_a_segment_of_one_cell_has_no_joints(memory: StateMemory) -> None:
+    segment = ChunkBatch("advance", LAYOUT, TOKENS[:3], None, memory)
+    start(segment, memory, range(1), 2.0)
+    end(segment, memory, range(1), 3.0)
+    found, units = segment.joints()
+    assert (found.tolist(), units) == ([0.0], {})

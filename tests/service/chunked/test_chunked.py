@@ -305,9 +305,13 @@ async def test_other_requests_are_answered_while_a_document_is_scored(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 300}))
+    harness.runner.gate.clear()
     scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
     await harness.runner.until_busy()
-    await harness.engine.submit(PredictRequest((10, 11)))
+    answer = asyncio.ensure_future(harness.engine.submit(PredictRequest((10, 11))))
+    await asyncio.sleep(0)  # the request is queued behind the first run of the document
+    harness.runner.gate.set()
+    await answer
     assert not scoring.done()
     await scoring
     roles = harness.runner.roles()
