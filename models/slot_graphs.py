@@ -184,9 +184,13 @@ def differences_graph(shapes: Shapes) -> bytes:
 def top_graph() -> bytes:
     """Returns the graph that copies the first columns of some rows: from top_logits (B, K), top_ids (B, K), the indices
     rows (n) and count (1) it computes logits (n, count) and ids (n, count)."""
-    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, [size]) for name, size in (("rows", "n"), ("count", 1))]
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.INT64, [size]) for name, size in (("rows", "n"), ("count", 1))
+    ]
     outputs, nodes = [], []
-    constants = [numpy_helper.from_array(np.array([value], np.int64), name) for name, value in (("first", 0), ("axis", 1))]
+    constants = [
+        numpy_helper.from_array(np.array([value], np.int64), name) for name, value in (("first", 0), ("axis", 1))
+    ]
     for name, element in (("logits", TensorProto.FLOAT), ("ids", TensorProto.INT64)):
         inputs.append(helper.make_tensor_value_info(f"top_{name}", element, ["B", "K"]))
         outputs.append(helper.make_tensor_value_info(name, element, ["n", "count"]))

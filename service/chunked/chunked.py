@@ -37,6 +37,7 @@ from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputP
 from wane.service.runners.runner import HIDDENS, Array, Differences, StateMemory
 from wane.service.state.pool import ZERO, StatePool
 
+
 class ChunkBatch:
     """The states and log-probabilities of one segment's cells. The states stay on the runner's device.
 
@@ -62,6 +63,7 @@ class ChunkBatch:
         self._memory = memory
         # The state from which cell g starts is in slot g of this memory, and the state at its end in slot cells + g.
         self._edges = memory.scratch(2 * self.cells)
+        self._joints: Differences | None = None  # of all joints; None if it is not computed since the last change
 
     def column(self, part: int) -> range:
         """Returns the cells with number `part` of all chunks. The last chunks may be too short to have such a cell."""
@@ -76,11 +78,13 @@ class ChunkBatch:
     def started(self, cells: range, slots: Sequence[int]) -> None:
         """Stores the states from which cells start. They are in `slots` of the model's memory."""
         self._edges.copy(cells, self._memory, slots)
+        self._joints = None
 
     def ended(self, cells: range, slots: Sequence[int], rows: list[Row]) -> None:
         """Stores the states at the end of cells, and the cells' log-probabilities. The states are in `slots` of the
         model's memory."""
         self._edges.copy(self._end(cells), self._memory, slots)
+        self._joints = None
         for cell, row in zip(cells, rows, strict=True):
             if row.logprobs is not None:
                 at = self._extent(cell)
@@ -89,6 +93,7 @@ class ChunkBatch:
     def continued(self, cell: int) -> None:
         """Stores that `cell` starts from the state at the end of the previous cell."""
         self._edges.copy([cell], self._edges, self._end(range(cell - 1, cell)))
+        self._joints = None
 
     def load_end(self, cell: int, pool: StatePool, slot: int) -> None:
         """Copies the state at the end of a cell to a slot of the pool."""
@@ -104,8 +109,9 @@ class ChunkBatch:
         name, the largest difference of each unit at any joint: (*shape). This is empty if there is only one cell."""
         if self.cells == 1:
             return np.zeros(1), {}
-        found = self._differences(range(1, self.cells))
-        return np.concatenate([np.zeros(1), found.pairs]), found.units
+        if self._joints is None:
+            self._joints = self._differences(range(1, self.cells))
+        return np.concatenate([np.zeros(1), self._joints.pairs]), self._joints.units
 
     def _differences(self, cells: range) -> Differences:
         """Compares the state from which each cell starts with the state at the end of the previous cell."""
@@ -164,7 +170,8 @@ class ChunkPlan:
             rounds=self.rounds + repeated,
             warm_up=warm_up if self.warm_up is None else min(warm_up, self.warm_up),
             residual=max(self.residual, float(residuals.max())),
-            joints=self.joints | {name: np.maximum(value, self.joints.get(name, 0.0)) for name, value in joints.items()},
+            joints=self.joints
+            | {name: np.maximum(value, self.joints.get(name, 0.0)) for name, value in joints.items()},
             apart=min([*gaps, *([] if self.apart is None else [self.apart])], default=None),
             latest=places[-1] if places else None,
         )

@@ -11,6 +11,7 @@ devices, `OnnxRunner` is faster.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from wane.service.runners.runner import (
     LOG_SUM_EXP,
     RADIUS,
     TOP_IDS,
+    TOP_LOGITS,
     Array,
     DeviceError,
     Differences,
@@ -46,6 +48,9 @@ ADDED = (CHECK, LENGTH, FEW_LOGITS, FEW_IDS)
 
 COPIED = (*ADDED, LOG_SUM_EXP, RADIUS, "logprobs")
 """Outputs that every run copies to the host. The other outputs are copied when they are read."""
+
+DTYPES: Mapping[str, DTypeLike] = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
+"""The element types of the graphs' outputs."""
 
 BUCKETED: tuple[Role, ...] = ("step", "head")
 """Graphs whose batch is padded to a power of two (`bucket`). The other graphs contain a loop, which a CUDA graph cannot
@@ -87,6 +92,59 @@ def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None
     binding.bind_cpu_input(name, np.ascontiguousarray(values))
 
 
+class Buffers:
+    """The inputs and outputs of one run of a padded batch, in memory on the device that every run reuses.
+
+    A CUDA graph can be captured for these buffers, because their addresses do not change.
+    """
+
+    def __init__(self, session: onnxruntime.InferenceSession, size: int, device: Device) -> None:
+        """`session` runs a graph of BUCKETED from slots. size: the padded number of items."""
+        self._session = session
+        self._binding = session.io_binding()
+        self._size = size
+        self._inputs: dict[str, onnxruntime.OrtValue] = {}
+        self.outputs: dict[str, onnxruntime.OrtValue] = {}
+        for value in session.get_inputs():
+            if not value.name.startswith(IN_SLOTS):
+                self._inputs[value.name] = device.empty((size,), np.int64)
+                self._binding.bind_ortvalue_input(value.name, self._inputs[value.name])
+        for value in session.get_outputs():
+            shape = [size if isinstance(count, str) else count for count in value.shape]
+            self.outputs[value.name] = device.empty(shape, DTYPES[value.type])
+            self._binding.bind_ortvalue_output(value.name, self.outputs[value.name])
+
+    def run(self, inputs: Mapping[str, Any]) -> None:
+        """Runs the graph and overwrites `outputs`. inputs: the states on the device, and arrays of the host, int64 (B).
+        Pads the arrays with zeros. The padding therefore reads slot 0, and its outputs are never read."""
+        for name, value in inputs.items():
+            if name in self._inputs:
+                self._inputs[name].update_inplace(np.pad(value, (0, self._size - len(value))))
+            else:
+                self._binding.bind_ortvalue_input(name, value)
+        self._session.run_with_iobinding(self._binding)
+
+
+class Lease:
+    """The use of a `Buffers` by the outputs of one run. When the last of these outputs is freed, another run may use
+    the buffers."""
+
+    def __init__(self, buffers: Buffers, free: list[Buffers]) -> None:
+        """free: the list to which the buffers are returned."""
+        self._buffers = buffers
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self._buffers)
+
+
+class TakeSessions(NamedTuple):
+    """The sessions of the graphs that take a part of the outputs of a run: see `rows_graph` and `top_graph`."""
+
+    rows: onnxruntime.InferenceSession
+    top: onnxruntime.InferenceSession
+
+
 class DeviceOutputs(Outputs):
     """The outputs of one run on a device. The names are those of the bundle's graph.
 
@@ -99,11 +157,13 @@ class DeviceOutputs(Outputs):
         on_device: Mapping[str, onnxruntime.OrtValue],
         copied: Mapping[str, Array],
         rows: NDArray[np.int64],
-        take: onnxruntime.InferenceSession,
+        take: TakeSessions,
+        lease: Lease | None = None,
     ) -> None:
         """on_device and copied: the outputs on the device and on the host, with padding. rows: int64 (B), the rows of
-        the batch's items. take: the session of `rows_graph`."""
+        the batch's items. lease: the lease of the outputs' memory; None if each run allocates its own memory."""
         super().__init__({})
+        self._lease = lease
         self.on_device = on_device
         self.rows = rows
         self._copied = copied
@@ -130,23 +190,23 @@ class DeviceOutputs(Outputs):
         if name in self._arrays or name not in self.on_device or name == TOP_IDS:
             found: Array = self[name][row]
             return found
-        binding = self._take.io_binding()
+        binding = self._take.rows.io_binding()
         binding.bind_ortvalue_input("values", self.on_device[name])
         bind_array(binding, "rows", self.rows[row : row + 1])
         binding.bind_output("found", "cpu")
-        self._take.run_with_iobinding(binding)
+        self._take.rows.run_with_iobinding(binding)
         taken: Array = binding.get_outputs()[0].numpy()[0]
         return taken
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
         """See `Outputs`. Copies nothing."""
-        return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take)
+        return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take, self._lease)
 
     def only(self, names: Collection[str]) -> Outputs:
         """See `Outputs`. Copies nothing."""
         values = {name: value for name, value in self.on_device.items() if name in names}
         copied = {name: value for name, value in self._copied.items() if name in names or name in ADDED}
-        return DeviceOutputs(values, copied, self.rows, self._take)
+        return DeviceOutputs(values, copied, self.rows, self._take, self._lease)
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
@@ -166,11 +226,20 @@ class DeviceOutputs(Outputs):
         return int(self.on_device[TOP_IDS].shape()[1]) if TOP_IDS in self.on_device else 0
 
     def top(self, count: int) -> TopColumns:
-        """See `Outputs`. Copies the largest logits to the host if `count` exceeds FEW."""
-        if count > FEW:
-            return super().top(count)
+        """See `Outputs`. If `count` exceeds FEW, copies the `count` largest logits of every row to the host."""
         sums = self[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1)
-        ids, logits = (self._copied[name][self.rows, :count] for name in (FEW_IDS, FEW_LOGITS))
+        if count <= FEW:
+            ids, logits = (self._copied[name][self.rows, :count] for name in (FEW_IDS, FEW_LOGITS))
+        else:
+            binding = self._take.top.io_binding()
+            for name in (TOP_IDS, TOP_LOGITS):
+                binding.bind_ortvalue_input(name, self.on_device[name])
+            bind_array(binding, "rows", self.rows)
+            bind_array(binding, "count", np.array([count]))
+            for name in ("ids", "logits"):
+                binding.bind_output(name, "cpu")
+            self._take.top.run_with_iobinding(binding)
+            ids, logits = (value.numpy() for value in binding.get_outputs())
         return TopColumns(ids, logits.astype(np.float64), sums)
 
 
@@ -287,13 +356,14 @@ class DeviceRunner(OnnxSessions):
         """See `OnnxSessions`. padded: whether the batches of the graphs of BUCKETED are padded to a power of two, so
         that one CUDA graph can be captured for each of these sizes. By default they are padded on CUDA only, because
         the padding takes time on a CPU."""
-        from wane.models.slot_graphs import rows_graph
+        from wane.models.slot_graphs import rows_graph, top_graph
 
         self._states = [tensor.name for tensor in bundle.manifest.state]
         super().__init__(bundle, device, threads)
         self._on = Device(self.device, threads)
         self._padded = self.device == "cuda" if padded is None else padded
-        self._take = self._on.open(rows_graph())
+        self._take = TakeSessions(self._on.open(rows_graph()), self._on.open(top_graph()))
+        self._free = defaultdict[tuple[Role, int], list[Buffers]](list)
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         from wane.models.slot_graphs import from_slots
@@ -319,18 +389,21 @@ class DeviceRunner(OnnxSessions):
     def run(self, role: Role, feeds: Feeds) -> Outputs:
         """Runs one graph and returns its outputs by name. See `Runner` for the shapes. The state is either arrays of
         the host, or the result of `DeviceMemory.gather`."""
-        session = self._sessions[role]
-        binding = session.io_binding()
         inputs = dict(feeds)
         for name in self._inputs(role):
             if name in inputs:  # a graph reads row i of an array of the host as slot i
                 inputs[IN_SLOTS + name] = inputs.pop(name)
                 inputs.setdefault(SLOTS, np.arange(len(inputs[IN_SLOTS + name])))
         count = len(inputs[SLOTS] if role == "head" else inputs["tokens"])
-        if self._padded and role in BUCKETED:
-            # The padding reads slot 0, and its outputs are never read.
-            missing = bucket(count) - count
-            inputs |= {name: np.pad(inputs[name], (0, missing)) for name in ("tokens", SLOTS) if name in inputs}
+        # The states are arrays of the host only in the checks of a bundle.
+        if (
+            self._padded
+            and role in BUCKETED
+            and isinstance(inputs[IN_SLOTS + self._inputs(role)[0]], onnxruntime.OrtValue)
+        ):
+            return self._run_padded(role, inputs, count)
+        session = self._sessions[role]
+        binding = session.io_binding()
         for name, value in inputs.items():
             if isinstance(value, onnxruntime.OrtValue):
                 binding.bind_ortvalue_input(name, value)
@@ -346,6 +419,22 @@ class DeviceRunner(OnnxSessions):
         found = dict(zip(names, binding.get_outputs(), strict=True))
         copied = {name: found.pop(name).numpy() for name in names if name in COPIED}
         return DeviceOutputs(found, copied, np.arange(count), self._take)
+
+    def _run_padded(self, role: Role, inputs: Mapping[str, Any], count: int) -> Outputs:
+        """Runs a graph of BUCKETED with padded inputs, in buffers that no earlier result uses."""
+        size = bucket(count)
+        free = self._free[role, size]
+        buffers = free.pop() if free else Buffers(self._sessions[role], size, self._on)
+        buffers.run(inputs)
+        outputs = buffers.outputs
+        copied = {name: value.numpy() for name, value in outputs.items() if name in COPIED}
+        on_device = {name: value for name, value in outputs.items() if name not in COPIED}
+        return DeviceOutputs(on_device, copied, np.arange(count), self._take, Lease(buffers, free))
+
+    def close(self) -> None:
+        """See `OnnxSessions`."""
+        super().close()
+        self._free.clear()
 
 
 def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:

@@ -33,8 +33,8 @@ class Differences(NamedTuple):
     """The differences of n pairs of states. The difference of a unit is the absolute difference of its two values: 0 if
     both are equal or both are NaN, and infinite if exactly one of them is NaN.
 
-    pairs: float32 (n), the largest difference of any unit in each pair. units: for each state tensor's name, the largest
-    difference of each unit in any pair, float32 (*shape).
+    pairs: float32 (n), the largest difference of any unit in each pair. units: for each state tensor's name, float32
+    (*shape), the largest difference of each unit in any pair.
     """
 
     pairs: NDArray[np.float32]

@@ -325,6 +325,24 @@ class InOrder(ThroughputProfile):
         return iter(())
 
 
+WIDTH = 4
+"""The number of parallel chunks with `FixedProfile`."""
+
+
+class FixedProfile(InOrder):
+    """A throughput profile in which WIDTH parallel chunks are fastest. The residual is the difference, at the start of
+    a chunk, between the chunk's state and the end state of the previous chunk. `warm_ups` maps a limit of the residual
+    to the number of warm-up tokens of each chunk."""
+
+    def __init__(self, warm_ups: Mapping[float, int]) -> None:
+        super().__init__()
+        self._warm_ups = warm_ups
+        self._paces = {"advance": {1: 1.0, WIDTH: 0.1}, "scan": {1: 1.0, WIDTH: 0.1}}
+
+    def warm_up(self, residual: float) -> int | None:
+        return self._warm_ups.get(residual)
+
+
 class Clock:
     """A clock that stands still until a test sets `now_s`."""
 

@@ -81,9 +81,7 @@ def test_the_states_differ_where_a_cell_does_not_start_from_the_end_of_the_previ
     assert segment.joints()[1]["s"].tolist() == [5.0]
 
 
-def test_repeating_a_cell_moves_the_difference_to_the_end_of_the_cell(
-    segment: ChunkBatch, memory: StateMemory
-) -> None:
+def test_repeating_a_cell_moves_the_difference_to_the_end_of_the_cell(segment: ChunkBatch, memory: StateMemory) -> None:
     segment.continued(4)
     end(segment, memory, range(4, 5), 4.75)
     assert residuals(segment) == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]

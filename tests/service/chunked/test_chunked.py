@@ -8,7 +8,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import EngineHarness, InOrder, known
+from tests.service.engine_harness import WIDTH, EngineHarness, FixedProfile, known
 from tests.service.shipped import PATHS, opened
 from wane.models.certificate.propagation import Propagation
 from wane.service.chunked import layout
@@ -31,22 +31,7 @@ from wane.service.types import (
     StepRequest,
 )
 
-WIDTH = 4
 STEPS = 16  # the number of tokens in a cell; a cell is the part of a chunk that one run reads
-
-
-class FixedProfile(InOrder):
-    """A throughput profile in which four parallel chunks are fastest. The residual is the difference, at the start of a
-    chunk, between the chunk's state and the end state of the previous chunk. `warm_ups` maps a limit of the residual to
-    the number of warm-up tokens of each chunk."""
-
-    def __init__(self, warm_ups: Mapping[float, int]) -> None:
-        super().__init__()
-        self._warm_ups = warm_ups
-        self._paces = {"advance": {1: 1.0, WIDTH: 0.1}, "scan": {1: 1.0, WIDTH: 0.1}}
-
-    def warm_up(self, residual: float) -> int | None:
-        return self._warm_ups.get(residual)
 
 
 def text(count: int, seed: int = 0) -> tuple[int, ...]:

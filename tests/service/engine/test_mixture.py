@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.models.caches import random_cache
-from tests.service.chunked.test_chunked import FixedProfile
-from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
+from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, name_vocabulary
 from wane.models.reference.cache import mixture
 from wane.service.engine.columns import StepAnswer
 from wane.service.engine.logits import log_softmax

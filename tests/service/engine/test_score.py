@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.service.chunked.test_chunked import FixedProfile
-from tests.service.engine_harness import EngineHarness, known
+from tests.service.engine_harness import EngineHarness, FixedProfile, known
 from wane.models.manifest import Role
 from wane.service.engine import score
 from wane.service.engine.logits import log_softmax

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from tests.models.bundles import PROVENANCE, words_tokenizer
 from tests.models.random_models import architecture, random_weights
-from tests.service.engine_harness import InOrder
+from tests.service.engine_harness import WIDTH, FixedProfile
 from tests.service.runners.test_onnx import NoSession
 from tests.service.shipped import PATHS, each_bundle, opened
 from wane.models.bundle import Bundle, verify_graphs
@@ -27,16 +28,18 @@ from wane.service.batching import batch
 from wane.service.batching.batch import ColumnBatch, Row, Work
 from wane.service.batching.warm_up import warm_up
 from wane.service.engine.engine import Engine
+from wane.service.engine.score import RESIDUAL
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners import onnx_device
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
-from wane.service.runners.onnx_device import DeviceRunner, bucket, open_runner
+from wane.service.runners.onnx_device import DeviceOutputs, DeviceRunner, bucket, open_runner
+from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
-from wane.service.types import Answer, Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
+from wane.service.types import Answer, Mode, PredictRequest, ScoreMethod, ScoreRequest, StateSource, StepRequest
 
 LOGPROB = 1e-4  # the tolerance of float32 log-probabilities, as in `models/parity.py`
 SLOTS = 24
@@ -165,6 +168,30 @@ def test_padding_changes_neither_an_answer_nor_a_slot() -> None:
     assert all((values != 1).any() for values in pool.read(slots).values())
 
 
+def test_padded_runs_reuse_memory_that_no_result_uses() -> None:
+    bundle, runner = on_device(PATHS[0])
+    pool = make_pool(bundle, runner)
+    tokens = random_tokens(bundle, 2, 3)
+
+    def step(row: int) -> DeviceOutputs:
+        found = runner.run("step", {"tokens": tokens[row], **pool.gather([ZERO] * 3)})
+        assert isinstance(found, DeviceOutputs)
+        return found
+
+    first = step(0)
+    expected, part = first["logits"].copy(), first.part(np.array([1]))
+    second = step(1)
+    addresses = [one.on_device["logits"].data_ptr() for one in (first, second)]
+    assert addresses[0] != addresses[1]
+    del first
+    third = step(1)
+    assert third.on_device["logits"].data_ptr() not in addresses, "the memory of `part` was overwritten"
+    assert (part["logits"] == expected[1:2]).all()
+    assert (third["logits"] == second["logits"]).all()
+    del part
+    assert step(0).on_device["logits"].data_ptr() == addresses[0]
+
+
 def test_a_row_with_a_state_that_is_not_finite_fails_alone() -> None:
     bundle, runner = on_device(PATHS[0])
     pool = make_pool(bundle, runner)
@@ -243,7 +270,7 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
         settings = Settings(max_batch_size=8, state_budget_bytes=2**20, inline_batch_max_us=0)
         store = MemoryStore(4096, settings.session_ttl_s, settings.session_budget_bytes)
         margin = MarginProof(bundle.weights())
-        profile = InOrder()
+        profile = FixedProfile({RESIDUAL: 128})
         engine = Engine(
             bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics(), throughput=profile
         )
@@ -298,6 +325,15 @@ async def test_answers_agree_with_the_oracle(path: Path, device: Device, make_en
     score = await engine.score(ScoreRequest(tuple(tokens[2].tolist())))
     wanted = [every[index][2, token] for index, token in enumerate(tokens[2].tolist())]
     assert list(score.logprobs) == pytest.approx(wanted, abs=LOGPROB)
+    long = random_tokens(bundle, 1100, seed=3)
+    score = await engine.score(ScoreRequest(tuple(long.tolist()), ScoreMethod.PARALLEL, cache=False))
+    assert score.chunks == WIDTH
+    state, wanted = reference.zero_state(1), []
+    for before, token in pairwise([bundle.vocabulary.eos_id, *long.tolist()]):
+        expected, _, state = reference.step(np.array([before]), state)
+        wanted.append(log_softmax(expected)[0, token])
+    # The states at the chunks' boundaries differ by up to RESIDUAL, which changes log-probabilities a little more.
+    assert list(score.logprobs) == pytest.approx(wanted, abs=10 * LOGPROB)
     engine.state_cache.check_integrity(idle=True)
 
 
@@ -311,10 +347,15 @@ class Copies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.to_device = self.to_host = 0
         bind, fetch = onnxruntime.IOBinding.bind_cpu_input, onnxruntime.OrtValue.numpy
+        update = onnxruntime.OrtValue.update_inplace
 
         def counted_bind(binding: onnxruntime.IOBinding, name: str, values: NDArray[Any]) -> None:
             self.to_device += values.nbytes
             bind(binding, name, values)
+
+        def counted_update(value: onnxruntime.OrtValue, values: NDArray[Any]) -> None:
+            self.to_device += values.nbytes
+            update(value, values)
 
         def counted_fetch(value: onnxruntime.OrtValue) -> NDArray[Any]:
             found: NDArray[Any] = fetch(value)
@@ -325,6 +366,7 @@ class Copies:
             raise AssertionError("the run used no I/O binding, so it copied every input and output")
 
         monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", counted_bind)
+        monkeypatch.setattr(onnxruntime.OrtValue, "update_inplace", counted_update)
         monkeypatch.setattr(onnxruntime.OrtValue, "numpy", counted_fetch)
         monkeypatch.setattr(onnxruntime.InferenceSession, "run", no_run)
 
@@ -358,6 +400,19 @@ def random_bundle(path: Path, hidden: int) -> Bundle:
     return Bundle.open(path)
 
 
+def test_only_the_requested_number_of_largest_logits_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, runner = on_device(PATHS[0])
+    pool = make_pool(bundle, runner)
+    tokens = random_tokens(bundle, 3)
+    outputs = Outputs.of(runner.run("step", {"tokens": tokens, **pool.gather([ZERO] * 3)}))
+    copies = Copies(monkeypatch)
+    outputs.largest(1, 5)
+    copies.take()
+    found = outputs.largest(1, 9)
+    assert copies.take() == (3 * 8 + 8, 3 * 9 * (4 + 8))
+    assert found is not None and found.ids == outputs["top_ids"][1, :9].tolist()
+
+
 async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
     tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +438,11 @@ async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
             found["scan"] = copies.take()
             await engine.submit(PredictRequest(session=session))
             found["head"] = copies.take()
+            score = await engine.score(ScoreRequest((3, 4, 5, 6) * 300, ScoreMethod.PARALLEL))
+            assert (score.chunks, score.rounds) == (WIDTH, 1)
+            to_device, to_host = copies.take()
+            # The largest difference of each unit is copied once. Each of the two layers of the LSTM has two states.
+            found["parallel chunks"] = to_device, to_host - 2 * 2 * hidden * 4
             slot = engine.state_cache.slot_of(session)
             assert slot is not None
             assert len(engine.state_cache.pack(slot)) == engine.state_cache.slot_bytes
