@@ -74,7 +74,9 @@ class Announcer:
         """Prints `ready` if the server listens and serves a model. Is called when the server starts to listen, and when
         the default model is ready."""
         if self._urls and self._registry.served and sys.stdout.isatty():
-            print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
+            # One write, so that no log line of another thread comes between the text and its line break.
+            sys.stdout.write(f"ready: {' '.join(self._urls)}\n")
+            sys.stdout.flush()
 
 
 async def drain(registry: ModelRegistry, notice_s: float) -> None:

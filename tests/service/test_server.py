@@ -4,14 +4,18 @@ every accepted request."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -22,6 +26,8 @@ from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, environment
 from tests.service.problems import assert_problem
 from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
+from wane.service.auth.key_file import KeySource
+from wane.service.server import Announcer
 from wane.service.settings import Settings
 
 
@@ -246,6 +252,26 @@ def test_a_terminal_shows_the_url_when_the_server_is_ready() -> None:
         with os.fdopen(terminal, encoding="utf-8") as screen:
             assert screen.readline() == f"ready: {url}\n"
             assert httpx.post(f"{url}/v1/predict", json={"tokens": [5]}, timeout=TIMEOUT_S).status_code == 200
+
+
+def test_the_line_for_a_terminal_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log lines of other threads appear on the same terminal. A second write for the line break could come after
+    them, because PYTHONUNBUFFERED turns every write into a system call."""
+
+    class Terminal(io.StringIO):
+        writes: ClassVar[list[str]] = []
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            self.writes.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    registry: Any = SimpleNamespace(served=True)
+    Announcer(registry, KeySource(Settings())).listening([("127.0.0.1", 8000)])
+    assert Terminal.writes == ["ready: http://127.0.0.1:8000\n"]
 
 
 def test_only_a_corrupt_bundle_that_is_required_stops_the_server(tmp_path: Path) -> None:
