@@ -31,13 +31,13 @@ from benchmarks.summary import Spread, provenance, write_json
 from tests.service.live_server import live_server
 from wane.models.bundle import Bundle
 from wane.models.export.export import export_bundle
-from wane.models.manifest import Architecture, Provenance
+from wane.models.manifest import Architecture, Precision, Provenance
 from wane.models.networks import Network
 from wane.models.vocabulary import EOS, UNK
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.runner import NEXT
 
-NAME = "shop"
+NAME, INT8 = "shop", "shop-int8"
 SEED = 0
 WINDOW, MAX_WINDOW = 32, 128
 SAMPLE_TOKENS = 1024
@@ -50,14 +50,18 @@ BASELINE = "ONNX Runtime and numpy, top 20"
 STEPS: Mapping[str, Mapping[str, Any]] = {
     "top 5": {},
     "top 20": {"top_k": 20},
+    "top 20, int8 weights": {"top_k": 20},
     "top 20, exclude_seen": {"top_k": 20, "exclude_seen": True},
     "top 20 of 1,000 candidates": {"top_k": 20, "candidates": range(1000)},
 }
 """The measured kinds of steps. Each name maps to the fields of the request body in addition to `events`."""
+OF_INT8 = "top 20, int8 weights"
+"""The kind of steps that the model INT8 answers. It has the same weights as NAME, as int8 numbers. The model NAME
+answers the other kinds."""
 
 
-def export(folder: Path, items: int, hidden: int) -> Path:
-    """Writes the bundle `folder`/shop, and returns the bundle's path. Raises ExportError if a graph does not compute
+def export(folder: Path, items: int, hidden: int, name: str, precision: Precision) -> Path:
+    """Writes the bundle `folder`/`name`, and returns the bundle's path. Raises ExportError if a graph does not compute
     the same values as the network."""
     architecture = Architecture(
         cell="gru", vocabulary_size=items + 2, embedding=hidden, hidden=hidden, layers=1, tied=False
@@ -67,12 +71,12 @@ def export(folder: Path, items: int, hidden: int) -> Path:
     names = [EOS, UNK, *map(item, range(items))]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=UNK))
     export_bundle(
-        folder / NAME,
+        folder / name,
         architecture=architecture,
         weights={name: tensor.numpy() for name, tensor in network.weights().items()},
         vocabulary_kind="events",
         tokenizer_json=str(tokenizer.to_str()),
-        name=NAME,
+        name=name,
         version="1",
         description="A GRU with random weights, for benchmarks",
         window=WINDOW,
@@ -93,9 +97,10 @@ def export(folder: Path, items: int, hidden: int) -> Path:
         ),
         sample_tokens=np.random.default_rng(SEED).integers(items, size=SAMPLE_TOKENS).tolist(),
         torch_network=network,
+        precision=precision,
         unknown="skip",
     )
-    return folder / NAME
+    return folder / name
 
 
 def item(index: int) -> str:
@@ -156,9 +161,10 @@ def measure(items: int, hidden: int, rounds: int, steps: int) -> list[dict[str, 
     """Returns the p50 and the p99, in milliseconds, of each kind of step and of the baseline."""
     found: dict[str, list[list[float]]] = {name: [] for name in (BASELINE, *STEPS)}
     with tempfile.TemporaryDirectory() as folder:
-        path = export(Path(folder), items, hidden)
+        path = export(Path(folder), items, hidden, NAME, "float32")
+        export(Path(folder), items, hidden, INT8, "int8")
         runner = OnnxRunner(Bundle.read(path), "cpu", 1)
-        with live_server(WANE_BUNDLES=str(path)) as server:
+        with live_server(WANE_BUNDLES=folder, WANE_DEFAULT_MODEL=NAME) as server:
             port = int(server.url.rpartition(":")[2])
             for turn in range(rounds):
                 tokens = [2 + index for index in clicked(items, steps + WARM_UP, turn)]
@@ -166,7 +172,8 @@ def measure(items: int, hidden: int, rounds: int, steps: int) -> list[dict[str, 
                 for number, name in enumerate(STEPS):
                     session = f"{turn}-{number}"
                     with connect(port) as connection:
-                        connection.sendall(http_request("/v1/sessions", json.dumps({"session": session})))
+                        creation = {"session": session, "model": INT8 if name == OF_INT8 else NAME}
+                        connection.sendall(http_request("/v1/sessions", json.dumps(creation)))
                         connection.recv(READ_AT_ONCE)
                     path_of_steps = f"/v1/sessions/{session}/tokens"
                     requests = [
