@@ -150,8 +150,9 @@ def read_graph(shapes: Shapes) -> bytes:
 
 
 def differences_graph(shapes: Shapes) -> bytes:
-    """Returns the graph that compares n pairs of slots: see `Differences` in `service/runners/runner.py`. From
-    slots.<name> (N, *shape), slots (n) and others (n) it computes pairs (n) and, for each name, <name> (*shape)."""
+    """Returns the graph that compares n pairs of slots: see `differences` and `unit_differences` of `StateMemory` in
+    `service/runners/runner.py`. From slots.<name> (N, *shape), slots (n) and others (n) it computes pairs (n) and, for
+    each name, <name> (*shape)."""
     inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n"]) for name in ("slots", "others")]
     outputs = [helper.make_tensor_value_info("pairs", TensorProto.FLOAT, ["n"])]
     constants = [

@@ -14,11 +14,13 @@ from wane.service.state.pool import START, ZERO, StatePool
 
 
 def warm_up(runner: Runner, pool: StatePool, manifest: Manifest, *, max_batch_size: int) -> None:
-    """Computes the state in which every sequence starts, and runs every graph with one item and with the largest batch.
-    With a zero start, sequences start in the zero state, which is already in the slot START.
+    """Computes the state in which every sequence starts. Runs the graphs `step` and `head` with batches of 1, 2, 4, ...
+    items up to the largest batch, and the other graphs with one item and with the largest batch. With a zero start,
+    sequences start in the zero state, which is already in the slot START.
 
-    The first run of a graph allocates memory and plans kernels, and no request should wait for that. Blocks, so call it
-    outside the event loop's thread. Raises the runner's errors.
+    The first run of a graph allocates memory and plans kernels, and no request should wait for that. A runner that pads
+    batches allocates memory for each padded size. Blocks, so call it outside the event loop's thread. Raises the
+    runner's errors.
     """
     eos = np.array([manifest.vocabulary.eos_id], np.int64)
     some = np.repeat(eos, manifest.window)
@@ -31,9 +33,12 @@ def warm_up(runner: Runner, pool: StatePool, manifest: Manifest, *, max_batch_si
         Work("scan", some, some, read=START),
         Work("head", read=START),
     ):
-        sizes = [size for size in (1, max_batch_size) if batch.fits(work.role, work.length, work.length * size, size)]
-        for size in sizes:
-            _run([work] * size, pool, runner)
+        sizes = {1, max_batch_size}
+        if work.length == 1:
+            sizes |= {2**exponent for exponent in range(max_batch_size.bit_length())}
+        for size in sorted(sizes):
+            if batch.fits(work.role, work.length, work.length * size, size):
+                _run([work] * size, pool, runner)
 
 
 def _run(works: Sequence[Work], pool: StatePool, runner: Runner) -> None:

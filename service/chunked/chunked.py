@@ -34,7 +34,7 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket, WorkItem
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.runner import HIDDENS, Array, Differences, StateMemory
+from wane.service.runners.runner import HIDDENS, Array, StateMemory
 from wane.service.state.pool import ZERO, StatePool
 
 
@@ -63,7 +63,6 @@ class ChunkBatch:
         self._memory = memory
         # The state from which cell g starts is in slot g of this memory, and the state at its end in slot cells + g.
         self._edges = memory.scratch(2 * self.cells)
-        self._joints: Differences | None = None  # of all joints; None if it is not computed since the last change
 
     def column(self, part: int) -> range:
         """Returns the cells with number `part` of all chunks. The last chunks may be too short to have such a cell."""
@@ -78,13 +77,11 @@ class ChunkBatch:
     def started(self, cells: range, slots: Sequence[int]) -> None:
         """Stores the states from which cells start. They are in `slots` of the model's memory."""
         self._edges.copy(cells, self._memory, slots)
-        self._joints = None
 
     def ended(self, cells: range, slots: Sequence[int], rows: list[Row]) -> None:
         """Stores the states at the end of cells, and the cells' log-probabilities. The states are in `slots` of the
         model's memory."""
         self._edges.copy(self._end(cells), self._memory, slots)
-        self._joints = None
         for cell, row in zip(cells, rows, strict=True):
             if row.logprobs is not None:
                 at = self._extent(cell)
@@ -93,7 +90,6 @@ class ChunkBatch:
     def continued(self, cell: int) -> None:
         """Stores that `cell` starts from the state at the end of the previous cell."""
         self._edges.copy([cell], self._edges, self._end(range(cell - 1, cell)))
-        self._joints = None
 
     def load_end(self, cell: int, pool: StatePool, slot: int) -> None:
         """Copies the state at the end of a cell to a slot of the pool."""
@@ -102,20 +98,21 @@ class ChunkBatch:
     def residual(self, cell: int) -> float:
         """Returns the difference between the two states at the joint before `cell`, in the unit in which it is largest.
         `cell` must not be the first cell. Returns 0 if there is no joint."""
-        return self._differences(range(cell, cell + 1)).pairs.item(0)
+        return self._edges.differences([cell], self._end(range(cell - 1, cell))).item(0)
 
-    def joints(self) -> tuple[NDArray[np.float64], dict[str, Array]]:
-        """Returns `residual` of every cell, and 0 for the first cell: float64 (cells). Also returns, for each tensor's
-        name, the largest difference of each unit at any joint: (*shape). This is empty if there is only one cell."""
+    def residuals(self) -> NDArray[np.float64]:
+        """Returns `residual` of every cell, and 0 for the first cell: float64 (cells)."""
+        found = np.zeros(self.cells)
+        if self.cells > 1:
+            found[1:] = self._edges.differences(range(1, self.cells), self._end(range(self.cells - 1)))
+        return found
+
+    def joints(self) -> dict[str, Array]:
+        """Returns, for each tensor's name, the largest difference of each unit at any joint: (*shape). This is empty if
+        there is only one cell."""
         if self.cells == 1:
-            return np.zeros(1), {}
-        if self._joints is None:
-            self._joints = self._differences(range(1, self.cells))
-        return np.concatenate([np.zeros(1), self._joints.pairs]), self._joints.units
-
-    def _differences(self, cells: range) -> Differences:
-        """Compares the state from which each cell starts with the state at the end of the previous cell."""
-        return self._edges.differences(cells, self._end(range(cells.start - 1, cells.stop - 1)))
+            return {}
+        return self._edges.unit_differences(range(1, self.cells), self._end(range(self.cells - 1)))
 
     def _end(self, cells: range) -> range:
         """Returns the slots of the states at the end of cells."""
@@ -159,7 +156,7 @@ class ChunkPlan:
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
         """Returns the plan after one more segment, which begins at `start`. `repeated` is the number of its repeated
         cells."""
-        residuals, joints = segment.joints()
+        residuals, joints = segment.residuals(), segment.joints()
         places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
         if self.latest is not None:
             places.insert(0, self.latest)
@@ -353,7 +350,7 @@ class ChunkedRunner:
         Returns the number of repeated cells. `again` is the slot for the states of repeated cells. `last` is the last
         chunk's slot.
         """
-        residuals, _ = segment.joints()
+        residuals = segment.residuals()
         if not (residuals > limit).any():
             return 0
         repeated, resumed = 0, -1

@@ -348,7 +348,7 @@ class AnswerBuilder:
                 result.network_logits, result.hidden, error, found.ids[0], mixed.weight, mixed.added, ranking.ids
             )
         probabilities, weights, errors = np.array([found.probabilities]), np.array([mixed.weight]), np.array([error])
-        return bool(self._margin.proves_mixtures(probabilities, result.hidden[None], weights, errors)[0])
+        return bool(self._margin.proves_mixtures(probabilities, np.array([result.length]), weights, errors)[0])
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:

@@ -562,7 +562,7 @@ class StepColumns:
             return
 
         results.proved = self._margin.proves_mixtures(
-            probabilities, outputs[HIDDEN], found.network, np.array(errors)
+            probabilities, outputs.lengths, found.network, np.array(errors)
         ).tolist()
 
     def _without_unlisted(

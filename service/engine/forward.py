@@ -157,6 +157,11 @@ class RunResult:
         return _present(self.row.hidden)
 
     @property
+    def length(self) -> float:
+        """The 2-norm of `hidden`."""
+        return self.row.length
+
+    @property
     def radius(self) -> float | None:
         """See `Row`."""
         return self.row.radius

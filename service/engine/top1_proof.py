@@ -240,23 +240,22 @@ class MarginProof:
     def proves_mixtures(
         self,
         probabilities: NDArray[np.float64],
-        hidden: NDArray[np.float32],
+        lengths: NDArray[np.float64],
         weights: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> NDArray[np.bool_]:
         """Like `proves`, for B mixtures with a cache, but compares only the two largest probabilities. Returns bool
         (B).
 
-        probabilities (B, K >= 2): in descending order; hidden (B, H): the output layer's inputs; weights (B): the
-        weights of the network's distributions; errors (B): like `error` of `proves`, infinite for a row that cannot be
-        proved. The difference of any two logits changes by at most `spread`. The total variation of the network's
-        distribution is therefore at most t = tanh(spread / 4) (`models/certificate/total_variation.py`), so each of its
-        probabilities changes by at most t. The difference of two probabilities of the mixture changes by at most 2 *
-        weight * t.
+        probabilities (B, K >= 2): in descending order; lengths (B): the 2-norms of the output layer's inputs; weights
+        (B): the weights of the network's distributions; errors (B): like `error` of `proves`, infinite for a row that
+        cannot be proved. The difference of any two logits changes by at most `spread`. The total variation of the
+        network's distribution is therefore at most t = tanh(spread / 4) (`models/certificate/total_variation.py`), so
+        each of its probabilities changes by at most t. The difference of two probabilities of the mixture changes by at
+        most 2 * weight * t.
         """
-        exact = hidden.astype(np.float64)
-        lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
-        spread = 2 * self._largest_norm * errors + 2 * (self._largest_of_norm * lengths + self._largest_of_bias)
+        longest = lengths * OUTWARD + errors
+        spread = 2 * self._largest_norm * errors + 2 * (self._largest_of_norm * longest + self._largest_of_bias)
         lead = probabilities[:, 0] - probabilities[:, 1]
         proved: NDArray[np.bool_] = lead > 2 * weights * np.tanh(spread / 4) * OUTWARD + self._of_sum
         return proved & np.isfinite(errors)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.runners.runner import HIDDEN, NEXT, Array, Differences, Feeds, Shapes, Slots, StateMemory
+from wane.service.runners.runner import HIDDEN, NEXT, Array, Feeds, Shapes, Slots, StateMemory
 
 
 def output_name(name: str) -> str:
@@ -16,7 +16,7 @@ def output_name(name: str) -> str:
 
 
 def _differences(one: Array, other: Array) -> Array:
-    """Returns the difference of each unit: see `Differences`."""
+    """Returns the difference of each unit: see `StateMemory.differences`."""
     with np.errstate(invalid="ignore", over="ignore"):
         found: Array = np.abs(one - other)
     if not np.isfinite(found).all():
@@ -78,15 +78,22 @@ class HostMemory:
         """See `StateMemory`."""
         return HostMemory({name: values.shape[1:] for name, values in self.arrays.items()}, capacity)
 
-    def differences(self, slots: Slots, others: Slots) -> Differences:
+    def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
         """See `StateMemory`."""
+        largest = [found.reshape(len(slots), -1).max(axis=1) for _, found in self._differences(slots, others)]
+        pairs: NDArray[np.float32] = np.max(largest, axis=0)
+        return pairs
+
+    def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
+        """See `StateMemory`."""
+        return {name: found.max(axis=0) for name, found in self._differences(slots, others)}
+
+    def _differences(self, slots: Slots, others: Slots) -> Iterator[tuple[str, Array]]:
+        """Yields the name of each state tensor, and the difference of each unit in each of n pairs: float32 (n,
+        *shape)."""
         one, other = np.asarray(slots, np.intp), np.asarray(others, np.intp)
-        pairs, units = np.zeros(len(one), np.float32), dict[str, Array]()
         for name in self._names:
-            found = _differences(self.arrays[name][one], self.arrays[name][other])
-            units[name] = found.max(axis=0)
-            np.maximum(pairs, found.reshape(len(one), -1).max(axis=1), out=pairs)
-        return Differences(pairs, units)
+            yield name, _differences(self.arrays[name][one], self.arrays[name][other])
 
     def close(self) -> None:
         """See `StateMemory`."""

@@ -34,7 +34,6 @@ from wane.service.runners.runner import (
     TOP_LOGITS,
     Array,
     DeviceError,
-    Differences,
     Feeds,
     Shapes,
     Slots,
@@ -55,6 +54,10 @@ DTYPES: Mapping[str, DTypeLike] = {"tensor(float)": np.float32, "tensor(double)"
 BUCKETED: tuple[Role, ...] = ("step", "head")
 """Graphs whose batch is padded to a power of two (`bucket`). The other graphs contain a loop, which a CUDA graph cannot
 contain."""
+
+
+KEPT = 2
+"""The largest number of free buffers for each graph and each size of a batch."""
 
 
 def bucket(rows: int) -> int:
@@ -93,49 +96,76 @@ def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None
 
 
 class Buffers:
-    """The inputs and outputs of one run of a padded batch, in memory on the device that every run reuses.
+    """The inputs and outputs of one run of a padded batch, in memory on the device that later runs reuse.
 
     A CUDA graph can be captured for these buffers, because their addresses do not change.
     """
 
     def __init__(self, session: onnxruntime.InferenceSession, size: int, device: Device) -> None:
         """`session` runs a graph of BUCKETED from slots. size: the padded number of items."""
-        self._session = session
-        self._binding = session.io_binding()
         self._size = size
-        self._inputs: dict[str, onnxruntime.OrtValue] = {}
+        self._inputs = {
+            value.name: device.empty((size,), np.int64)
+            for value in session.get_inputs()
+            if not value.name.startswith(IN_SLOTS)
+        }
         self.outputs: dict[str, onnxruntime.OrtValue] = {}
-        for value in session.get_inputs():
-            if not value.name.startswith(IN_SLOTS):
-                self._inputs[value.name] = device.empty((size,), np.int64)
-                self._binding.bind_ortvalue_input(value.name, self._inputs[value.name])
         for value in session.get_outputs():
             shape = [size if isinstance(count, str) else count for count in value.shape]
             self.outputs[value.name] = device.empty(shape, DTYPES[value.type])
-            self._binding.bind_ortvalue_output(value.name, self.outputs[value.name])
 
-    def run(self, inputs: Mapping[str, Any]) -> None:
-        """Runs the graph and overwrites `outputs`. inputs: the states on the device, and arrays of the host, int64 (B).
-        Pads the arrays with zeros. The padding therefore reads slot 0, and its outputs are never read."""
+    def run(self, session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> None:
+        """Runs the graph and overwrites `outputs`. inputs: states on the device, and int64 arrays (B) of the host."""
+        binding = session.io_binding()
         for name, value in inputs.items():
             if name in self._inputs:
-                self._inputs[name].update_inplace(np.pad(value, (0, self._size - len(value))))
+                self._inputs[name].update_inplace(padded(value, self._size))
+                binding.bind_ortvalue_input(name, self._inputs[name])
             else:
-                self._binding.bind_ortvalue_input(name, value)
-        self._session.run_with_iobinding(self._binding)
+                binding.bind_ortvalue_input(name, value)
+        for name, value in self.outputs.items():
+            binding.bind_ortvalue_output(name, value)
+        session.run_with_iobinding(binding)
+
+
+def padded(values: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Returns an input of a run, int64 (B), padded with zeros to int64 (size). The padding therefore reads slot 0, and
+    its outputs are never read."""
+    found = np.zeros(size, np.int64)
+    found[: len(values)] = values
+    return found
+
+
+class FreeBuffers:
+    """The buffers of one graph and one padded size that no result uses. Runs of one graph do not overlap."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffers] | None = []
+
+    def take(self) -> Buffers | None:
+        """Returns free buffers, which are then in use. Returns None if there are none."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, buffers: Buffers) -> None:
+        """Keeps buffers for a later run, unless KEPT buffers are already free."""
+        if self._free is not None and len(self._free) < KEPT:
+            self._free.append(buffers)
+
+    def close(self) -> None:
+        """Frees the buffers. Buffers that are in use are freed with their results."""
+        self._free = None
 
 
 class Lease:
-    """The use of a `Buffers` by the outputs of one run. When the last of these outputs is freed, another run may use
-    the buffers."""
+    """The use of buffers by the outputs of one run. When the last of these outputs is freed, another run may use the
+    buffers."""
 
-    def __init__(self, buffers: Buffers, free: list[Buffers]) -> None:
-        """free: the list to which the buffers are returned."""
+    def __init__(self, buffers: Buffers, free: FreeBuffers) -> None:
         self._buffers = buffers
         self._free = free
 
     def __del__(self) -> None:
-        self._free.append(self._buffers)
+        self._free.give_back(self._buffers)
 
 
 class TakeSessions(NamedTuple):
@@ -148,8 +178,8 @@ class TakeSessions(NamedTuple):
 class DeviceOutputs(Outputs):
     """The outputs of one run on a device. The names are those of the bundle's graph.
 
-    Reading an output copies it to the host: all rows with `outputs[name]`, and one row with `row`. The outputs of
-    COPIED are already on the host.
+    Reading an output copies it to the host: all rows of the batch's items with `outputs[name]`, and one row with `row`.
+    The outputs of COPIED are already on the host.
     """
 
     def __init__(
@@ -172,8 +202,13 @@ class DeviceOutputs(Outputs):
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
-            values = self.on_device[name].numpy() if name in self.on_device else self._copied[name]
-            self._arrays = {**self._arrays, name: values[self.rows]}
+            if name not in self.on_device:
+                values = self._copied[name][self.rows]
+            elif name == TOP_IDS:
+                values = self._taken_top(self.most)[0]
+            else:
+                values = self._taken(name, self.rows)
+            self._arrays = {**self._arrays, name: values}
         return self._arrays[name]
 
     def __contains__(self, name: object) -> bool:
@@ -190,13 +225,31 @@ class DeviceOutputs(Outputs):
         if name in self._arrays or name not in self.on_device or name == TOP_IDS:
             found: Array = self[name][row]
             return found
+        taken: Array = self._taken(name, self.rows[row : row + 1])[0]
+        return taken
+
+    def _taken(self, name: str, rows: NDArray[np.int64]) -> Array:
+        """Copies rows of a float32 output to the host."""
         binding = self._take.rows.io_binding()
         binding.bind_ortvalue_input("values", self.on_device[name])
-        bind_array(binding, "rows", self.rows[row : row + 1])
+        bind_array(binding, "rows", rows)
         binding.bind_output("found", "cpu")
         self._take.rows.run_with_iobinding(binding)
-        taken: Array = binding.get_outputs()[0].numpy()[0]
+        taken: Array = binding.get_outputs()[0].numpy()
         return taken
+
+    def _taken_top(self, count: int) -> tuple[Array, Array]:
+        """Copies the ids and the logits of the `count` largest logits of every row to the host."""
+        binding = self._take.top.io_binding()
+        for name in (TOP_IDS, TOP_LOGITS):
+            binding.bind_ortvalue_input(name, self.on_device[name])
+        bind_array(binding, "rows", self.rows)
+        bind_array(binding, "count", np.array([count]))
+        for name in ("ids", "logits"):
+            binding.bind_output(name, "cpu")
+        self._take.top.run_with_iobinding(binding)
+        ids, logits = (value.numpy() for value in binding.get_outputs())
+        return ids, logits
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
         """See `Outputs`. Copies nothing."""
@@ -231,15 +284,7 @@ class DeviceOutputs(Outputs):
         if count <= FEW:
             ids, logits = (self._copied[name][self.rows, :count] for name in (FEW_IDS, FEW_LOGITS))
         else:
-            binding = self._take.top.io_binding()
-            for name in (TOP_IDS, TOP_LOGITS):
-                binding.bind_ortvalue_input(name, self.on_device[name])
-            bind_array(binding, "rows", self.rows)
-            bind_array(binding, "count", np.array([count]))
-            for name in ("ids", "logits"):
-                binding.bind_output(name, "cpu")
-            self._take.top.run_with_iobinding(binding)
-            ids, logits = (value.numpy() for value in binding.get_outputs())
+            ids, logits = self._taken_top(count)
         return TopColumns(ids, logits.astype(np.float64), sums)
 
 
@@ -309,19 +354,28 @@ class DeviceMemory:
         values = {name: self._device.empty((capacity, *value.shape()[1:])) for name, value in self._values.items()}
         return DeviceMemory(values, self._device, self._sessions)
 
-    def differences(self, slots: Slots, others: Slots) -> Differences:
+    def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
+        """See `StateMemory`. Copies only the result."""
+        pairs: NDArray[np.float32] = self._differences(slots, others, ["pairs"])[0]
+        return pairs
+
+    def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
         """See `StateMemory`. Copies only the result."""
         names = [name for name in self._values if name != HIDDEN]
+        return dict(zip(names, self._differences(slots, others, names), strict=True))
+
+    def _differences(self, slots: Slots, others: Slots, outputs: Sequence[str]) -> list[Array]:
+        """Returns outputs of the graph that compares states (`differences_graph`)."""
         binding = self._sessions.differences.io_binding()
         bind_array(binding, SLOTS, np.asarray(slots, np.int64))
         bind_array(binding, "others", np.asarray(others, np.int64))
-        for name in names:
-            binding.bind_ortvalue_input(IN_SLOTS + name, self._values[name])
-        for name in ("pairs", *names):
+        for name, value in self._values.items():
+            if name != HIDDEN:
+                binding.bind_ortvalue_input(IN_SLOTS + name, value)
+        for name in outputs:
             binding.bind_output(name, "cpu")
         self._sessions.differences.run_with_iobinding(binding)
-        pairs, *units = [value.numpy() for value in binding.get_outputs()]
-        return Differences(pairs, dict(zip(names, units, strict=True)))
+        return [value.numpy() for value in binding.get_outputs()]
 
     def _write_rows(self, slots: NDArray[np.intp], values: Mapping[str, Any], rows: NDArray[np.intp]) -> None:
         """Writes rows of `values` to slots. The values are arrays of the host or values on the device."""
@@ -363,7 +417,7 @@ class DeviceRunner(OnnxSessions):
         self._on = Device(self.device, threads)
         self._padded = self.device == "cuda" if padded is None else padded
         self._take = TakeSessions(self._on.open(rows_graph()), self._on.open(top_graph()))
-        self._free = defaultdict[tuple[Role, int], list[Buffers]](list)
+        self._free = defaultdict[tuple[Role, int], FreeBuffers](FreeBuffers)
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         from wane.models.slot_graphs import from_slots
@@ -395,13 +449,15 @@ class DeviceRunner(OnnxSessions):
                 inputs[IN_SLOTS + name] = inputs.pop(name)
                 inputs.setdefault(SLOTS, np.arange(len(inputs[IN_SLOTS + name])))
         count = len(inputs[SLOTS] if role == "head" else inputs["tokens"])
-        # The states are arrays of the host only in the checks of a bundle.
-        if (
-            self._padded
-            and role in BUCKETED
-            and isinstance(inputs[IN_SLOTS + self._inputs(role)[0]], onnxruntime.OrtValue)
-        ):
-            return self._run_padded(role, inputs, count)
+        if self._padded and role in BUCKETED:
+            for name in {"tokens", SLOTS} & inputs.keys():
+                if len(inputs[name]) != count:
+                    raise ValueError(f"{name} has {len(inputs[name])} items, but the batch has {count}")
+            # The states are arrays of the host in the checks of a bundle, and for the most probable tokens at each
+            # place of a text.
+            if isinstance(inputs[IN_SLOTS + self._inputs(role)[0]], onnxruntime.OrtValue):
+                return self._run_in_buffers(role, inputs, count)
+            inputs |= {name: padded(inputs[name], bucket(count)) for name in {"tokens", SLOTS} & inputs.keys()}
         session = self._sessions[role]
         binding = session.io_binding()
         for name, value in inputs.items():
@@ -420,12 +476,12 @@ class DeviceRunner(OnnxSessions):
         copied = {name: found.pop(name).numpy() for name in names if name in COPIED}
         return DeviceOutputs(found, copied, np.arange(count), self._take)
 
-    def _run_padded(self, role: Role, inputs: Mapping[str, Any], count: int) -> Outputs:
+    def _run_in_buffers(self, role: Role, inputs: Mapping[str, Any], count: int) -> Outputs:
         """Runs a graph of BUCKETED with padded inputs, in buffers that no earlier result uses."""
-        size = bucket(count)
+        size, session = bucket(count), self._sessions[role]
         free = self._free[role, size]
-        buffers = free.pop() if free else Buffers(self._sessions[role], size, self._on)
-        buffers.run(inputs)
+        buffers = free.take() or Buffers(session, size, self._on)
+        buffers.run(session, inputs)
         outputs = buffers.outputs
         copied = {name: value.numpy() for name, value in outputs.items() if name in COPIED}
         on_device = {name: value for name, value in outputs.items() if name not in COPIED}
@@ -434,7 +490,8 @@ class DeviceRunner(OnnxSessions):
     def close(self) -> None:
         """See `OnnxSessions`."""
         super().close()
-        self._free.clear()
+        for free in self._free.values():
+            free.close()
 
 
 def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:

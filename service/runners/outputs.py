@@ -79,7 +79,8 @@ class Outputs(Mapping[str, Array]):
         return Outputs({name: values[rows] for name, values in self._arrays.items()})
 
     def only(self, names: Collection[str]) -> Outputs:
-        """Returns the outputs with these names. The memory of the other outputs can then be freed."""
+        """Returns the outputs with these names. The memory of the other outputs can then be freed, unless later runs
+        reuse it."""
         return Outputs({name: values for name, values in self._arrays.items() if name in names})
 
     @cached_property

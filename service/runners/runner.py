@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,18 +29,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape of one state by tensor name. The last entry is `hidden`, the output layer's input."""
 
 
-class Differences(NamedTuple):
-    """The differences of n pairs of states. The difference of a unit is the absolute difference of its two values: 0 if
-    both are equal or both are NaN, and infinite if exactly one of them is NaN.
-
-    pairs: float32 (n), the largest difference of any unit in each pair. units: for each state tensor's name, float32
-    (*shape), the largest difference of each unit in any pair.
-    """
-
-    pairs: NDArray[np.float32]
-    units: dict[str, Array]
-
-
 class DeviceError(Exception):
     """The requested device is not available. The message is for the operator. The process exits after this error."""
 
@@ -48,7 +36,7 @@ class DeviceError(Exception):
 class StateMemory(Protocol):
     """The values of all slots, in the memory of the runner's device. All values are float32, and initially zero.
 
-    `gather` and `write` may run on two threads at the same time, for different slots.
+    The methods may run on two threads at the same time, for different slots.
     """
 
     def room(self, rows: int) -> Mapping[str, Array]:
@@ -82,9 +70,18 @@ class StateMemory(Protocol):
         """Returns memory for `capacity` more states of the same shapes. Its initial values are undefined."""
         ...
 
-    def differences(self, slots: Slots, others: Slots) -> Differences:
-        """Compares the state in each of n slots with the state in another slot. n must be at least 1. `hidden` is not
-        compared."""
+    def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
+        """Returns the difference of each of n pairs of states, for n >= 1: float32 (n). This is the largest difference
+        of any unit. `slots` and `others` are the slots of the states. `hidden` is not compared.
+
+        The difference of a unit is the absolute difference of its two values: 0 if both are equal or both are NaN, and
+        infinite if exactly one of them is NaN.
+        """
+        ...
+
+    def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
+        """Like `differences`, but returns, for each state tensor's name, the largest difference of each unit in any
+        pair: float32 (*shape)."""
         ...
 
     def close(self) -> None:

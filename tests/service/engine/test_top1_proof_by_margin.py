@@ -138,7 +138,7 @@ def test_the_two_most_probable_tokens_decide_most_answers(seed: int) -> None:
 
 def test_a_mixture_with_an_unbounded_error_proves_nothing() -> None:
     _, margin = make(0)
-    hidden = np.zeros((2, WIDTH), np.float32)
+    lengths = np.zeros(2)
     probabilities, of_network = np.array([[0.9, 0.05], [0.9, 0.05]]), np.array([0.1, 0.1])
-    proved = margin.proves_mixtures(probabilities, hidden, of_network, np.array([1e-6, np.inf]))
+    proved = margin.proves_mixtures(probabilities, lengths, of_network, np.array([1e-6, np.inf]))
     assert proved.tolist() == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import weakref
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from itertools import pairwise
@@ -179,7 +180,7 @@ def test_padded_runs_reuse_memory_that_no_result_uses() -> None:
         return found
 
     first = step(0)
-    expected, part = first["logits"].copy(), first.part(np.array([1]))
+    expected, part = first["logits"].copy(), first.part(np.array([1])).only(["logits"])
     second = step(1)
     addresses = [one.on_device["logits"].data_ptr() for one in (first, second)]
     assert addresses[0] != addresses[1]
@@ -190,6 +191,27 @@ def test_padded_runs_reuse_memory_that_no_result_uses() -> None:
     assert (third["logits"] == second["logits"]).all()
     del part
     assert step(0).on_device["logits"].data_ptr() == addresses[0]
+
+
+def test_the_inputs_of_a_padded_batch_have_equal_lengths() -> None:
+    bundle, runner = on_device(PATHS[0])
+    with pytest.raises(ValueError, match="slots has 2 items, but the batch has 3"):
+        runner.run("step", {"tokens": np.arange(3), **make_pool(bundle, runner).gather([ZERO] * 2)})
+
+
+def test_a_closed_model_s_memory_is_freed_while_a_result_is_held() -> None:
+    bundle = opened(PATHS[0])[0]
+    runner = DeviceRunner(bundle, "cpu", threads=1, padded=True)
+    pool = make_pool(bundle, runner)
+    (row,) = run([Work("step", (3,), read=ZERO)], pool, runner)
+    kept = [weakref.ref(value) for value in pool.gather([ZERO]).values() if isinstance(value, onnxruntime.OrtValue)]
+    sessions = [weakref.ref(session) for session in runner._sessions.values()]
+    assert kept and sessions
+    pool.close()
+    assert [value() for value in kept] == [None] * len(kept)
+    runner.close()
+    assert [session() for session in sessions] == [None] * len(sessions)
+    assert row.largest(16) is not None
 
 
 def test_a_row_with_a_state_that_is_not_finite_fails_alone() -> None:
@@ -408,9 +430,38 @@ def test_only_the_requested_number_of_largest_logits_is_copied(monkeypatch: pyte
     copies = Copies(monkeypatch)
     outputs.largest(1, 5)
     copies.take()
-    found = outputs.largest(1, 9)
+    found = outputs.largest(1, 9)  # copied for all rows at once, because the other rows probably need them, too
     assert copies.take() == (3 * 8 + 8, 3 * 9 * (4 + 8))
     assert found is not None and found.ids == outputs["top_ids"][1, :9].tolist()
+
+
+def test_a_comparison_of_states_copies_one_number_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, runner = on_device(PATHS[0])
+    pool = make_pool(bundle, runner)
+    copies = Copies(monkeypatch)
+    pool.memory.differences([ZERO, ZERO, ZERO], [2, 3, 4])
+    assert copies.take() == (2 * 3 * 8, 3 * 4)
+    pool.memory.unit_differences([ZERO, ZERO, ZERO], [2, 3, 4])
+    assert copies.take() == (2 * 3 * 8, pool.slot_bytes - 4 * bundle.manifest.architecture.hidden)
+
+
+async def test_steps_with_a_cache_copy_logits_but_no_states(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = next(path for path in PATHS if opened(path)[0].manifest.cache is not None)
+    bundle, runner = on_device(path)
+    engine = make_engine(bundle, runner)
+    sessions = [(await engine.create_session(mode=Mode.RECURRENT)).session for _ in range(5)]
+    for _ in range(2):
+        copies = Copies(monkeypatch)
+        await asyncio.gather(*[engine.submit(StepRequest(session, (3,))) for session in sessions])
+        to_device, to_host = copies.take()
+        monkeypatch.undo()
+    # Tokens, slots and the summary are those of the padded batch of eight. The commit and the logits are of five rows.
+    vocabulary, most = bundle.vocabulary.size, runner.top
+    indexes = 2 * 5 * 8  # of the rows whose logits and ids are copied, and the number of ids
+    assert to_device == 8 * 16 + 5 * 16 + indexes + 8
+    assert to_host == 8 * 76 + 5 * (4 * vocabulary + (4 + 8) * most)
 
 
 async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
