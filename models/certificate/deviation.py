@@ -125,7 +125,8 @@ class Linear:
         `|W d|^2 = sum_ij d_i d_j (W' W)_ij <= sum_ij box_i box_j |(W' W)_ij|`. The off-diagonal terms are small if the
         columns of W are nearly orthogonal, like those of a wide matrix.
         """
-        result: Vector = np.sqrt(np.einsum("bi,bi->b", box @ self._between_columns, box))
+        box, between = _nonzero(box, self._between_columns)
+        result: Vector = np.sqrt(np.einsum("bi,bi->b", box @ between, box))
         return result
 
     @cached_property
@@ -141,10 +142,17 @@ class Linear:
         norm. The second is the Schatten 4-norm of A = diag(scale) weight, which is an upper bound because `|A|_2^4 <=
         |A A'|_F^2`.
         """
-        squares = scale**2
-        schatten = np.einsum("br,br->b", squares @ self._gram, squares) ** 0.25
+        squares, gram = _nonzero(scale**2, self._gram)
+        schatten = np.einsum("br,br->b", squares @ gram, squares) ** 0.25
         result: Vector = np.minimum(scale.max(axis=1) * self.norm, schatten)
         return result
+
+
+def _nonzero(rows: Matrix, square: Matrix) -> tuple[Matrix, Matrix]:
+    """Returns `rows` (B, I) without the columns that are zero in every row, and `square` (I, I) without the same rows
+    and columns."""
+    used = np.flatnonzero(np.any(rows, axis=0))
+    return (rows, square) if len(used) == len(square) else (rows[:, used], square[np.ix_(used, used)])
 
 
 def sigmoid_rise(pre: Matrix, radius: Matrix) -> Matrix:

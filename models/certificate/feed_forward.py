@@ -3,6 +3,7 @@ and along a direction."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 
 from wane.models.certificate.deviation import TINY, Linear
 from wane.models.certificate.interval_rounding import Matrix, Vector
+
+UnitBounds = Callable[[NDArray[np.intp]], Matrix]
+"""From the indices of E inner units, returns bounds of the changes of their pre-activations: (B, E)."""
 
 
 class FeedForward:
@@ -21,10 +25,10 @@ class FeedForward:
         self.outer = outer
         self.columns = Linear(outer.weight.T)
 
-    def __call__(self, x: Matrix, ball: Vector, units: Matrix | None = None) -> Fed:
+    def __call__(self, x: Matrix, ball: Vector, moved: UnitBounds | None = None) -> Fed:
         """Returns the block's output and the bound of its change. x: (B, H). x changes by at most `ball` (B) in the
-        2-norm. `inner x` changes by at most `units` (B, R), if given."""
-        return Fed(self, x, ball, units)
+        2-norm. moved: a function that returns sharper bounds for some inner units."""
+        return Fed(self, x, ball, moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,14 @@ class Fed:
     2 of a line with the slope (r + p) / (2 r).
     """
 
-    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, units: Matrix | None = None) -> None:
+    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, moved: UnitBounds | None = None) -> None:
         self._layer = layer
         p, off = layer.inner(x), layer.inner.rounding(x)
-        r = ball[:, None] * layer.inner.rows
-        r = (r if units is None else np.minimum(r, units)) + off
+        r = ball[:, None] * layer.inner.rows + off
+        if moved is not None:
+            # A unit that stays inactive for this r has no effect, so it needs no sharper bound.
+            open_ = np.flatnonzero((p + r > 0).any(axis=0))
+            r[:, open_] = np.minimum(r[:, open_], moved(open_) + off[:, open_])
         live = (p + r > 0).astype(np.float64)
         unit = np.minimum(r, np.maximum(0, p + r))
         through = layer.inner.scaled_norm(live) * ball + np.linalg.norm(live * off, axis=1)

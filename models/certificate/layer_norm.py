@@ -93,18 +93,20 @@ class Normalised:
         self._rounding = 2 * relative * (root + moved) + self._factor * self._uncentred + root * self._cancelled
         self.remainder: Vector = np.minimum(second, moved + self._factor * r) + self._rounding
 
-    def seen_by(self, between: Between, box: Matrix, rest: Vector) -> Matrix:
-        """Bounds the change of each entry of `reader n`, (B, R). x changes by `source d` with |d_i| <= box_i, plus
-        another vector of length at most `rest` (B). The whole change of x has a length of at most r.
+    def seen_by(self, between: Between, box: Matrix, rest: Vector, entries: NDArray[np.intp]) -> Matrix:
+        """Bounds the change of some entries of `reader n`, (B, E). x changes by `source d` with |d_i| <= box_i, plus
+        another vector of length at most `rest` (B). The whole change of x has a length of at most r. entries: (E), the
+        indices of the entries.
 
         The product of `reader`, the derivative of n and `source` is computed as
         `sqrt(H) / w (reader source - reader u (u source))`, where u = v / w.
         """
-        read, sent = self._unit @ between.reader.weight.T, self._unit @ between.source.weight
-        moved: Matrix = between.reader.rows * (self.remainder + self._factor * rest)[:, None]
+        read, sent = self._unit @ between.reader.weight[entries].T, self._unit @ between.source.weight
+        product = between.product[entries]
+        moved: Matrix = between.reader.rows[entries] * (self.remainder + self._factor * rest)[:, None]
         for row, factor in enumerate(self._factor):
             slope = read[row, :, None] * sent[row]
-            np.subtract(between.product, slope, out=slope)
+            np.subtract(product, slope, out=slope)
             moved[row] += np.abs(slope, out=slope) @ (factor * box[row])
         return moved
 

@@ -22,6 +22,7 @@ this computation's rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,8 +222,7 @@ class Block:
         if self.feed_forward is None:
             return x, ball + off, Step(state, error, off)
         norm = Normalised(x, self._epsilon, ball + off)
-        units = norm.seen_by(self._between, box, rest + off)
-        out = self.feed_forward(norm.value, norm.ball, units)
+        out = self.feed_forward(norm.value, norm.ball, partial(norm.seen_by, self._between, box, rest + off))
         x = x + out.value
         off = off + roundoff(1) * np.linalg.norm(x, axis=1)
         return x, ball + out.ball + off, Step(state, error, off, norm, out)

@@ -112,6 +112,11 @@ class Top1:
         shares /= shares.sum()
         if not np.isfinite(radius):
             return LogitMoves(logits, shares, np.full(len(shares), np.inf), np.inf)
+        # `off` bounds |sum(shares * changes of the logits)|, which is not 0 because of the rounding of the logits, the
+        # shares and the mean.
+        longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
+        logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
+        off = (2 * logit + roundoff(len(shares))) * longest * radius
         if bound.norm is None:
             gaps = self.rows - shares @ self.rows
             moved = self.moved(bound, gaps, np.full(len(gaps), row, np.intp))
@@ -119,11 +124,8 @@ class Top1:
             windows = np.array([row])
             along = float(self.stream(bound, bound.norm.along(windows), windows)[0])
             moved = self.margins.moved(bound, row, shares, along)
-        # The last field bounds |sum(shares * changes of the logits)|, which is not 0 because of the rounding of the
-        # logits, the shares and the mean.
-        longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
-        logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
-        return LogitMoves(logits, shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
+            off += self.margins.mean_off * float(bound.norm.ball[row])
+        return LogitMoves(logits, shares, moved, off)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
         """Returns bounds of the changes of `gap . hidden`: (P). gap: (P, H). Vector j of `gap` belongs to window

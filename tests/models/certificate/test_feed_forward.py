@@ -33,8 +33,8 @@ def test_the_output_and_its_non_linearity_are_within_the_bounds(
     layer = FeedForward(inner, Linear(generator.normal(size=(hidden, wide)), generator.normal(size=hidden)))
     x = generator.normal(size=(batch, hidden))
     box = 10**size * generator.uniform(0, 1, (batch, hidden))
-    units = box @ inner.magnitude.T if by_unit else None
-    fed = layer(x, np.linalg.norm(box, axis=1), units)
+    units = box @ inner.magnitude.T
+    fed = layer(x, np.linalg.norm(box, axis=1), (lambda entries: units[:, entries]) if by_unit else None)
 
     def run(rows: NDArray[np.float64]) -> NDArray[np.float64]:
         return layer.outer(np.maximum(layer.inner(rows), 0))

@@ -75,7 +75,7 @@ def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
     box = 10**size * generator.uniform(0, 1, (2, units))
     rest = besides * 10**size * generator.uniform(0, 1, 2)
     norm = Normalised(x, epsilon, source.furthest(box) + rest)
-    said = norm.seen_by(Between(reader, source), box, rest)
+    said = norm.seen_by(Between(reader, source), box, rest, np.arange(len(reader.weight)))
     for row in range(2):
         moved = within(box[row], generator) @ source.weight.T
         besides_it = generator.normal(size=moved.shape)
