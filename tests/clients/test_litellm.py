@@ -98,5 +98,5 @@ def test_a_session_keeps_the_prompt(answers: dict[str, Any], native: httpx.Clien
 
 
 def test_an_unknown_model_and_an_unsupported_field_are_litellm_s_errors(answers: dict[str, Any]) -> None:
-    assert answers["unknown"][0] == "NotFoundError" and "model_not_found" in answers["unknown"][1]
+    assert answers["unknown"][0] == "NotFoundError" and "there is no model 'nobody'" in answers["unknown"][1]
     assert answers["suffix"][0] == "BadRequestError" and "suffix" in answers["suffix"][1]
