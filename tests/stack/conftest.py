@@ -20,6 +20,9 @@ BUNDLE = ROOT / "models" / "bundles" / MODEL
 SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
 """How many of a session's last tokens the replicas store."""
 
+STORE_TIMEOUT = {"WANE_STORE_TIMEOUT_MS": "10000"}
+"""With the default timeout of a Redis command, replicas would answer 503 when the machine is busy with other tests."""
+
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]
 Figures = Callable[..., None]
@@ -43,7 +46,7 @@ def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
             *,
             whole: bool = False,
         ) -> Stack:
-            every = {"WANE_BUNDLES": str(BUNDLE), **(settings or {})}
+            every = {"WANE_BUNDLES": str(BUNDLE), **STORE_TIMEOUT, **(settings or {})}
             variables = {name: {**every, **(own or {}).get(name, {})} for name in replicas()}
             if balance is not None:
                 variables[ENTRANCE] = {"BALANCE": balance}

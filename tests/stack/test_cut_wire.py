@@ -21,7 +21,8 @@ async def test_a_replica_without_the_store_gets_no_requests_until_it_reaches_the
     make_stack: MakeStack, figures: Figures
 ) -> None:
     async with wire() as carrying:
-        stack = make_stack(own={"wane-2": {"WANE_STORE": f"redis://127.0.0.1:{carrying.port}/0"}})
+        store = {"WANE_STORE": f"redis://127.0.0.1:{carrying.port}/0", "WANE_STORE_TIMEOUT_MS": "1000"}
+        stack = make_stack(own={"wane-2": store})
         carrying.behind = stack.processes["redis"].port
         await asyncio.to_thread(stack.start)
         async with open_clients(stack.port, [40] * SESSIONS) as clients:

@@ -177,7 +177,6 @@ async def test_attacks_are_rejected_without_using_memory_or_leaking_secrets(
         "WANE_MAX_BODY_BYTES": str(MOST_BODY_BYTES),
         "WANE_BODY_TIMEOUT_S": str(BODY_TIMEOUT_S),
         "WANE_LOG_LEVEL": "debug",
-        "WANE_STORE_TIMEOUT_MS": "10000",
     }
     with make_stack(settings) as stack:
         port = stack.port

@@ -17,7 +17,7 @@ import yaml
 from deploy.ray.store import PASSWORD
 from deploy.stack.local import ROOT
 from tests.service.sessions.stores.redis_server import REQUIRED, free_port, program
-from tests.stack.conftest import BUNDLE
+from tests.stack.conftest import BUNDLE, STORE_TIMEOUT
 from tests.stack.harness.command import Command
 
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
@@ -55,7 +55,13 @@ class RayCommand(Command):
             f"--folder={folder / 'redis'}",
             f"--ray-folder={folder / 'ray'}",
             *arguments,
-            environment={**inherited, "WANE_BUNDLES": str(BUNDLE), "WANE_API_KEYS": KEYS, "HOME": str(folder)},
+            environment={
+                **inherited,
+                **STORE_TIMEOUT,
+                "WANE_BUNDLES": str(BUNDLE),
+                "WANE_API_KEYS": KEYS,
+                "HOME": str(folder),
+            },
         )
 
     def until_store(self) -> str:
