@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.certificate.deviation import TINY, Linear
-from wane.models.certificate.interval_rounding import Matrix, Vector
+from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 
 UnitBounds = Callable[[NDArray[np.intp]], Matrix]
 """From the indices of E inner units, returns bounds of the changes of their pre-activations: (B, E)."""
@@ -25,10 +25,10 @@ class FeedForward:
         self.outer = outer
         self.columns = Linear(outer.weight.T)
 
-    def __call__(self, x: Matrix, ball: Vector, moved: UnitBounds | None = None) -> Fed:
+    def __call__(self, x: Matrix, ball: Vector, unit_bounds: UnitBounds | None = None) -> Fed:
         """Returns the block's output and the bound of its change. x: (B, H). x changes by at most `ball` (B) in the
-        2-norm. moved: a function that returns sharper bounds for some inner units."""
-        return Fed(self, x, ball, moved)
+        2-norm. unit_bounds: a function that returns sharper bounds for some inner units."""
+        return Fed(self, x, ball, unit_bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,16 @@ class Live:
     slack: Vector
     off: float
 
+    def lengths(self, x: Matrix) -> Vector:
+        """Bounds the 2-norm of `x inner` for each row of x, (P, U): (P). It is computed from the products of two rows
+        of `inner`, which are fewer than the entries of a product `x inner`. The rounding of the sum, whose terms may
+        cancel, is added."""
+        rows = np.linalg.norm(self.inner, axis=1)
+        squares = np.einsum("pu,pu->p", x @ (self.inner @ self.inner.T), x)
+        cancelled = 4 * roundoff(self.inner.shape[1] + 2 * len(rows)) * (np.abs(x) @ rows) ** 2
+        result: Vector = np.sqrt(np.maximum(squares, 0) + cancelled)
+        return result
+
 
 class Fed:
     """The output of a feed-forward block, `value` (B, H), and the 2-norm bound of its change, `ball` (B).
@@ -57,14 +67,14 @@ class Fed:
     2 of a line with the slope (r + p) / (2 r).
     """
 
-    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, moved: UnitBounds | None = None) -> None:
+    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, unit_bounds: UnitBounds | None = None) -> None:
         self._layer = layer
         p, off = layer.inner(x), layer.inner.rounding(x)
         r = ball[:, None] * layer.inner.rows + off
-        if moved is not None:
+        if unit_bounds is not None:
             # A unit that stays inactive for this r has no effect, so it needs no sharper bound.
             open_ = np.flatnonzero((p + r > 0).any(axis=0))
-            r[:, open_] = np.minimum(r[:, open_], moved(open_) + off[:, open_])
+            r[:, open_] = np.minimum(r[:, open_], unit_bounds(open_) + off[:, open_])
         live = (p + r > 0).astype(np.float64)
         unit = np.minimum(r, np.maximum(0, p + r))
         through = layer.inner.scaled_norm(live) * ball + np.linalg.norm(live * off, axis=1)

@@ -2,16 +2,17 @@
 logits.
 
 `top1.py` propagates the gradient of the difference of two logits back to the states, for one pair of tokens at a time.
-For a whole vocabulary it is cheaper to start from the states. Let G be the derivative of the output layer's input with
-respect to the states. The rows of the output layer times G are then the gradients of all tokens. G is a multiple of the
-last mixing matrix, plus a matrix of low rank: one column for the LayerNorm, and one for each unit of the feed-forward
-block that may be active. The products of the output layer and the mixing matrix are computed once for the model. So a
-window needs only the products with the low-rank matrix. Terms beyond the gradient are bounded as in `top1.py`. Where
-the terms are small, a product of two vectors is bounded by the product of their lengths.
+For a whole vocabulary it is cheaper to start from the states. Let n be the last LayerNorm's output without gain and
+shift, and let the rows be those of the output layer, multiplied by the gain. Let G be the derivative of n with respect
+to the states of a layer. The rows times G are then the gradients of all tokens. G is a multiple of the layer's mixing
+matrix, plus a matrix of low rank: one column for the last LayerNorm, and one for each unit of a feed-forward block that
+may be active. The products of the rows and the mixing matrices are computed once for the model. So a window needs only
+the products with the columns of the low-rank matrix. Terms beyond the gradient are bounded as in `top1.py`. Where the
+terms are small, a product of two vectors is bounded by the product of their lengths.
 
 Tokens whose probabilities add nearly nothing to the total variation are bounded by the radius, the 2-norm bound of the
-change of `hidden`, alone. The products are computed in float32, which takes half the time. Their rounding is added to
-the bound.
+change of n, alone. The products are computed in float32, which takes half the time. Their rounding is added to the
+bound.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from wane.models.certificate.deviation import MARGIN, Linear
 from wane.models.certificate.interval_rounding import Matrix, Vector
 from wane.models.certificate.request import WindowBound
 
-NEGLIGIBLE = 1e-3
+NEGLIGIBLE = 8e-3
 """The tokens whose logits are bounded by the radius alone may together add at most this share of the total variation's
 bound that the radius alone implies."""
 
@@ -33,33 +34,37 @@ MOST_MOVED = 60.0
 """If the radius allows a logit to change by more than this, the token is never bounded by the radius alone."""
 
 UNIT = 2.0**-24  # the unit roundoff of float32
-LARGEST = 1e15  # larger numbers are not multiplied in float32, because their squares would overflow
-TINY = 1e-25  # added to float32 products; far above their error if they underflow
-BLOCK = 64  # the number of rows that are added in float32 before the sum is continued in float64
+LARGEST = 1e8
+"""There is no bound if a number exceeds this limit. Products of numbers within the limit do not overflow in float32."""
+TINY = 1e-25
+"""Bounds the error of a float32 product that underflows, if its factors are at most LARGEST."""
+BLOCK = 256  # the number of rows that are added in float32 before the sum is continued in float64
 ROWS_AT_ONCE = 256  # the number of tokens whose products are computed together, so that they fit into the cache
+
+Matrix32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """The derivative of the output layer's input with respect to the input x of the last LayerNorm, or to the input of
-    a lower layer's block: `factor I + left right`.
+class Derivative:
+    """The derivative of the last LayerNorm's output with respect to the LayerNorm's input, or to the input of a lower
+    layer's feed-forward block: `factor I + columns rows`.
 
-    left: (H, C). right: (C, H). size: the bound of the derivative's spectral norm.
+    columns: (H, C). rows: (C, H). size: the bound of the derivative's spectral norm.
     """
 
     factor: float
-    left: Matrix
-    right: Matrix
+    columns: Matrix
+    rows: Matrix
     size: float
 
-    def times(self, columns: Matrix) -> Matrix:
-        """Returns the derivative times `columns`: (H, N)."""
-        return self.factor * columns + self.left @ (self.right @ columns)
+    def times(self, matrix: Matrix) -> Matrix:
+        """Returns the derivative times `matrix`, (H, N): (H, N)."""
+        return self.factor * matrix + self.columns @ (self.rows @ matrix)
 
-    def plus(self, left: Matrix, right: Matrix) -> Passed:
-        """Returns the sum of the derivative and `left right`."""
-        size = self.size + float(np.linalg.norm(left @ right))
-        return Passed(self.factor, np.hstack([self.left, left]), np.vstack([self.right, right]), size)
+    def plus(self, columns: Matrix, rows: Matrix) -> Derivative:
+        """Returns the sum of the derivative and `columns rows`."""
+        size = self.size + float(np.linalg.norm(columns) * np.linalg.norm(rows))
+        return Derivative(self.factor, np.hstack([self.columns, columns]), np.vstack([self.rows, rows]), size)
 
 
 class LogitMargins:
@@ -67,53 +72,61 @@ class LogitMargins:
 
     rows: the output matrix, (V, H). gain: the last LayerNorm's gain, (H). mixes: the mixing matrices, by layer.
 
-    It needs about as much memory as the output layer, and 4 bytes for each token and each unit of the states.
+    The object needs 4 bytes for each weight of the output layer, and 4 bytes for each token and each unit of the
+    states.
     """
 
     def __init__(self, rows: Matrix, gain: Vector, mixes: list[Linear]) -> None:
         read = rows * gain
         read -= read.mean(axis=1, keepdims=True)
-        self._read = read.astype(np.float32)
+        self._fits = _fits_float32(read, *(mix.weight for mix in mixes))
+        if not self._fits:
+            return
+        self._read: Matrix32 = read.astype(np.float32)
         self._squares = np.einsum("vh,vh->v", read, read)
         self._sizes = np.sqrt(self._squares)
         self._lengths = np.linalg.norm(rows, axis=1)
-        self._mixes = [mix.weight for mix in mixes]
+        self._mixes: list[Matrix32] = [mix.weight.astype(np.float32) for mix in mixes]
         self._columns = [np.linalg.norm(mix.weight, axis=0) for mix in mixes]
-        self._mixed = [(read @ mix.weight).astype(np.float32) for mix in mixes]
-        self.mean_off = 2 * (BLOCK + 8) * UNIT * float(self._sizes.max())
-        """The bound of the 2-norm error of the computed mean of the rows."""
+        self._mixed: list[Matrix32] = [self._read @ mix for mix in self._mixes]
+        self._longest = float(self._sizes.max())
 
-    def moved(self, bound: WindowBound, row: int, shares: Vector, along: float) -> Vector:
-        """Bounds, for each token a, the change of `(W_a - mean) . hidden`. W_a is the token's row of the output matrix,
-        and `mean` is the mean of all rows, weighted by `shares`, shape (V). The mean of these changes, with the same
-        weights, is at most `mean_off` times the distance of the LayerNorm's outputs. Returns shape (V).
+    def moved(self, bound: WindowBound, row: int, shares: Vector, along: float) -> tuple[Vector, float]:
+        """Bounds, for each token a, the change of `(W_a - mean) . hidden`, (V). W_a is the token's row of the output
+        matrix, and `mean` is the computed mean of all rows, weighted by `shares`, shape (V). Also bounds the absolute
+        value of the mean of these changes, weighted by `shares`. It would be 0 if `mean` were exact.
 
         along: the bound of how far the last LayerNorm's input changes in its own direction (`Normalised.along`).
         """
         assert bound.norm is not None, "the network is plain, so it has no logit margins: this is a bug"
-        mean = self._mean(shares)
+        if not self._fits:
+            return np.full(len(shares), np.inf), np.inf
+        ball = float(bound.norm.ball[row])
+        mean, off = self.mean(shares)
         of_mean = float(mean @ mean)
         lengths = self._sizes + np.sqrt(of_mean)
         square = self._squares - 2 * (self._read @ mean.astype(np.float32)) + of_mean
-        # A float32 product of two vectors is off by at most (H + 4) u times the product of their lengths.
-        cancelled = 2 * (len(mean) + 4) * UNIT * lengths * np.sqrt(of_mean) + MARGIN * lengths**2
+        # A float32 product of two vectors is off by at most (H + 4) u / (1 - (H + 4) u) times the product of their
+        # lengths.
+        cancelled = 2 * (len(mean) + 8) * UNIT * lengths * np.sqrt(of_mean) + MARGIN * lengths**2 + TINY
         length = np.sqrt(np.maximum(square, 0) + cancelled)
-        result = length * bound.norm.ball[row]
+        result = length * ball
         tokens = _those_that_matter(shares, result)
         result[tokens] = np.minimum(result[tokens], self._by_direction(bound, row, tokens, mean, length[tokens], along))
         hidden = (self._lengths + float(shares @ self._lengths)) * float(bound.off[row])
         moved: Vector = (result + hidden) * (1 + MARGIN)
-        return moved
+        return moved, off * ball
 
-    def _mean(self, shares: Vector) -> Vector:
-        """Returns the mean of the rows, weighted by `shares` (V): float64 (H). Each block of rows is added in float32.
-        The entries of the mean sum to zero, like those of each row."""
+    def mean(self, shares: Vector) -> tuple[Vector, float]:
+        """Returns the mean of the rows after multiplication by the gain, weighted by `shares` (V): float64 (H). Also
+        bounds the 2-norm of its error. The entries of each row and of the mean sum to zero. Each block of rows is added
+        in float32."""
         whole = len(shares) // BLOCK * BLOCK
         blocks = shares[:whole].astype(np.float32).reshape(-1, 1, BLOCK)
         sums = blocks @ self._read[:whole].reshape(len(blocks), BLOCK, self._read.shape[1])
         mean: Vector = sums.sum(axis=(0, 1), dtype=np.float64) + shares[whole:] @ self._read[whole:]
         mean -= mean.mean()
-        return mean
+        return mean, 2 * (BLOCK + 8) * UNIT * self._longest + TINY
 
     def _by_direction(
         self, bound: WindowBound, row: int, tokens: NDArray[np.intp], mean: Vector, length: Vector, along: float
@@ -124,33 +137,32 @@ class LogitMargins:
         assert bound.norm is not None, "the network is plain, so it has no logit margins: this is a bug"
         unit, factor = bound.norm.derivative(row)
         read = Beside(self._read[tokens], self._sizes[tokens], mean)
-        passed = Passed(factor, unit[:, None], -factor * unit[None], factor)
-        known = read.products(passed.left)
-        lead = np.abs(known[:, 0].astype(np.float64)) + read.off(1.0)
+        derivative = Derivative(factor, unit[:, None], -factor * unit[None], factor)
+        by_column = read.products(derivative.columns)
+        lead = np.abs(by_column[:, 0].astype(np.float64)) + read.off(1.0)
         left = np.zeros(len(tokens))
         for layer, step in reversed(list(enumerate(bound.steps))):
-            left += length * (passed.size * float(step.off[row]))
+            left += length * (derivative.size * float(step.off[row]))
             if step.fed is not None and step.norm is not None:
                 live = step.fed.live(row)
-                outer = passed.times(live.outer)
+                outer = derivative.times(live.outer)
                 inner_unit, inner_factor = step.norm.derivative(row)
                 centred = live.inner - live.inner.mean(axis=1, keepdims=True)
                 turned = inner_factor * (centred - np.outer(centred @ inner_unit, inner_unit))
-                if not _small(outer, live.slack, live.inner, turned):
+                if not _fits_float32(outer, live.slack, live.inner, turned):
                     return np.full(len(tokens), np.inf)
-                products, columns = read.products(outer), np.linalg.norm(outer, axis=0)
-                left += np.abs(products) @ live.slack + read.off(float(columns @ live.slack))
-                left += length * (passed.size * live.off)
-                # R' is `corner.T`. |x R'| = |x inner| for every row x, and R' has at most as many columns as `inner`.
-                corner = np.linalg.qr(live.inner.T).R
-                second = np.linalg.norm((products * live.slope) @ corner.T, axis=1)
-                second += read.off(float(np.linalg.norm(columns * live.slope) * np.linalg.norm(corner)))
+                products, sizes = read.products(outer), np.linalg.norm(outer, axis=0)
+                left += np.abs(products) @ live.slack + read.off(float(sizes @ live.slack), float(live.slack.sum()))
+                left += length * (derivative.size * live.off)
+                second = live.lengths(products * live.slope)
+                inner = float(np.linalg.norm(live.inner))
+                second += read.off(float(np.linalg.norm(sizes * live.slope)) * inner, inner)
                 left += second * step.norm.remainder[row]
-                known = np.hstack([known, products])
-                passed = passed.plus(outer, live.slope[:, None] * turned)
-                left += length * (passed.size * float(step.off[row]))
-            left += self._by_unit(layer, tokens, read, known, passed, mean, step.error[0].box[row])
-        left += length * (passed.size * float(bound.below[row]))
+                by_column = np.hstack([by_column, products])
+                derivative = derivative.plus(outer, live.slope[:, None] * turned)
+                left += length * (derivative.size * float(step.off[row]))
+            left += self._by_unit(layer, tokens, read, by_column, derivative, mean, step.error[0].box[row])
+        left += length * (derivative.size * float(bound.below[row]))
         # The terms of a product may cancel. The product's error in float64 is far below MARGIN times the product of its
         # factors' lengths.
         left += MARGIN * (self._sizes[tokens] + float(np.linalg.norm(mean))) * bound.norm.reached(row)
@@ -163,30 +175,37 @@ class LogitMargins:
         layer: int,
         tokens: NDArray[np.intp],
         read: Beside,
-        known: NDArray[np.float32],
-        passed: Passed,
+        by_column: Matrix32,
+        derivative: Derivative,
         mean: Vector,
         box: Vector,
     ) -> Vector:
-        """Bounds `sum_i |gradient_i| box_i` for each token: (P). The gradients are those of the token's logit with
-        respect to the units of a layer's state. known: (P, C), `read` times `passed.left`. box: (units), the bounds of
-        the units' changes."""
-        mix, columns = self._mixes[layer], self._columns[layer]
-        through = passed.right @ mix
-        added = np.vstack([through / passed.factor, -mean @ mix])
-        if not _small(added, through, box):
+        """Bounds `sum_i |gradient_i| box_i` for each token: (P). The gradients are those of the difference between the
+        token's logit and the mean, with respect to the units of a layer's state. by_column: (P, C), `read` times
+        `derivative.columns`. box: (units), the bounds of the units' changes."""
+        mix, factor = self._mixes[layer], derivative.factor
+        # The gradients are `factor (rows mix - mean mix + by_column (derivative.rows / factor) mix)`.
+        scaled = derivative.rows / factor
+        of_mean = mean.astype(np.float32) @ mix
+        if not _fits_float32(scaled, of_mean, box):
             return np.full(len(tokens), np.inf)
-        sizes = passed.factor * columns + np.linalg.norm(passed.left, axis=0) @ np.abs(through)
-        known = np.hstack([known, np.ones((len(known), 1), np.float32)])
-        low_rank, box32 = added.astype(np.float32), box.astype(np.float32)
-        total = np.empty(len(tokens))
+        low_rank = np.vstack([scaled.astype(np.float32) @ mix, -of_mean])
+        by_column = np.hstack([by_column, np.ones((len(by_column), 1), np.float32)])
+        if not _fits_float32(low_rank):
+            return np.full(len(tokens), np.inf)
+        total, box32 = np.empty(len(tokens)), box.astype(np.float32)
         for start in range(0, len(tokens), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            gradients = known[part] @ low_rank
+            gradients = by_column[part] @ low_rank
             gradients += self._mixed[layer][tokens[part]]
             total[part] = np.abs(gradients, out=gradients) @ box32
-        total *= passed.factor * (1 + 2 * (len(box) + 4) * UNIT)
-        result: Vector = total + read.off(float(sizes @ box), known.shape[1]) + TINY * max(1.0, passed.factor)
+        total *= factor * (1 + 2 * (len(box) + 4) * UNIT)
+        # Each gradient is a sum of products of up to three float32 matrices. Each of them has the error of a product of
+        # H or C numbers, relative to the product of the lengths.
+        sizes = np.linalg.norm(derivative.columns, axis=0) @ np.linalg.norm(derivative.rows, axis=1)
+        length = (factor + float(sizes)) * float(self._columns[layer] @ box)
+        terms = 2 * len(mean) + by_column.shape[1]
+        result: Vector = total + read.off(length, max(1.0, factor) * (1 + float(box.sum())), terms)
         return result
 
 
@@ -198,27 +217,27 @@ class Beside:
     product of the two 2-norms, where u is the unit roundoff.
     """
 
-    def __init__(self, rows: NDArray[np.float32], sizes: Vector, mean: Vector) -> None:
+    def __init__(self, rows: Matrix32, sizes: Vector, mean: Vector) -> None:
         self._rows, self._mean = rows, mean
         self._sizes: Vector = sizes + float(np.linalg.norm(mean))
 
-    def products(self, columns: Matrix) -> NDArray[np.float32]:
-        """Returns (r_j - m) . c_i for the columns c_i, (H, N): (P, N)."""
+    def products(self, columns: Matrix) -> Matrix32:
+        """Returns (r_j - m) . c_i for the columns c_i, (H, N): (P, N). `off` bounds the rounding errors."""
         products = self._rows @ columns.astype(np.float32)
         products -= (self._mean @ columns).astype(np.float32)
         return products
 
-    def off(self, length: float, terms: int = 0) -> Vector:
+    def off(self, length: float, weight: float = 1.0, terms: int = 0) -> Vector:
         """Bounds the rounding error of each row's product with a column of this length, (P). It also bounds the error
-        of a sum of such products if their columns' lengths add up to `length`. terms: the number of further float32
-        operations of which each result consists."""
+        of a weighted sum of such products. `length` is then the weighted sum of the columns' lengths, and `weight` the
+        sum of the weights. terms: the number of further float32 operations of which each result consists."""
         terms += self._rows.shape[1] + 16
-        result: Vector = self._sizes * (length * 2 * terms * UNIT / (1 - terms * UNIT)) + TINY
+        result: Vector = self._sizes * (length * 2 * terms * UNIT / (1 - terms * UNIT)) + TINY * weight
         return result
 
 
-def _small(*arrays: Matrix | Vector) -> bool:
-    """Returns whether all numbers can be multiplied in float32."""
+def _fits_float32(*arrays: Matrix | Vector | Matrix32) -> bool:
+    """Returns whether no number exceeds LARGEST."""
     return all(bool(np.abs(values).max(initial=0.0) < LARGEST) for values in arrays)
 
 
@@ -229,4 +248,6 @@ def _those_that_matter(shares: Vector, moved: Vector) -> NDArray[np.intp]:
     added = np.where(moved < MOST_MOVED, shares * np.expm1(np.minimum(moved, MOST_MOVED)), np.inf)
     order = np.argsort(added)
     negligible = np.cumsum(added[order]) <= NEGLIGIBLE * np.tanh(moved.max() / 2)
-    return np.sort(order[int(np.count_nonzero(negligible)) :])
+    matter = np.ones(len(moved), np.bool_)
+    matter[order[: np.count_nonzero(negligible)]] = False
+    return np.flatnonzero(matter)

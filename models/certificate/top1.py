@@ -48,12 +48,12 @@ class Top1:
     computed."""
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
-        self._mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
+        self.mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
         self.rows = head_weight(weights).astype(np.float64)
         """The output matrix: (V, H)."""
         self._bias = weights["head.bias"].astype(np.float64)
         self._norms = np.linalg.norm(self.rows, axis=1) * (1 + MARGIN) + TINY
-        self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
+        self.gain = weights["norm.weight"].astype(np.float64) if self.mixes else np.ones(architecture.hidden)
 
     def proved(self, bound: WindowBound) -> Flags:
         """Returns, for each window, whether its most probable token is proved to be the most probable one of every run:
@@ -101,8 +101,8 @@ class Top1:
 
     @cached_property
     def margins(self) -> LogitMargins:
-        """The logit margins. They are computed on first use, because they need as much memory as the output layer."""
-        return LogitMargins(self.rows, self._gain, self._mixes)
+        """The logit margins. They are computed on first use, because they need more memory than the output layer."""
+        return LogitMargins(self.rows, self.gain, self.mixes)
 
     def moves(self, bound: WindowBound, row: int) -> LogitMoves:
         """Returns the bounds of the distance between one window's logits, as computed here, and any run's."""
@@ -112,8 +112,8 @@ class Top1:
         shares /= shares.sum()
         if not np.isfinite(radius):
             return LogitMoves(logits, shares, np.full(len(shares), np.inf), np.inf)
-        # `off` bounds |sum(shares * changes of the logits)|, which is not 0 because of the rounding of the logits, the
-        # shares and the mean.
+        # `off` bounds |sum(shares * changes of the logits relative to their mean)|, which is not 0 because of the
+        # rounding of the logits, the shares and the mean.
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
         off = (2 * logit + roundoff(len(shares))) * longest * radius
@@ -123,8 +123,8 @@ class Top1:
         else:
             windows = np.array([row])
             along = float(self.stream(bound, bound.norm.along(windows), windows)[0])
-            moved = self.margins.moved(bound, row, shares, along)
-            off += self.margins.mean_off * float(bound.norm.ball[row])
+            moved, of_mean = self.margins.moved(bound, row, shares, along)
+            off += of_mean
         return LogitMoves(logits, shares, moved, off)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
@@ -134,7 +134,7 @@ class Top1:
             error = bound.steps[-1].error[0]
             moved = _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
             return np.where(error.ball[rows] < BEYOND, moved, np.inf)
-        g = gap * self._gain
+        g = gap * self.gain
         windows, row = np.unique(rows, return_inverse=True)
         gradient, left = bound.norm.pull(g, rows)
         pulled = np.concatenate([gradient, bound.norm.along(windows)])
@@ -149,7 +149,7 @@ class Top1:
         """Returns bounds of the changes of `g . x`, where x is the last LayerNorm's input: (P). g: (P, H). Vector j of
         g belongs to window `rows[j]`."""
         left = np.zeros(len(g))
-        for step, mix in zip(reversed(bound.steps), reversed(self._mixes), strict=True):
+        for step, mix in zip(reversed(bound.steps), reversed(self.mixes), strict=True):
             left = left + np.linalg.norm(g, axis=1) * step.off[rows]
             if step.fed is not None and step.norm is not None:
                 inner, units_left = step.fed.pull(g, rows)

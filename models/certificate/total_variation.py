@@ -86,5 +86,6 @@ def variation_by_token(shares: Vector, moved: Vector, off: float = 0.0) -> float
     order = np.argsort(-moved)
     taken = np.minimum(np.cumsum(weights[order]), float(weights.sum()) / 2 + off)
     steep = np.where(moved > 0, np.expm1(moved) / np.maximum(moved, TINY), 1.0)
-    sought = float(np.diff(taken, prepend=0.0) @ steep[order])
+    taken[1:] -= taken[:-1].copy()
+    sought = float(taken @ steep[order])
     return min(sought, float(np.tanh(moved.max() / 2)), 1.0) * (1 + MARGIN)
