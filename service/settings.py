@@ -94,8 +94,8 @@ class Settings(BaseModel):
     inline_batch_max_us: int = Field(
         default=1000,
         ge=0,
-        description="a batch of one-token steps runs on the event loop if its expected duration is at most this value; "
-        "every other batch runs on the runner's thread",
+        description="a batch of one-token steps runs on the event loop if its expected duration is at most this value, "
+        "and a single step if it is at most three times this value; every other batch runs on the runner's thread",
     )
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="largest number of requests in one batch")
     max_queue: int = Field(

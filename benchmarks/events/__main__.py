@@ -16,9 +16,10 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer, models
 
 from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, connect, http_request
 from benchmarks.summary import Spread, provenance, write_json
-from tests.service.live_server import live_server
+from tests.service.live_server import LiveServer, live_server
 from wane.models.bundle import Bundle
 from wane.models.export.export import export_bundle
 from wane.models.manifest import Architecture, Precision, Provenance
@@ -47,17 +48,26 @@ other load."""
 
 WARM_UP = 50  # steps that are not measured, at the beginning of every round
 BASELINE = "ONNX Runtime and numpy, top 20"
-STEPS: Mapping[str, Mapping[str, Any]] = {
-    "top 5": {},
-    "top 20": {"top_k": 20},
-    "top 20, int8 weights": {"top_k": 20},
-    "top 20, exclude_seen": {"top_k": 20, "exclude_seen": True},
-    "top 20 of 1,000 candidates": {"top_k": 20, "candidates": range(1000)},
+
+
+class Kind(NamedTuple):
+    """A measured kind of steps. fields: the fields of the request body in addition to `events`. model: the model that
+    answers. threads: the number of threads of the server's graphs."""
+
+    fields: Mapping[str, Any]
+    model: str = NAME
+    threads: int = 1
+
+
+STEPS: Mapping[str, Kind] = {
+    "top 5": Kind({}),
+    "top 20": Kind({"top_k": 20}),
+    "top 20, two threads": Kind({"top_k": 20}, threads=2),
+    "top 20, int8 weights": Kind({"top_k": 20}, model=INT8),
+    "top 20, exclude_seen": Kind({"top_k": 20, "exclude_seen": True}),
+    "top 20 of 1,000 candidates": Kind({"top_k": 20, "candidates": range(1000)}),
 }
-"""The measured kinds of steps. Each name maps to the fields of the request body in addition to `events`."""
-OF_INT8 = "top 20, int8 weights"
-"""The kind of steps that the model INT8 answers. It has the same weights as NAME, as int8 numbers. The model NAME
-answers the other kinds."""
+"""The measured kinds of steps by name. The model INT8 has the same weights as NAME, as int8 numbers."""
 
 
 def export(folder: Path, items: int, hidden: int, name: str, precision: Precision) -> Path:
@@ -116,7 +126,7 @@ def clicked(items: int, count: int, seed: int) -> list[int]:
 
 def bodies(name: str, items: int, count: int, seed: int) -> Iterator[str]:
     """Yields the request bodies of `count` steps of the kind `name`, a key of STEPS."""
-    fields = dict(STEPS[name])
+    fields = dict(STEPS[name].fields)
     if "candidates" in fields:
         fields["candidates"] = [item(index) for index in fields["candidates"]]
     for index in clicked(items, count, seed):
@@ -164,15 +174,18 @@ def measure(items: int, hidden: int, rounds: int, steps: int) -> list[dict[str, 
         path = export(Path(folder), items, hidden, NAME, "float32")
         export(Path(folder), items, hidden, INT8, "int8")
         runner = OnnxRunner(Bundle.read(path), "cpu", 1)
-        with live_server(WANE_BUNDLES=folder, WANE_DEFAULT_MODEL=NAME) as server:
-            port = int(server.url.rpartition(":")[2])
+        with ExitStack() as stack:
+            ports = dict[int, int]()
+            for threads in sorted({kind.threads for kind in STEPS.values()}):
+                settings = {"WANE_BUNDLES": folder, "WANE_DEFAULT_MODEL": NAME, "WANE_THREADS": str(threads)}
+                ports[threads] = port_of(stack.enter_context(live_server(**settings)))
             for turn in range(rounds):
                 tokens = [2 + index for index in clicked(items, steps + WARM_UP, turn)]
                 found[BASELINE].append(measured_runs(runner, hidden, tokens, 20))
-                for number, name in enumerate(STEPS):
-                    session = f"{turn}-{number}"
+                for number, (name, kind) in enumerate(STEPS.items()):
+                    session, port = f"{turn}-{number}", ports[kind.threads]
                     with connect(port) as connection:
-                        creation = {"session": session, "model": INT8 if name == OF_INT8 else NAME}
+                        creation = {"session": session, "model": kind.model}
                         connection.sendall(http_request("/v1/sessions", json.dumps(creation)))
                         connection.recv(READ_AT_ONCE)
                     path_of_steps = f"/v1/sessions/{session}/tokens"
@@ -188,6 +201,11 @@ def measure(items: int, hidden: int, rounds: int, steps: int) -> list[dict[str, 
         }
         for name, of_rounds in found.items()
     ]
+
+
+def port_of(server: LiveServer) -> int:
+    """Returns the server's port."""
+    return int(server.url.rpartition(":")[2])
 
 
 def table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
@@ -212,9 +230,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
     results = measure(options.items, options.hidden, options.rounds, options.steps)
-    p50_ms = next(one["p50_ms"] for one in results if one["what"] == "top 20").median
+    met = [one["what"] for one in results if one["what"] in STEPS and one["p50_ms"].median <= TARGET_MS]
     title = f"{options.items:,} items, {options.hidden} units; the target is a p50 of {TARGET_MS:g} ms with top 20"
-    Console(width=120).print(table(results, title), f"top 20: {'met' if p50_ms <= TARGET_MS else 'missed'}")
+    Console(width=120).print(table(results, title), f"the target is met by: {'; '.join(met) or 'none'}")
     if options.json is not None:
         sizes = {name: getattr(options, name) for name in ("items", "hidden", "rounds", "steps")}
         origin = provenance("benchmarks.events", "onnxruntime", "numpy", bundles=[])

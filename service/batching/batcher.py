@@ -31,6 +31,10 @@ from wane.service.state.pool import StatePool
 
 logger = logging.getLogger("wane.engine")
 
+ALONE = 3
+"""The factor of `inline_s` for a batch of one item. While the event loop runs the only waiting item, it can do little
+else for the clients. The handover to the other thread and back may take as long as the run if the processor is idle."""
+
 MOST_TAKEN = 2
 """The largest number of batches handed to the runner: the running batch and the next batch."""
 
@@ -114,7 +118,8 @@ class Batcher:
     ) -> None:
         """`max_queue`: the limit of items in each of the scheduler's two queues. `cost_model` learns from the time of
         every run. `inline_s`: a batch of steps or heads runs on the event loop's thread if its expected run time in
-        seconds is at most this. For such a batch the handover to the other thread costs more than the run."""
+        seconds is at most this, or at most ALONE times this for a single item. For such a batch the handover to the
+        other thread costs more than the run."""
         self._runner = runner
         self._pool = pool
         self._max_batch = max_batch_size
@@ -301,7 +306,8 @@ class Batcher:
 
     def _quick(self, role: Role, count: int) -> bool:
         """Returns whether a batch should run on the event loop's thread."""
-        return role in ONE_TOKEN and self._times.expected(role, count) <= self._inline_s
+        limit_s = self._inline_s * ALONE if count == 1 else self._inline_s
+        return role in ONE_TOKEN and self._times.expected(role, count) <= limit_s
 
     def _hand_over(self, items: list[WorkItem], columns: ColumnBatch | None) -> None:
         """Hands a batch to the runner's thread."""

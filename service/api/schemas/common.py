@@ -132,7 +132,7 @@ Prove = Annotated[
     bool,
     Field(
         description="true: if the window leaves out tokens, search for a proof that recurrent mode has the same most "
-        "probable token, and for a smaller error_bound. The search takes several times as long as the run of a window, "
+        "probable token, and for a smaller error_bound. The search takes about twice as long as the run of a window, "
         "and each model runs one search at a time. The search is only for models that compute the error bound from a "
         "window's tokens. false: top1_proved follows from the margin between the first two predictions, and "
         "error_bound comes from the certificate or the window's run"

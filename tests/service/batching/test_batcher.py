@@ -15,7 +15,8 @@ from tests.service.engine_harness import HIDDEN, TIMEOUT_S, Clock, FakeRunner, b
 from wane.models.manifest import Role
 from wane.service.batching import batcher
 from wane.service.batching.batch import Row, Work, fits
-from wane.service.batching.batcher import EMA_ALPHA, Batcher
+from wane.service.batching.batcher import ALONE, EMA_ALPHA, Batcher
+from wane.service.batching.cost_model import RunTimeModel
 from wane.service.batching.ticket import Ticket
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
@@ -464,6 +465,19 @@ async def test_slow_steps_do_not_run_on_the_event_loop() -> None:
     finally:
         await rig.batcher.close()
     assert rig.runner.inline == [False, False, False]
+
+
+async def test_a_single_step_may_take_longer_on_the_event_loop_than_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(inline_s=1.0)
+    monkeypatch.setattr(RunTimeModel, "expected", lambda *_: float(ALONE))
+    try:
+        await rig.step(2)
+        await asyncio.gather(rig.step(2), rig.step(3))
+        monkeypatch.setattr(RunTimeModel, "expected", lambda *_: ALONE + 1.0)
+        await rig.step(2)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.inline == [True, False, False]
 
 
 async def test_steps_wait_for_a_running_window() -> None:
