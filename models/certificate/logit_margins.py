@@ -26,7 +26,7 @@ from wane.models.certificate.deviation import MARGIN, Linear
 from wane.models.certificate.interval_rounding import Matrix, Vector
 from wane.models.certificate.request import WindowBound
 
-NEGLIGIBLE = 8e-3
+NEGLIGIBLE = 1e-3
 """The tokens whose logits are bounded by the radius alone may together add at most this share of the total variation's
 bound that the radius alone implies."""
 
@@ -230,7 +230,7 @@ class Beside:
     def off(self, length: float, weight: float = 1.0, terms: int = 0) -> Vector:
         """Bounds the rounding error of each row's product with a column of this length, (P). It also bounds the error
         of a weighted sum of such products. `length` is then the weighted sum of the columns' lengths, and `weight` the
-        sum of the weights. terms: the number of further float32 operations of which each result consists."""
+        sum of the weights. terms: the number of additional float32 operations for each result."""
         terms += self._rows.shape[1] + 16
         result: Vector = self._sizes * (length * 2 * terms * UNIT / (1 - terms * UNIT)) + TINY * weight
         return result

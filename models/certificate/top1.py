@@ -49,11 +49,13 @@ class Top1:
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
         self.mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
+        """The mixing matrices, by layer. Empty for a plain network."""
         self.rows = head_weight(weights).astype(np.float64)
         """The output matrix: (V, H)."""
         self._bias = weights["head.bias"].astype(np.float64)
         self._norms = np.linalg.norm(self.rows, axis=1) * (1 + MARGIN) + TINY
         self.gain = weights["norm.weight"].astype(np.float64) if self.mixes else np.ones(architecture.hidden)
+        """The last LayerNorm's gain: (H)."""
 
     def proved(self, bound: WindowBound) -> Flags:
         """Returns, for each window, whether its most probable token is proved to be the most probable one of every run:

@@ -32,8 +32,8 @@ from wane.service.state.pool import StatePool
 logger = logging.getLogger("wane.engine")
 
 ALONE = 3
-"""The factor of `inline_s` for a batch of one item. While the event loop runs the only waiting item, it can do little
-else for the clients. The handover to the other thread and back may take as long as the run if the processor is idle."""
+"""The factor of `inline_s` for a batch of one item. A batch of one means that few requests arrive. The processor is
+then often idle, so the handover to the other thread and back is slow: it waits until the thread is woken up."""
 
 MOST_TAKEN = 2
 """The largest number of batches handed to the runner: the running batch and the next batch."""
