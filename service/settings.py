@@ -180,14 +180,10 @@ class Settings(BaseModel):
         description="part of every key in Redis; servers with different namespaces do not share sessions",
     )
     store_timeout_ms: int = Field(
-        default=1000, ge=1, description="timeout of a Redis command; after a timeout, Redis counts as unreachable"
-    )
-    store_failure_mode: Literal["reject", "degrade"] = Field(
-        default="reject",
-        description="behaviour while Redis is unreachable: with reject, requests to sessions are answered with 503; "
-        "with degrade, the server continues each session from the last tokens that it has, and the answers have "
-        "`durable`: false. When Redis is reachable again, the server writes these sessions to Redis, except "
-        "sessions that another server has changed",
+        default=1000,
+        ge=1,
+        description="timeout of a Redis command; after a timeout, Redis counts as unreachable, and requests to "
+        "sessions are answered with 503 until Redis answers again",
     )
     store_policy: str = Field(
         default="auto",

@@ -469,8 +469,7 @@ CREATED = (
 )
 
 DURABLE = (
-    "whether the session store has acknowledged the session's latest tokens; if false, these tokens may be lost; "
-    "present only if replicas share the store"
+    "true: the session store has acknowledged the session's latest tokens; present only if replicas share the store"
 )
 
 
@@ -566,8 +565,8 @@ class Answer:
     `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
     the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
     `replayed` for steps only. `created` is true if the step created the session, or if the step is a replay of the step
-    that created it. `durable` is present if replicas share the session store. `durable` says whether the store has the
-    session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache. `cache_tokens` is the
+    that created it. `durable` is true if replicas share the session store, which has acknowledged the session's tokens.
+    Otherwise it is absent. `cache_tokens` is present if the answer is a mixture with the model's cache, and is the
     number of tokens in the cache. `logits`, float32 (V), are present if the request asked for them, and are never in
     JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the request asked for them:
     the log-probability of each token of a step, in recurrent mode. With a zero start, the value of the sequence's first

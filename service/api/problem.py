@@ -83,13 +83,16 @@ def describe(error: Exception) -> Failure:
     """Returns the facts of `error` that a client may see. Hides the details of an unexpected error."""
     if isinstance(error, WaneError):
         headers: dict[str, str] = {}
+        extra = error.extra()
         if isinstance(error, Overloaded | Unavailable):
-            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+            wait_s = max(1, math.ceil(error.retry_after_s))
+            headers["retry-after"] = str(wait_s)
+            extra["retry_after_s"] = wait_s  # a message of a WebSocket and an item of a batch have no headers
         if isinstance(error, TooLarge | BodyTimeout | Unauthorized):
             headers["connection"] = "close"  # the connection is closed, because the rest of the body is not read
         if isinstance(error, Unauthorized):
             headers["www-authenticate"] = BASIC if error.basic else BEARER
-        return Failure(error.http_status, error.code, error.message, error.retryable, error.extra(), headers)
+        return Failure(error.http_status, error.code, error.message, error.retryable, extra, headers)
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase
         detail = {

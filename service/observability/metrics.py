@@ -270,13 +270,6 @@ class Metrics:
         self.store_roundtrip_commands = histogram(
             "wane_store_roundtrip_commands", "Commands per round trip to the session store.", BATCH_ITEMS, "store"
         )
-        self.sessions_not_durable = gauge(
-            "wane_sessions_not_durable", "Sessions with tokens that are in this process only, not in the store."
-        )
-        self.sessions_conflict_discarded = counter(
-            "wane_sessions_conflict_discarded",
-            "Sessions whose non-durable tokens were discarded because another writer had changed the session.",
-        )
 
         # Agreement of window and recurrent answers.
         self.agreement_compared = counter(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.stack.harness.history import Append, Outcome, faults
 
-ACKNOWLEDGED, NOT_DURABLE, UNKNOWN, REFUSED = Outcome
+ACKNOWLEDGED, UNKNOWN, REFUSED = Outcome
 
 
 def steps(*tokens: int, outcome: Outcome = ACKNOWLEDGED) -> list[Append]:
@@ -92,15 +92,6 @@ def test_a_rejected_append_is_not_applied() -> None:
     history = [append(7, 0), append(8, 1, REFUSED, 2)]
     assert not faults(history, [7])
     assert kinds(history, 7, 8) == ["refused"]
-
-
-def test_tokens_that_were_not_durable_may_be_lost_but_not_reordered() -> None:
-    history = steps(7, 8, 9, outcome=NOT_DURABLE)
-    for final in ([], [7], [7, 8], [7, 8, 9]):
-        assert not faults(history, final)
-    assert kinds(history, 8, 7) == ["reordered"]
-    loose = [append(token, None, NOT_DURABLE, 2 * number) for number, token in enumerate((7, 8))]
-    assert kinds(loose, 8, 7) == ["reordered"]
 
 
 def test_an_append_of_unknown_outcome_does_not_hide_a_loss() -> None:

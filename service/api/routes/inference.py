@@ -106,12 +106,12 @@ async def live() -> Response:
 @router.get("/health/ready", response_model=ServerReadyDocument)
 async def server_ready(request: Request) -> Response:
     """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
-    available if steps require it. Answers 503 otherwise, like /readyz."""
+    reachable. Answers 503 otherwise, like /readyz."""
     models = registry(request)
     if not models.ready:
         raise Unavailable(f"the server is {models.status}")
-    if models.store is None or not models.store.ready:
-        raise Unavailable("the session store is unavailable")
+    if models.store is None or not models.store.reachable:
+        raise Unavailable("the session store cannot be reached")
     return encode.reply({"ready": True})
 
 

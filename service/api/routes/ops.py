@@ -31,17 +31,17 @@ async def healthz() -> Response:
     responses={
         503: {
             "model": ReadinessDocument,
-            "description": "the process is loading or draining, or its session store is unavailable",
+            "description": "the process is loading or draining, or it cannot reach its session store",
         }
     },
 )
 async def readyz(request: Request) -> Response:
     """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
-    available if steps require it. Answers 503 otherwise. A model answers requests as soon as it is loaded, even before
-    the process is ready."""
+    reachable. Answers 503 otherwise. A model answers requests as soon as it is loaded, even before the process is
+    ready. A process that cannot reach the session store still answers requests without a session."""
     models = registry(request)
     store = models.store
-    ready = models.ready and store is not None and store.ready
+    ready = models.ready and store is not None and store.reachable
     served = models.served
     unknown = models.device == "auto" or (models.status == "loading" and not served)
     document = {
@@ -62,7 +62,7 @@ def _standing(engine: Engine) -> ModelStandingDocument:
 
 
 def _health(store: StoreHealth) -> StoreDocument:
-    return {"kind": store.kind, "reachable": store.reachable, "not_durable": store.not_durable}
+    return {"kind": store.kind, "reachable": store.reachable}
 
 
 @router.head("/metrics", include_in_schema=False)

@@ -16,7 +16,7 @@ document:
     1008   a missing, invalid or revoked key; * a message that takes too long to receive, or has too many frames
     1009 * a message longer than the largest accepted body
     1011   an unexpected error
-    1012   the server is loading or stopping: try again
+    1012   the server is loading or stopping, or it cannot reach its session store: try again
     1013   the key exceeded its rate limit when the socket was opened; * the server receives too many bytes: try again
     4404   an unknown or deleted session. The server sends this code after the socket's first message, because that
            message may create the session

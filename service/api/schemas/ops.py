@@ -23,12 +23,11 @@ class ModelStandingDocument(ModelDocument):
 
 
 class StoreDocument(TypedDict):
-    """The session store. `kind` is memory or redis. `not_durable` is the number of sessions with tokens that are not in
-    the store yet."""
+    """The session store. `kind` is memory or redis. While it is not reachable, requests to sessions are answered with
+    503."""
 
     kind: str
     reachable: bool
-    not_durable: int
 
 
 class FailedModelDocument(TypedDict):
@@ -41,7 +40,7 @@ class FailedModelDocument(TypedDict):
 
 class ReadinessDocument(TypedDict):
     """The readiness of the server. `ready` is true if every model has loaded or failed to load, the server is not
-    draining, and the session store is available if steps require it. `models` lists the models that are ready.
+    draining, and the session store is reachable. `models` lists the models that are ready.
     `loading` lists the models that are being loaded; requests for them wait. `device` is null until the first model is
     loaded. `store` is null until the session store is open."""
 

@@ -69,7 +69,6 @@ REVISION = struct.Struct(">Q")
 _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
 _HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
-_STAMP = slice(1, 9)
 IDENTITIES = 4096  # size of the cache of identities: above the number of versions and modes of all loaded models
 
 
@@ -83,13 +82,6 @@ def head(record: SessionRecord) -> bytes:
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
     stamp = secrets.randbits(STAMP_BITS)
     return _HEAD.pack(FORMAT, stamp, record.position, start, tokens, key or b"") + identity
-
-
-def mark(revision: int, about: bytes = b"") -> bytes:
-    """Returns the mark of a session at `revision`. Equal marks mean that the stored session has not changed. `about` is
-    the session as `head` encodes it, which includes a random stamp. With `about`, the marks of two sessions that
-    different writers stored at the same revision also differ."""
-    return REVISION.pack(revision) + about[_STAMP]
 
 
 def write(record: SessionRecord) -> bytes:

@@ -25,10 +25,9 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
             file=settings.session_file,
         )
     # Imported here because the import takes long, and most servers keep sessions in memory.
-    from wane.service.sessions.stores.fallback import FallbackStore
     from wane.service.sessions.stores.redis import RedisStore
 
-    shared = RedisStore(
+    return RedisStore(
         _with_password(settings),
         namespace=settings.store_namespace,
         session_history_tokens=session_history_tokens,
@@ -37,7 +36,6 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
         timeout_s=settings.store_timeout_ms / 1000,
         metrics=metrics,
     )
-    return shared if settings.store_failure_mode == "reject" else FallbackStore(shared, settings.session_ttl_s, metrics)
 
 
 def _with_password(settings: Settings) -> str:

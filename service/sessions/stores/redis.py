@@ -45,37 +45,10 @@ their scores."""
 DOUBT_BITS = 40
 """Number of bits of a random score that marks a session's expiry time as uncertain. In the sorted set of an owner's
 sessions, a session's score is its expiry time in milliseconds since 1970. A random score of so few bits is a time in
-the past. So a `claim` that finds the set full takes the session for expired, and looks it up."""
+the past. So a `_claim` that finds the set full takes the session for expired, and looks it up."""
 DONE = (1, 2)
 """The append script's replies if it appended the tokens: at the next revision (1), or at a new random revision (2),
 which is used if Redis was restarted or saved to disk since the session's last change."""
-NOBODY = b""
-"""The mark (`codec.mark`) of a session that does not exist."""
-
-
-class Unanswered(Unavailable):
-    """Redis did not answer a change of the session. `before` is the session before the change. The mark (`codec.mark`)
-    of the stored session is now one of `marks`, unless another process changed the session."""
-
-    def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
-        super().__init__(message)
-        self.before = before
-        self.marks = marks
-
-
-def extended(
-    record: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep, session_history_tokens: int
-) -> SessionRecord:
-    """Returns the session after a step that appended `tokens`."""
-    position = record.position + len(tokens)
-    tail = record.tail.append(tokens, position, session_history_tokens)
-    return record._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
-
-
-def rewound(record: SessionRecord, position: int) -> SessionRecord:
-    """Returns the session rewound to `position`, at a new revision."""
-    tail = record.tail.without_last(record.position - position)
-    return record._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
 
 
 class RedisStore:
@@ -102,24 +75,20 @@ class RedisStore:
         self._remembered = RecordCache(budget_bytes, ttl_s, clock)
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
+        session = record.session
         if most is not None:
-            await self.claim(record.session, most)
-        return await self.make(record._replace(revision=branch()), counts=most is not None)
-
-    async def make(self, fresh: SessionRecord, *, counts: bool) -> SessionRecord | None:
-        """Adds a new session, and returns it. Returns None if a session with this id exists. `fresh` must have a new
-        revision. `counts` says whether `claim` has counted the session against its owner's quota."""
-        made: SessionRecord | None = None
+            await self._claim(session, most)
+        created: SessionRecord | None = None
         try:
-            made = await self.replace(fresh, [NOBODY], since=0)  # deletes an earlier session's state
+            created = await self._replace(record._replace(revision=branch()), None)
         finally:
-            # If the session was not created, its expiry time in the set is marked as uncertain. A later `claim` then
+            # If the session was not created, its expiry time in the set is marked as uncertain. A later `_claim` then
             # removes the entry unless the session exists.
-            if counts:
-                self.trips.tell(*(self.counting(fresh.session) if made is not None else self._doubting(fresh.session)))
-        return made
+            if most is not None:
+                self.trips.tell(*(self.counting(session) if created is not None else self._doubting(session)))
+        return created
 
-    async def claim(self, session: str, most: int) -> None:
+    async def _claim(self, session: str, most: int) -> None:
         """Counts a new session against its owner's quota of `most` sessions. Raises QuotaExceeded.
 
         Redis does not notify when a session expires. The set therefore holds, for each session, the time when the
@@ -178,31 +147,34 @@ class RedisStore:
         """See `Store`. If the session is not at the revision of `record`, caches the current session.
 
         A script that was sent twice may have appended the tokens the first time, and may have failed the second time,
-        because another process appended in between. Raises Unanswered if the second run failed, because the result of
+        because another process appended in between. Raises Unavailable if the second run failed, because the result of
         the first run is unknown.
         """
         session, revision = record.session, record.revision
-        after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
+        position = record.position + len(tokens)
+        after = record._replace(
+            position=position,
+            tail=record.tail.append(tokens, position, self.session_history_tokens),
+            revision=appended(revision),
+            last=step,
+            idle_s=0.0,
+            snapshot=None,
+        )
         other = branch()
         width = after.tail.width
-        head = codec.head(after)
-        try:
-            done = await self.trips.run(
-                APPEND,
-                self.keys(session),
-                codec.mark(revision),
-                codec.mark(after.revision),
-                codec.mark(other),
-                head,
-                b"".join([token.to_bytes(width, "little") for token in tokens]),
-                0 if after.position <= self.session_history_tokens else self.session_history_tokens * width,
-                self._ttl_ms,
-                b"" if snapshot is None else write_snapshot(snapshot),
-                tells=lambda done: done in DONE,
-            )
-        except Unavailable as error:
-            marks = (codec.mark(revision), codec.mark(after.revision, head), codec.mark(other, head))
-            raise Unanswered(error.message, record, marks) from error
+        done = await self.trips.run(
+            APPEND,
+            self.keys(session),
+            codec.REVISION.pack(revision),
+            codec.REVISION.pack(after.revision),
+            codec.REVISION.pack(other),
+            codec.head(after),
+            b"".join([token.to_bytes(width, "little") for token in tokens]),
+            0 if position <= self.session_history_tokens else self.session_history_tokens * width,
+            self._ttl_ms,
+            b"" if snapshot is None else write_snapshot(snapshot),
+            tells=lambda done: done in DONE,
+        )
         if done not in DONE:
             self._lost(session, done)
             return None
@@ -215,19 +187,16 @@ class RedisStore:
         before = await self.get(session)
         if before is None or before.revision != revision:
             return None
-        after = rewound(before, position)
-        try:
-            return await self.replace(after, [codec.mark(revision)])
-        except Unavailable as error:
-            raise Unanswered(error.message, before, (codec.mark(revision), codec.mark(after.revision))) from error
+        tail = before.tail.without_last(before.position - position)
+        return await self._replace(
+            before._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None),
+            revision,
+        )
 
-    async def replace(
-        self, record: SessionRecord, marks: Sequence[bytes], since: int | None = None
-    ) -> SessionRecord | None:
-        """Replaces a session whose mark is one of `marks` with `record`, which must have a new revision. Returns None,
-        without side effects, if the session's mark is none of `marks`. `since` is the position up to which the stored
-        session and `record` are equal, by default the position of `record`. The stored state is deleted if its position
-        is after `since`."""
+    async def _replace(self, record: SessionRecord, before: int | None) -> SessionRecord | None:
+        """Replaces a session at the revision `before` with `record`, which must have a new revision. If `before` is
+        None, the session must not exist. Returns None, without side effects, if the session is at another revision. A
+        stored state that has read other tokens than `record` is deleted."""
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -235,8 +204,8 @@ class RedisStore:
             data[: codec.REVISION.size],
             codec.after_run(data),
             self._ttl_ms,
-            record.position if since is None else since,
-            *marks,
+            0 if before is None else record.position,
+            b"" if before is None else codec.REVISION.pack(before),
         )
         if done != 1:
             self._lost(record.session, done)
@@ -257,7 +226,7 @@ class RedisStore:
 
     @property
     def standing(self) -> StoreHealth:
-        return StoreHealth(KIND, reachable=self.trips.reachable, ready=self.trips.reachable)
+        return StoreHealth(KIND, self.trips.reachable)
 
     async def open(self) -> None:
         await self.trips.open()

@@ -95,8 +95,6 @@ class RedisPipeline:
         self._commands = metrics.store_roundtrip_commands.labels(KIND)
         self._up = metrics.store_up
         self.reachable = False
-        self.was_reached = False
-        self.on_back: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
         """Checks whether Redis is reachable. If not, starts to probe it."""
@@ -240,13 +238,12 @@ class RedisPipeline:
         self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        """Waits until Redis is reachable, then calls `on_back`."""
+        """Waits until Redis is reachable."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             if await self._greet():
                 break
         logger.warning("the session store is reachable")
-        self.on_back()
 
     async def _greet(self) -> bool:
         """Returns whether Redis answers a ping. If it answers, marks Redis as reachable."""
@@ -254,7 +251,7 @@ class RedisPipeline:
             await self._client.execute_command("PING")
         except (RedisError, OSError):
             return False
-        self.reachable = self.was_reached = True
+        self.reachable = True
         self._up.set(1)
         return True
 

@@ -15,14 +15,11 @@ from wane.service.types import Mode
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """The health of a store. `kind` is `memory` or `redis`. `reachable`: whether the store answers. `ready`: whether
-    requests to sessions can be answered. `not_durable`: the number of sessions with tokens that are only in this
-    process and not yet in the shared store."""
+    """The health of a store. `kind` is `memory` or `redis`. `reachable`: whether the store answers. Requests to
+    sessions are refused while it does not."""
 
     kind: str
     reachable: bool = True
-    ready: bool = True
-    not_durable: int = 0
 
 
 DIGEST_BYTES = 16
@@ -101,8 +98,8 @@ class SessionRecord(NamedTuple):
     rewound and stepped, or deleted and created again, is therefore not mistaken for the earlier session. `tail` holds
     the latest tokens. `idle_s` is the time between the session's last use and the read of this record. `model_version`
     is the version that created the session, for information only. `vocabulary` identifies the tokenizer of `tail`. A
-    model version with another tokenizer cannot run the session. `durable`: whether a shared store has the session at
-    this revision; None if the store is not shared. `snapshot` is the latest state in the store, if it was read.
+    model version with another tokenizer cannot run the session. `durable` is true if a shared store has acknowledged
+    this revision, and None if the store is not shared. `snapshot` is the latest state in the store, if it was read.
     """
 
     session: str
@@ -173,8 +170,7 @@ class Store(Protocol):
         checks whether the session is still the same.
 
         `to_step` says that the caller will append to the session. If it is true, the method also returns None if an
-        append would probably fail. It raises PositionConflict, once, if tokens that were acknowledged as not durable
-        have been lost since the last step.
+        append would probably fail.
         """
         ...
 

@@ -77,11 +77,10 @@ def is_refusal(answer: httpx.Response) -> bool:
     ) >= 1
 
 
-@pytest.mark.parametrize("mode", ["reject", "degrade"])
-def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: str) -> None:
+def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path) -> None:
     with (
         redis_server(tmp_path, OPTIONS) as redis,
-        live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url, WANE_STORE_FAILURE_MODE=mode) as server,
+        live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url) as server,
         httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
         sessions = Sessions(http)
@@ -106,28 +105,19 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
 
         redis.kill()
         away = sessions.step("s0", [8])
-        if mode == "reject":
-            assert (away.status_code, away.json()["code"]) == (503, "unavailable")
-        else:
-            assert (away.status_code, away.json()["durable"]) == (200, False)
+        assert (away.status_code, away.json()["code"]) == (503, "unavailable")
         redis.options = (*OPTIONS, "--maxmemory", "1")
         redis.start()
         server.read_until("the session store is reachable")
-        assert is_refusal(sessions.step("s4", [9])), (
-            "the server must not use its fallback: Redis is reachable, but full"
-        )
-        back = sessions.step("s0", [9])
-        if mode == "reject":
-            assert is_refusal(back)
-        else:
-            assert (back.status_code, back.json()["durable"]) == (200, False)
+        for session in ("s0", "s4"):
+            assert is_refusal(sessions.step(session, [9]))
         assert sessions.found() == sessions.at
 
         limit(redis, None)
         for session in ("s0", "s4"):
             assert sessions.step(session, [10]).json()["durable"] is True
         assert sessions.at["s4"] == len(TOKENS) + 1
-        assert sessions.at["s0"] == len(TOKENS) + (2 if mode == "reject" else 4)
+        assert sessions.at["s0"] == len(TOKENS) + 2
         assert evicted(redis) == 0
         assert server.stop() == 0
     with (

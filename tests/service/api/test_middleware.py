@@ -153,7 +153,7 @@ async def test_readiness_follows_the_registry(client: httpx.AsyncClient, registr
         device = None if status == "loading" else "cpu"
         answer = response.json()
         assert [model["model"] for model in answer.pop("models")] == (["fake"] if code == 200 else [])
-        assert answer.pop("store") == {"kind": "memory", "reachable": True, "not_durable": 0}
+        assert answer.pop("store") == {"kind": "memory", "reachable": True}
         loading = ["fake"] if status == "loading" else []
         assert answer == {"ready": code == 200, "status": status, "device": device, "loading": loading, "failed": []}
         assert (await client.get("/healthz")).json() == {"live": True}

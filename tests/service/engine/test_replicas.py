@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -162,21 +161,6 @@ async def test_a_session_with_a_history_is_the_same_at_every_replica(make_replic
     assert (await one.engine.rewind("s", 8)).error_bound == epsilon(1)
 
 
-async def test_a_session_with_a_history_can_start_without_the_store(
-    make_replica: MakeReplica, redis: RedisServer
-) -> None:
-    harness = await make_replica(store_failure_mode="degrade", harness_options={"certified": True, "max_window": 140})
-    redis.kill()
-    with suppress(Unavailable):
-        await harness.engine.get_session("nobody")
-    view = await harness.engine.create_session("s", history=History((5, 6), 4))
-    assert (view.durable, view.error_bound) == (False, harness.manifest.certificate.error_bound_at(2))
-    assert type(await harness.engine.create_session("s", history=History((5, 6), 4))) is SessionView
-    assert listed(await step(harness, 7, 4)) == ranked(harness.runner.logits([5, 6, 7]))
-    with pytest.raises(SessionExists):
-        await harness.engine.create_session("s", history=History((5, 6), 4))
-
-
 async def test_rewind_and_delete_at_one_replica_apply_at_the_other(make_replica: MakeReplica) -> None:
     one, other = await make_replica(), await make_replica()
     await one.engine.create_session("s")
@@ -268,7 +252,6 @@ class Client:
         self.harnesses = harnesses
         self.session = session
         self.random = Random(seed)
-        self.durable: list[int] = []
         self.answered: list[int] = []
 
     async def run(self, steps: int) -> None:
@@ -285,8 +268,7 @@ class Client:
                     continue
                 assert answer.position == position + 1
                 self.answered.append(token)
-                if answer.durable:
-                    self.durable = [*self.answered]
+                assert answer.durable is True
                 break
 
 
@@ -323,28 +305,6 @@ async def test_no_step_is_lost_or_repeated_when_redis_is_killed(make_replica: Ma
         assert record is not None
         assert record.position == 150
         assert await tail_of(harnesses[1], client.session) == client.answered[-16:]
-        assert client.durable == client.answered
-
-
-async def test_a_degraded_replica_loses_no_durable_step(make_replica: MakeReplica, redis: RedisServer) -> None:
-    harness = await make_replica(store_failure_mode="degrade")
-    clients = [Client([harness], f"c{index}", index) for index in range(12)]
-    for client in clients:
-        await harness.engine.create_session(client.session)
-    running = asyncio.gather(*(client.run(300) for client in clients))
-    for share in (0.2, 0.4, 0.6):
-        await until_answered(clients, share * 300 * len(clients))
-        redis.kill()
-        await until(lambda: harness.store.standing.not_durable > 0)
-        await asyncio.to_thread(redis.start)
-    await running
-    await until(lambda: harness.store.standing.reachable and not harness.store.standing.not_durable)
-    other = await make_replica()
-    for client in clients:  # no other replica has changed the sessions, so no step is lost
-        record = await other.store.get(client.session)
-        assert record is not None
-        assert record.position == 300
-        assert await tail_of(other, client.session) == client.answered[-16:]
 
 
 async def test_a_replica_without_its_store_refuses_steps_while_the_other_replica_serves(
@@ -357,36 +317,14 @@ async def test_a_replica_without_its_store_refuses_steps_while_the_other_replica
         between.sever()
         with pytest.raises(Unavailable):
             await step(severed, 6, 1)
-        assert not severed.store.standing.ready
+        assert not severed.store.standing.reachable
         severed.runner.calls.clear()
         with pytest.raises(Unavailable):
             await step(severed, 6, 1)
         assert severed.runner.calls == []  # the engine does not run a step that it cannot commit
         assert (await step(whole, 6, 1)).position == 2
         between.mend()
-        await until(lambda: severed.store.standing.ready)
+        await until(lambda: severed.store.standing.reachable)
         assert (await step(severed, 6, 1)).replayed is True
         answer = await step(severed, 7, 2)
         assert (listed(answer), answer.state) == (expected(severed, [5, 6, 7]), StateSource.RESIDENT)
-
-
-async def test_the_steps_in_the_store_replace_the_steps_of_a_degraded_replica(
-    make_replica: MakeReplica, redis: RedisServer
-) -> None:
-    async with proxy(redis.port) as between:
-        severed, whole = await make_replica(between.port, store_failure_mode="degrade"), await make_replica()
-        await severed.engine.create_session("s")
-        await step(severed, 5, 0)
-        between.sever()
-        for position, token in enumerate((6, 7), start=1):
-            answer = await step(severed, token, position)
-            assert (answer.durable, listed(answer)) == (False, expected(severed, [5, 6, 7][: position + 1]))
-        for position, token in enumerate((8, 9), start=1):
-            assert (await step(whole, token, position)).durable is True
-        between.mend()
-        await until(lambda: severed.store.standing.reachable and not severed.store.standing.not_durable)
-        with pytest.raises(PositionConflict, match="tokens that were acknowledged as not durable are lost") as caught:
-            await step(severed, 10, 3)
-        assert caught.value.position == 3
-        answer = await step(severed, 10, 3)
-        assert (answer.durable, listed(answer)) == (True, expected(severed, [5, 8, 9, 10]))

@@ -13,8 +13,7 @@ with the times at which they were invoked and answered. It finds these kinds of 
     refused       a token of an append that was rejected, but applied
 
 An append without an answer may have been applied, even after its client stopped waiting. Such an append counts as
-applied if the session's tokens can then be explained. The same rule holds for an append that was acknowledged as not
-durable, because a store may lose such an append, but not reorder it.
+applied if the session's tokens can then be explained.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Outcome(Enum):
     """The outcome of an operation, as its client knows it."""
 
     ACKNOWLEDGED = "acknowledged"
-    NOT_DURABLE = "not durable"
     UNKNOWN = "unknown"
     REFUSED = "refused"
 
@@ -95,7 +93,7 @@ class _Explanation:
     def __init__(self, history: Sequence[Append], fixed: Mapping[int, Append], final: tuple[int, ...]) -> None:
         self.final = final
         self.fixed = fixed
-        self.possible = [one for one in history if one.outcome in (Outcome.UNKNOWN, Outcome.NOT_DURABLE)]
+        self.possible = [one for one in history if one.outcome is Outcome.UNKNOWN]
         self.refused = [one for one in history if one.outcome is Outcome.REFUSED]
 
     def faults(self) -> list[Fault]:

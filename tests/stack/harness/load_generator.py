@@ -26,14 +26,13 @@ async def open_clients(
     first: Sequence[int],
     *,
     retries: bool = True,
-    yields: bool = False,
     name: str = "session",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[list[SessionClient]]:
     """Starts a client and a session for each entry of `first`. The entry is the number of tokens in the session's first
     step."""
     clients = [
-        SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
+        SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, dict(headers or {}))
         for number in range(len(first))
     ]
     turns = asyncio.Semaphore(AT_ONCE)

@@ -44,9 +44,8 @@ class SessionClient:
     """A session and its only client.
 
     If `retries` is true, each step names its expected position, and the client retries the step until it is answered.
-    If `retries` is false, the client sends each step once, without a position. If `yields` is true, the client
-    continues after a conflict (409) from the position in the answer. `answers` maps the position after each step to the
-    JSON document of its answer.
+    If `retries` is false, the client sends each step once, without a position. `answers` maps the position after each
+    step to the JSON document of its answer.
     """
 
     port: int
@@ -54,7 +53,6 @@ class SessionClient:
     random: Random
     vocabulary: int
     retries: bool = True
-    yields: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     position: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -62,7 +60,6 @@ class SessionClient:
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     timed: list[Timed] = field(default_factory=list)
     repeated: int = 0
-    conflicts: int = 0
     failures: list[str] = field(default_factory=list)
     connection: Connection = field(init=False)
     _gap: asyncio.Timeout | None = field(init=False, default=None)
@@ -107,9 +104,6 @@ class SessionClient:
         start = self.position if self.retries else None
         try:
             reply = await (self._until_answered(tokens, clock) if self.retries else self._once(tokens))
-            if reply.status == 409 and self.yields:
-                self._yield(tokens, invoked, reply.document["position"])
-                return
             if reply.status != 200:
                 raise Failed(f"{reply.status}: {reply.document}")
         except (Broken, Failed, TimeoutError) as error:
@@ -117,22 +111,11 @@ class SessionClient:
             self.failures.append(f"{self.session} at {self.position}: {type(error).__name__} {error}")
             return
         position = reply.document["position"]
-        durable = reply.document["durable"] is not False
-        outcome = Outcome.ACKNOWLEDGED if durable else Outcome.NOT_DURABLE
-        self.history.append(Append(tokens, outcome, position - len(tokens), invoked, clock()))
+        self.history.append(Append(tokens, Outcome.ACKNOWLEDGED, position - len(tokens), invoked, clock()))
         self.timed.append(Timed(invoked if due_s is None else due_s, clock()))
         self.answers[position] = reply.document
         self.tokens += tokens
         self.position = position
-
-    def _yield(self, tokens: tuple[int, ...], invoked_s: float, position: int) -> None:
-        """Continues from the position in the answer after a conflict. The outcome of the step is unknown: the client
-        may have sent the step to several replicas, and one of them may still apply it."""
-        self.history.append(Append(tokens, Outcome.UNKNOWN, self.position, invoked_s))
-        self.conflicts += 1
-        self.position = position
-        del self.tokens[position:]
-        self.answers = {at: answer for at, answer in self.answers.items() if at <= position}
 
     async def _once(self, tokens: tuple[int, ...], headers: dict[str, str] | None = None) -> Reply:
         async with asyncio.timeout(TIMEOUT_S):

@@ -11,9 +11,7 @@ import pytest
 
 from tests.service.engine_harness import Clock
 from tests.service.sessions.stores.conftest import MakeStore
-from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
-from tests.service.sessions.stores.test_fallback import fallback_store
 from tests.service.sessions.stores.test_memory import record as in_memory
 from tests.service.sessions.stores.test_redis import STEP, record
 from wane.service.errors import QuotaExceeded
@@ -102,38 +100,6 @@ async def test_expired_sessions_in_redis_free_the_quota_and_sessions_in_use_do_n
     with pytest.raises(QuotaExceeded):
         await store.create(record("alice/5"), 3)
     assert await store.get("alice/1") is not None
-
-
-@pytest.mark.stack
-async def test_sessions_that_are_not_durable_count_while_the_store_is_unreachable(server: RedisServer) -> None:
-    async with proxy(server.port) as line, fallback_store(line.port) as store:
-        assert await store.create(record("alice/0"), 2)
-        line.sever()
-        assert await store.create(record("alice/1"), 2)
-        assert await store.create(record("alice/2"), 2)
-        with pytest.raises(QuotaExceeded):
-            await store.create(record("alice/3"), 2)
-        line.mend()
-        await store.until_settled()
-        with pytest.raises(QuotaExceeded):
-            await store.create(record("alice/3"), 3)
-        assert await store.delete("alice/2")
-        assert await store.create(record("alice/3"), 3)
-        with pytest.raises(QuotaExceeded):
-            await store.create(record("alice/4"), 3)
-
-
-@pytest.mark.stack
-async def test_sessions_created_without_a_quota_during_an_outage_are_not_counted(
-    server: RedisServer,
-) -> None:
-    async with proxy(server.port) as line, fallback_store(line.port) as store:
-        assert await store.create(record("alice/0"))
-        line.sever()
-        assert await store.create(record("alice/1"))
-        line.mend()
-        await store.until_settled()
-        assert await counted(store.shared, "alice") == set()
 
 
 async def counted(store: RedisStore, owner: str) -> set[str]:

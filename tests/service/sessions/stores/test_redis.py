@@ -287,11 +287,11 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     server.kill()
     with pytest.raises(Unavailable, match="cannot be reached"):
         await store.append(here, (99,), STEP)
-    assert not store.standing.ready
+    assert not store.standing.reachable
     with pytest.raises(Unavailable):
         await store.get("s")
     server.start()
-    await until(lambda: store.standing.ready)
+    await until(lambda: store.standing.reachable)
     found = await store.get("s")
     assert found is not None
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
@@ -313,7 +313,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
     while await last_save(server) == run:
         server.kill()
         server.start()
-    await until(lambda: store.standing.ready)
+    await until(lambda: store.standing.reachable)
     after = await store.append(here, (6,), STEP)
     assert after is not None
     assert not follows(after.revision, here.revision)
@@ -393,11 +393,11 @@ async def test_a_store_that_is_unreachable_at_start_is_used_once_it_is_reachable
 ) -> None:
     server.kill()
     store = await make_store(server.url)
-    assert not store.standing.ready
+    assert not store.standing.reachable
     with pytest.raises(Unavailable):
         await store.create(record())
     server.start()
-    await until(lambda: store.standing.ready)
+    await until(lambda: store.standing.reachable)
     assert await store.create(record())
 
 
