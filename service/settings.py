@@ -230,6 +230,11 @@ class Settings(BaseModel):
         description="share of predictions and steps that the server repeats in the other mode, while it is idle, to "
         "measure the agreement of the recurrent mode and the window mode",
     )
+    check_invariants: bool = Field(
+        default=False,
+        description="for debugging: check every second whether the counts and indexes of the states in memory agree, "
+        "and abort the process if they do not",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest level of logged messages"
     )

@@ -23,7 +23,9 @@ class Server:
 
     def __init__(self, settings: dict[str, object], log: Path, key: str | None = None) -> None:
         """key: an admin key, with which the metrics are read; None for a server without keys."""
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        options = [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in settings.items()
+        ]
         self.command = [sys.executable, "-m", "wane", "serve", "--port=0", *options]
         self._log = log
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}

@@ -56,7 +56,6 @@ def _model(name: str, replicas: int, parts: Sequence[Document]) -> Document:
         },
         "shadow": _by_name([part["shadow"] for part in parts], sum),
         "sessions": _by_name([part["sessions"] for part in parts], sum),
-        "integrity": _by_name([part["integrity"] for part in parts], sum),
     }
 
 

@@ -258,7 +258,12 @@ class Engine:
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self.housekeeper = Housekeeper(
-            pool, self.sessions, metrics, name, lambda: not self.admission.active and self.batcher.idle
+            pool,
+            self.sessions,
+            metrics,
+            name,
+            lambda: not self.admission.active and self.batcher.idle,
+            checks=settings.check_invariants,
         )
         self._keeping: asyncio.Task[None] | None = None
         self._metrics = metrics
@@ -643,7 +648,6 @@ class Engine:
             "device": self.device,
             **self._stats.document(),
             "sessions": await self.sessions.counts(),
-            "integrity": self.housekeeper.document(),
             "costs": self.cost_model,
         }
 

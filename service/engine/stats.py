@@ -15,7 +15,6 @@ from typing_extensions import TypedDict  # pydantic requires `typing_extensions.
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
-from wane.service.engine.housekeeping import IntegrityReport
 from wane.service.observability.metrics import ERROR_BOUND, REQUEST_SECONDS, Metrics
 from wane.service.sessions.sessions import SessionsReport
 from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
@@ -85,7 +84,6 @@ class ModelReport(ModelDocument, StatsReport):
     """One model's statistics since the start. `operations` counts the answers of each kind of request."""
 
     sessions: SessionsReport
-    integrity: IntegrityReport
     costs: Costs
 
 

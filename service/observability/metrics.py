@@ -254,7 +254,6 @@ class Metrics:
         self.sessions_evicted_memory = counter(
             "wane_sessions_evicted_memory", "Sessions evicted because memory ran out.", "model"
         )
-        self.state_faults = counter("wane_state_faults", "Corrupted states found in memory. Must stay 0.", "model")
         self.steps_replayed = counter(
             "wane_steps_replayed", "Retried steps that were answered without appending again.", "model"
         )

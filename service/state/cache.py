@@ -2,16 +2,13 @@
 
 The cache counts as one user of the slot of each resident state. If no slot is free, the cache evicts the least recently
 used resident state whose slot has no other user.
-
-The cache can be checked while it is in use (`faults`). Only `put` and `advance` change a session's resident state. If
-the number of writes to the state's slot or the state's checksum changes at any other time, the state is corrupt.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +19,6 @@ from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import Array, MakeMemory
 from wane.service.state.pool import RESERVED, StatePool
 
-NEXT_TO_EVICT = 64  # number of least recently used states whose order is verified by each check
-
 
 class CachedState(NamedTuple):
     """A session's state in the pool, at `revision` and `position`. The state has not read the session's first
@@ -33,14 +28,6 @@ class CachedState(NamedTuple):
     revision: int
     dropped_tokens: int
     position: int
-
-
-class Fault(NamedTuple):
-    """A failed check. `session` is the session with the corrupt state. If `session` is None, the cache's indexes or
-    counts are inconsistent."""
-
-    text: str
-    session: str | None = None
 
 
 class StateCache(StatePool):
@@ -69,12 +56,6 @@ class StateCache(StatePool):
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
-        # For each slot, the number of writes to it when `put` or `advance` was last called for it.
-        self._written = np.zeros(self.capacity, np.uint32)
-        # For each slot, the number of writes to it and its checksum at the last check. The number 0 means that the slot
-        # was never checked, because a slot with a state has at least one write.
-        self._seen_written = np.zeros(self.capacity, np.uint32)
-        self._seen_checksum = np.zeros(self.capacity, np.uint32)
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
         """Called with a session and its slot before the session's state is dropped."""
 
@@ -108,7 +89,6 @@ class StateCache(StatePool):
         self.dropped_tokens[slot] = dropped_tokens
         self.positions[slot] = position
         self.touched_s[slot] = now_s
-        self._written[slot] = self._writes[slot]
 
     def slot_of(self, session: str) -> int | None:
         """Returns the slot of the session's resident state, or None. Does not count as a use of the state."""
@@ -126,7 +106,6 @@ class StateCache(StatePool):
         self.positions[slots] += 1
         self._revisions[slots] += np.uint64(1)
         self.touched_s[slots] = now_s
-        self._written[slots] = self._writes[slots]
         for session in sessions:
             self.order.move_to_end(session)
 
@@ -170,61 +149,24 @@ class StateCache(StatePool):
 
     # Integrity
 
-    def faults(self, slots: range | None = None, *, idle: bool = False) -> list[Fault]:
-        """Returns the faults of the cache's indexes and counts, and of the states in `slots` (default: all).
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError if the cache's indexes or the reference counts are inconsistent. For tests and
+        debugging.
 
         `idle` says whether no request is in flight. If so, every slot in use must hold a resident state.
         """
-        texts = self.miscounts()
-        owners = len(self.sessions) - self.sessions.count(None)
-        if owners != len(self.order):
-            texts.append(f"{owners} slots have a session, but {len(self.order)} sessions have a slot")
+        faults = self.miscounts()
+        owned = {slot: session for slot, session in enumerate(self.sessions) if session is not None}
+        if len(owned) != len(self.order):
+            faults.append(f"{len(owned)} slots have a session, but {len(self.order)} sessions have a slot")
         if idle and self.used != len(self.order):
-            texts.append(f"{self.used} slots are in use for {len(self.order)} sessions, but no request is in flight")
+            faults.append(f"{self.used} slots are in use for {len(self.order)} sessions, but no request is in flight")
         if idle and (np.frombuffer(self.users.tobytes(), np.int32) > 1).any():
-            texts.append("a slot has two users, but no request is in flight")
-        first = [self.touched_s[slot] for slot in islice(self.order.values(), NEXT_TO_EVICT)]
-        if any(one > other for one, other in pairwise(first)):
-            texts.append("the next state to evict is not the least recently used")
-        found = [self._state_fault(slot) for slot in (range(RESERVED, self._untouched) if slots is None else slots)]
-        return [*map(Fault, texts), *filter(None, found)]
-
-    def _state_fault(self, slot: int) -> Fault | None:
-        session = self.sessions[slot]
-        if session is None:
-            return None
-        if self.order.get(session) != slot:
-            return Fault("a slot belongs to a session whose state is in another slot")
-        if not self.users[slot]:
-            return Fault("a slot with a state is free")
-        written, checksum = self.written(slot), self.checksum(slot)
-        was_checked, before = self._seen_written[slot] == written, self._seen_checksum[slot]
-        self._seen_written[slot], self._seen_checksum[slot] = written, checksum
-        if written != self._written[slot]:
-            return Fault("a resident state was written, but the cache did not record the write", session)
-        if was_checked and checksum != before:
-            return Fault("a resident state changed without a write", session)
-        return None
-
-    def mend(self, faults: Sequence[Fault], *, idle: bool = False) -> None:
-        """Drops the sessions' corrupt states. If the cache's indexes or counts are inconsistent, drops all states and
-        recounts the slots."""
-        for fault in faults:
-            if fault.session is not None:
-                self.drop(fault.session)
-        if all(fault.session is not None for fault in faults):
-            return
-        for session, slot in self.order.items():
-            self.on_drop(session, slot)
-        self.order.clear()
-        for slot, owner in enumerate(self.sessions):
-            self.users[slot] -= owner is not None
-            self.sessions[slot] = None
-            if idle:
-                self.users[slot] = 0
-        self.recount()
-
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError if there are faults. For tests and debugging."""
-        found = self.faults(idle=idle)
-        assert not found, "; ".join(fault.text for fault in found)
+            faults.append("a slot has two users, but no request is in flight")
+        if any(one > other for one, other in pairwise(self.touched_s[[*self.order.values()]])):
+            faults.append("the next state to evict is not the least recently used")
+        if any(self.order.get(session) != slot for slot, session in owned.items()):
+            faults.append("a slot belongs to a session whose state is in another slot")
+        if any(not self.users[slot] for slot in owned):
+            faults.append("a slot with a state is free")
+        assert not faults, "; ".join(faults)

@@ -10,7 +10,6 @@ runner's thread, because they only access slots that are retained for the batch.
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +59,6 @@ class StatePool:
                 f"need {FEWEST_SLOTS * self._budgeted_bytes}"
             )
         self.memory = memory(shapes, self.capacity)
-        self._writes = np.zeros(self.capacity, np.uint32)  # number of writes to each slot
         self.users = array("i", bytes(4 * RESERVED))  # number of users of each slot that was ever used
         self.free = array("i")
         self._untouched = RESERVED  # the first slot that was never used
@@ -176,13 +174,11 @@ class StatePool:
         """See `StateMemory`."""
         assert slots.min() != ZERO, "the slot of the zero state is written to: this is a bug"
         self.memory.write(slots, outputs, rows)
-        self._writes[slots] += 1
 
     def copy(self, slot: int, to: int, source: StateMemory | None = None) -> None:
         """Copies the values in `slot` to the slot `to`. `source`: the memory of `slot`, if it is not this pool's."""
         assert to not in (ZERO, START), "a reserved slot is written to: this is a bug"
         self.memory.copy([to], self.memory if source is None else source, [slot])
-        self._writes[to] += 1
 
     def pack(self, slot: int) -> bytes:
         """Returns a slot's values as bytes."""
@@ -201,14 +197,6 @@ class StatePool:
             values[output_name(name)] = row
             offset += row.nbytes
         self.write(np.array([slot], np.intp), values)
-
-    def written(self, slot: int) -> int:
-        """Returns the number of writes to a slot, modulo 2^32."""
-        return int(self._writes[slot])
-
-    def checksum(self, slot: int) -> int:
-        """Returns the CRC-32 of a slot's values."""
-        return zlib.crc32(self.pack(slot))
 
     def close(self) -> None:
         """Frees the memory. The pool must not be used afterwards."""
@@ -234,11 +222,3 @@ class StatePool:
             "the zero state was written to": any(values.any() for values in self.read([ZERO]).values()),
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]
-
-    def recount(self) -> None:
-        """Rebuilds the list of free slots from the reference counts, and resets the zero state."""
-        for slot in range(RESERVED, self._untouched):
-            self.users[slot] = max(self.users[slot], 0)
-        self.free = array("i", [slot for slot in range(RESERVED, self._untouched) if not self.users[slot]])
-        zeros = {output_name(name): np.zeros_like(values) for name, values in self.read([ZERO]).items()}
-        self.memory.write(np.array([ZERO], np.intp), zeros)

@@ -32,7 +32,6 @@ async def test_no_check_of_the_soak_fails_during_attacks(tmp_path: Path, figures
     assert result["wrong"] == []
     assert result["failed"] == []
     assert result["counted_differently"] == []
-    assert result["integrity"]["faults"] == 0 and result["integrity"]["rounds"] > 0
     assert set(result["hostile"]) == {attack.__name__ for attack in ATTACKS}
     assert memory["end"] <= GROWTH * memory["settled"]
     assert "Traceback" not in log.read_text()

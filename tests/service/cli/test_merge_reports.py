@@ -43,7 +43,7 @@ def document(report: Stats, sessions: int = 0) -> dict[str, Any]:
     """Returns a report document with one model, like the answer of /v1/report."""
     counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
     known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
-    return {"device": "cpu", "models": [{**known, "integrity": {"rounds": sessions, "faults": 0}, **report.document()}]}
+    return {"device": "cpu", "models": [{**known, **report.document()}]}
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -85,7 +85,7 @@ def test_merged_reports_equal_the_report_of_a_single_process(
     assert (expected.pop("replicas"), expected["models"][0].pop("replicas")) == (1, 1)
     assert_same(found, expected)
     one = document(whole, len(sessions))["models"][0]
-    for figure in ("operations", "agreement", "shadow", "sessions", "integrity"):
+    for figure in ("operations", "agreement", "shadow", "sessions"):
         assert_same(found["models"][0][figure], one[figure])
     for mode, measured in one["modes"].items():
         assert found["models"][0]["modes"][mode]["requests"] == measured["requests"]

@@ -250,7 +250,7 @@ def test_a_packed_state_is_unpacked_in_the_memory_of_the_other_kind() -> None:
     run([Work("window", random_tokens(bundle, 9), write=slot)], pool, there)
     packed = pool.pack(slot)
     other.unpack(to, packed)
-    assert (other.pack(to), other.checksum(to)) == (packed, pool.checksum(slot))
+    assert other.pack(to) == packed
     back = pool.acquire()
     pool.unpack(back, packed)
     assert pool.pack(back) == packed

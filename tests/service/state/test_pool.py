@@ -67,8 +67,7 @@ def test_a_packed_state_is_unpacked_in_another_pool() -> None:
     packed = pool.pack(here)
     assert len(packed) == SLOT_BYTES
     other.unpack(there, packed)
-    assert other.written(there) == 1
-    assert other.checksum(there) == pool.checksum(here)
+    assert other.pack(there) == pool.pack(here)
     assert all((other.gather([there])[name] == outputs[f"next.{name}"]).all() for name in "ab")
     assert (other.read([there])["hidden"] == outputs["hidden"]).all()
 
@@ -138,17 +137,6 @@ def test_the_zero_state_cannot_be_written_to() -> None:
         pool.scatter([ZERO], {})
 
 
-def test_a_write_changes_the_checksum_and_the_write_count() -> None:
-    pool = make_slab()
-    slot = pool.acquire()
-    before = pool.checksum(slot)
-    assert pool.written(slot) == 0
-    values = {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))}
-    pool.scatter([slot], {name: value.astype(np.float32) for name, value in values.items()})
-    assert pool.written(slot) == 1
-    assert pool.checksum(slot) != before
-
-
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
@@ -162,7 +150,7 @@ def test_a_write_changes_the_checksum_and_the_write_count() -> None:
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
 )
-def test_a_miscount_is_found_and_repaired_by_recount(spoil: Callable[[StatePool], object], what: str) -> None:
+def test_a_miscount_is_found(spoil: Callable[[StatePool], object], what: str) -> None:
     pool = make_slab()
     slots = [pool.acquire() for _ in range(4)]
     pool.release(slots[3])
@@ -170,5 +158,3 @@ def test_a_miscount_is_found_and_repaired_by_recount(spoil: Callable[[StatePool]
     assert pool.miscounts() == []
     spoil(pool)
     assert any(what in text for text in pool.miscounts())
-    pool.recount()
-    assert pool.miscounts() == []
