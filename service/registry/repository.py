@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,21 +143,19 @@ logger = logging.getLogger("wane.engine")
 
 
 class RepositoryPoller:
-    """Polls the folder of bundles, and loads bundles that have changed.
+    """Polls the folder of bundles, and calls the load of the repository API for each model whose bundles have changed.
 
-    A changed bundle is loaded when two successive polls have found the same files, so that a bundle is not loaded while
-    it is being copied. A bundle that could not be loaded is retried when it changes again. If a model's only bundle is
-    deleted, the model is served until it is unloaded. If the model has other bundles, the highest of their versions is
-    loaded, unless it is served already.
+    A load begins when two successive polls have found the same files, so that no bundle is loaded while it is being
+    copied. A failed load is repeated when the model's bundles change again. If the last bundle of a model is deleted,
+    the model is served until it is unloaded.
     """
 
     def __init__(self, repository: Repository, load: Callable[[str], Awaitable[object]]) -> None:
-        """Regards the current bundles as loaded. `load` is called with the name of a model whose bundle has changed.
-        Blocks."""
+        """Regards the current bundles as loaded. `load` is `ModelRegistry.load_model`. Blocks."""
         self._repository = repository
         self._load = load
-        self._known = self._seen = repository.signatures()
-        self._models = {path: repository.look(path).name for path in self._known}
+        self._seen = self._handled = repository.signatures()
+        self._models = self._by_model(self._seen)
 
     async def run(self, every_s: float) -> None:
         """Polls every `every_s` seconds until it is cancelled."""
@@ -169,23 +167,22 @@ class RepositoryPoller:
                 logger.exception("the folder of bundles could not be read")
 
     async def look(self) -> None:
-        """Loads the bundles that changed before the previous poll and have not changed since. Also loads the models of
-        the bundles that were deleted before the previous poll."""
+        """Polls once."""
         before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
-        settled: dict[Path, Signature] = {path: one for path, one in self._seen.items() if before.get(path) == one}
-        changed = [path for path, one in settled.items() if self._known.get(path) != one]
-        self._known = {path: one for path, one in self._known.items() if path in self._seen} | settled
-        deleted = [path for path in self._models if path not in before and path not in self._seen]
-        for name in sorted({self._models.pop(path) for path in deleted}):
-            if name in {one.name for one in await asyncio.to_thread(self._repository.list) if one.reason is None}:
-                await self._try_load(name, f"a bundle of model {name} was deleted, but the highest remaining version")
-        for path in changed:
-            found = await asyncio.to_thread(self._repository.look, path)
-            self._models[path] = found.name
-            await self._try_load(found.name, f"bundle {found.folder} has changed, but")
+        if self._seen != before or self._seen == self._handled:
+            return
+        self._handled = self._seen
+        earlier, self._models = self._models, await asyncio.to_thread(self._by_model, self._seen)
+        for name, bundles in sorted(self._models.items()):
+            if bundles != earlier.get(name):
+                try:
+                    await self._load(name)
+                except WaneError as error:
+                    logger.warning("the bundles of model %s have changed, but: %s", name, error.message)
 
-    async def _try_load(self, name: str, event: str) -> None:
-        try:
-            await self._load(name)
-        except WaneError as error:
-            logger.warning("%s was not loaded: %s", event, error.message)
+    def _by_model(self, signatures: Mapping[Path, Signature]) -> dict[str, dict[Path, Signature]]:
+        """Returns the bundles of each model. Blocks."""
+        models: dict[str, dict[Path, Signature]] = {}
+        for path, signature in signatures.items():
+            models.setdefault(self._repository.look(path).name, {})[path] = signature
+        return models

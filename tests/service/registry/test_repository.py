@@ -78,7 +78,7 @@ async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: 
         await poll(poller, 4)
     assert loads.names == [MODEL, MODEL]
     assert (
-        "bundle small has changed, but was not loaded: model 'small' was not loaded: its weights are missing"
+        "the bundles of model small have changed, but: model 'small' was not loaded: its weights are missing"
         in caplog.text
     )
 
@@ -91,6 +91,24 @@ async def test_a_deleted_bundle_changes_nothing_and_is_loaded_again_if_it_is_res
     assert loads.names == []
     shutil.move(folder.parent / "away", folder / MODEL)
     await poll(poller, 2)
+    assert loads.names == [MODEL]
+
+
+async def test_only_the_models_whose_bundles_have_changed_are_loaded(folder: Path) -> None:
+    put(folder, "1", name="other")
+    loads = Loads()
+    poller = RepositoryPoller(Repository(folder), loads)
+    put(folder, "2", name="other")
+    await poll(poller, 3)
+    assert loads.names == ["other"]  # the model `small`, which may have been unloaded, is not loaded again
+
+
+async def test_a_model_is_loaded_when_one_of_its_bundles_is_deleted(folder: Path) -> None:
+    shutil.copytree(folder / MODEL, folder / "another")
+    loads = Loads()
+    poller = RepositoryPoller(Repository(folder), loads)
+    shutil.rmtree(folder / "another")
+    await poll(poller, 3)
     assert loads.names == [MODEL]
 
 
