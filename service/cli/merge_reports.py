@@ -1,10 +1,9 @@
 """Merges the reports of replicas into one report, as if a single process had served all their requests.
 
-Histograms are added bucket by bucket, and quantiles are computed from the summed histograms. The quantiles in a
-process's report cannot be merged, because that process computed them from its latest 4096 values only. The merged
-report has the sums of counts, the means weighted with their counts, and the largest maximum. Models are matched by
-name. If replicas serve different versions of a model, the merged report lists the versions, and its statistics are for
-all these versions together.
+Histograms are added bucket by bucket, and quantiles are computed from the summed histograms. The merged report has the
+sums of counts, the means weighted with their counts, and the largest maximum. Models are matched by name. If replicas
+serve different versions of a model, the merged report lists the versions, and its statistics are for all these versions
+together.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 from wane.service.cli.client import Document
+from wane.service.observability.metrics import quantile
 
 QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
 
@@ -75,28 +74,13 @@ def _durations(parts: Sequence[Document]) -> Document:
     counts = [
         sum(bucket["count"] for bucket in same) for same in zip(*(part["buckets"] for part in parts), strict=True)
     ]
+    cumulative = [(math.inf if le is None else le, count) for le, count in zip(bounds[0], counts, strict=True)]
     return {
-        **{name: quantile(bounds[0], counts, share) for name, share in QUANTILES.items()},
+        **{name: quantile(cumulative, share) for name, share in QUANTILES.items()},
         "count": counts[-1],
         "sum_ms": math.fsum(part["sum_ms"] for part in parts),
         "buckets": [{"le_ms": bound, "count": count} for bound, count in zip(bounds[0], counts, strict=True)],
     }
-
-
-def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float) -> float | None:
-    """Returns the quantile `share`, from 0 to 1, of a histogram with cumulative buckets, like Prometheus's
-    `histogram_quantile`. Assumes that values are spread evenly within a bucket, and that values of the last, unbounded
-    bucket equal the largest bound. Returns None if the histogram has no values."""
-    rank = share * counts[-1]
-    if not counts[-1]:
-        return None
-    buckets = [(0.0, 0), *zip(bounds, counts, strict=True)]
-    for (low, before), (high, count) in pairwise(buckets):
-        if count >= rank and count > before:
-            if low is None or high is None:
-                return low
-            return low + (high - low) * (rank - before) / (count - before)
-    raise AssertionError("the last bucket does not count all values: this is a bug")
 
 
 def _agreement(parts: Sequence[Document]) -> Document:

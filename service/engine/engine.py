@@ -696,5 +696,6 @@ class Engine:
     def discard(self) -> None:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after
         `close`."""
+        self._stats.end()
         self._runner.close()
         self.state_cache.close()

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import bisect_left
-from collections import Counter, deque
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Literal
 
-import numpy as np
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
-from wane.service.observability.metrics import ERROR_BOUND, REQUEST_SECONDS, Metrics
+from wane.service.observability.metrics import Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
 from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
 
 logger = logging.getLogger("wane.engine")
 
 PHASES = ("queue", "compute", "total")
-BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
 ShadowOutcome = Literal["compared", "dropped", "failed"]
-RECENT = 4096  # number of latest durations from which exact percentiles are computed
 
 
 class Bucket(TypedDict):
@@ -35,8 +32,8 @@ class Bucket(TypedDict):
 
 
 class DurationsReport(TypedDict):
-    """The durations of one phase: percentiles of the latest values, and cumulative buckets of all values. The buckets
-    of several replicas can be added."""
+    """The durations of one phase: cumulative buckets, and percentiles computed from the buckets as Prometheus does. The
+    buckets of several replicas can be added."""
 
     p50_ms: float | None
     p90_ms: float | None
@@ -94,81 +91,53 @@ class Report(TypedDict):
     models: list[ModelReport]
 
 
-@dataclass(slots=True)
-class Durations:
-    """Durations of one phase in one mode: the latest values, and a histogram of all values."""
-
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_MS) + 1))
-    total_ms: float = 0.0
-
-    def add(self, value_ms: float) -> None:
-        """Adds one value."""
-        self.recent.append(value_ms)
-        self.counts[bisect_left(BUCKETS_MS, value_ms)] += 1
-        self.total_ms += value_ms
-
-    def add_all(self, values_ms: Sequence[float]) -> list[int]:
-        """Adds many values. Returns each value's bucket index."""
-        buckets = [bisect_left(BUCKETS_MS, value_ms) for value_ms in values_ms]
-        counts = self.counts
-        for bucket in buckets:
-            counts[bucket] += 1
-        self.recent.extend(values_ms)
-        self.total_ms += sum(values_ms)
-        return buckets
-
-    def document(self) -> DurationsReport:
-        """Returns percentiles of the latest values, and cumulative buckets of all values."""
-        p50, p90, p99 = np.percentile(self.recent, (50, 90, 99)) if self.recent else (None, None, None)
-        cumulative = np.cumsum(self.counts).tolist()
-        return {
-            "p50_ms": None if p50 is None else float(p50),
-            "p90_ms": None if p90 is None else float(p90),
-            "p99_ms": None if p99 is None else float(p99),
-            "count": cumulative[-1],
-            "sum_ms": self.total_ms,
-            "buckets": [
-                {"le_ms": bound, "count": count} for bound, count in zip((*BUCKETS_MS, None), cumulative, strict=True)
-            ],
-        }
+def durations(seconds: Observed) -> DurationsReport:
+    """Returns a histogram of seconds as a document in milliseconds."""
+    cumulative = seconds.cumulative()
+    p50, p90, p99 = [quantile(cumulative, share) for share in (0.5, 0.9, 0.99)]
+    return {
+        "p50_ms": None if p50 is None else 1e3 * p50,
+        "p90_ms": None if p90 is None else 1e3 * p90,
+        "p99_ms": None if p99 is None else 1e3 * p99,
+        "count": cumulative[-1][1],
+        "sum_ms": 1e3 * seconds.total,
+        "buckets": [{"le_ms": None if math.isinf(le) else 1e3 * le, "count": count} for le, count in cumulative],
+    }
 
 
 class ModeStats:
-    """Counts one mode's predictions, for the report and for Prometheus. The Prometheus metrics are looked up only
+    """Counts one mode's predictions in Prometheus's metrics, which the report reads too. Each metric is looked up only
     once."""
 
     def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
-        self.durations = {phase: Durations() for phase in PHASES}
-        self._phases = [
-            (durations, metrics.answer_seconds.labels(model, mode.value, phase))
-            for phase, durations in self.durations.items()
-        ]
+        self._seconds = metrics.answer_seconds
+        self._phases = [metrics.answer_seconds.part(model, mode.value, phase) for phase in PHASES]
         self._error_bound = metrics.answer_error_bound.labels(model, mode.value)
         self._proved = metrics.answers_top1_proved.labels(model, mode.value)
 
     def document(self) -> PhasesReport:
         """Returns the durations of each phase."""
-        queue, compute, total = [durations.document() for durations in self.durations.values()]
+        queue, compute, total = map(durations, self._phases)
         return {"queue": queue, "compute": compute, "total": total}
 
     def took(self, latency: Latency) -> None:
         """Counts the latency of one prediction."""
-        values_ms = (latency.queue_ms, latency.compute_ms, latency.total_ms)
-        for (durations, seconds), value_ms in zip(self._phases, values_ms, strict=True):
-            durations.add(value_ms)
+        for seconds, value_ms in zip(self._phases, latency, strict=False):
             seconds.observe(value_ms / 1e3)
 
     def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
         """Counts answers. phases: the durations of the answers in milliseconds, for each phase; variations: the error
         bounds of the answers; proved: the number of proved answers."""
-        for (durations, seconds), values_ms in zip(self._phases, phases, strict=False):
-            seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
-        for variation, count in Counter(variations).items():
-            if variation is not None:
-                self._error_bound.observe_all([bisect_left(ERROR_BOUND, variation)] * count, variation * count)
+        for seconds, values_ms in zip(self._phases, phases, strict=False):
+            seconds.observe_all([value_ms / 1e3 for value_ms in values_ms])
+        self._error_bound.observe_all([variation for variation in variations if variation is not None])
         if proved:
             self._proved.inc(proved)
+
+    def end(self) -> None:
+        """Leaves the counts to the metrics of the model. Must be called last."""
+        for phase in self._phases:
+            self._seconds.end(phase)
 
 
 class Stats:
@@ -265,6 +234,12 @@ class Stats:
                 "the answers of the window and of the recurrent mode contradict their bound or proof",
                 extra={"fields": {"model": self._model, **asdict(agreement)}},
             )
+
+    def end(self) -> None:
+        """Leaves the counts to the metrics of the model's next version. Must be called last."""
+        self._count_made()
+        for mode in self._modes.values():
+            mode.end()
 
     def document(self) -> StatsReport:
         """Returns the report's fields `modes`, `operations`, `agreement` and `shadow`."""

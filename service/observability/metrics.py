@@ -17,7 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -28,7 +28,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Observed:
-    """A histogram's counts for one combination of label values."""
+    """A histogram's counts for one combination of label values. Exemplars are kept by bucket."""
 
     __slots__ = ("_bounds", "counts", "exemplars", "total")
 
@@ -47,12 +47,23 @@ class Observed:
         if trace_id is not None:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
-    def observe_all(self, buckets: Sequence[int], total: float) -> None:
-        """Counts one value for each bucket index in `buckets`. `total` is the sum of these values."""
-        counts = self.counts
-        for bucket in buckets:
-            counts[bucket] += 1
-        self.total += total
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Counts values without a trace."""
+        counts, bounds = self.counts, self._bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.total += sum(values)
+
+    def add(self, other: Observed) -> None:
+        """Adds the counts of a histogram with the same buckets."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+        self.exemplars |= other.exemplars
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Returns the upper bound of each bucket, and the number of values that are at most this bound. The last bound
+        is infinite."""
+        return list(zip((*self._bounds, math.inf), accumulate(self.counts), strict=True))
 
 
 class Histogram(Collector):
@@ -71,6 +82,7 @@ class Histogram(Collector):
         self._labels = tuple(labels)
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
+        self._parts: list[tuple[tuple[str, ...], Observed]] = []
         if not labels:
             self.labels()  # a histogram without labels has only these counts, which are exported as 0 from the start
         registry.register(self)
@@ -84,6 +96,21 @@ class Histogram(Collector):
             found = self._observed[values] = Observed(self._bounds)
         return found
 
+    def part(self, *values: str) -> Observed:
+        """Returns counts of a part of the values with these labels. The metric has the sum of all parts. `end` must be
+        called after the last value."""
+        self.labels(*values)
+        observed = Observed(self._bounds)
+        self._parts.append((values, observed))
+        return observed
+
+    def end(self, part: Observed) -> None:
+        """Adds the counts of a part to the metric for good, so that the part can be freed."""
+        for values, observed in self._parts:
+            if observed is part:
+                self.labels(*values).add(part)
+        self._parts = [pair for pair in self._parts if pair[1] is not part]
+
     def observe(self, value: float, trace_id: str | None = None) -> None:
         """Counts one value of a histogram without labels."""
         self.labels().observe(value, trace_id)
@@ -93,13 +120,30 @@ class Histogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        names: list[str] = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]
-        for values, observed in list(self._observed.items()):
-            pairs = zip(names, map(float, accumulate(observed.counts)), strict=True)
+        for values, ended in list(self._observed.items()):
+            observed = Observed(self._bounds)
+            for one in (ended, *(part for labels, part in self._parts if labels == values)):
+                observed.add(one)
+            pairs = [(floatToGoString(bound), float(count)) for bound, count in observed.cumulative()]
             exemplars = observed.exemplars
             counts = [(*pair, exemplars[index]) if index in exemplars else pair for index, pair in enumerate(pairs)]
             family.add_metric(values, counts, sum_value=observed.total)
         yield family
+
+
+def quantile(cumulative: Sequence[tuple[float, int]], share: float) -> float | None:
+    """Returns the quantile `share`, from 0 to 1, of a histogram, like Prometheus's `histogram_quantile`. Assumes that
+    values are spread evenly within a bucket, and that values of the last, unbounded bucket equal the largest bound.
+    Returns None if the histogram has no values.
+
+    `cumulative`: see `Observed.cumulative`."""
+    _, total = cumulative[-1]
+    if not total:
+        return None
+    for (low, before), (high, count) in pairwise([(0.0, 0), *cumulative]):
+        if count >= share * total and count > before:
+            return low if math.isinf(high) else low + (high - low) * (share * total - before) / (count - before)
+    raise AssertionError("the last bucket does not count all values: this is a bug")
 
 
 # Bucket bounds for the durations of requests, from 20 microseconds (the wait in an idle queue) to a minute (twice the

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from wane.service.cli.merge_reports import MergeError, merge, quantile
+from wane.service.cli.merge_reports import MergeError, merge
 from wane.service.engine.agreement import Source
-from wane.service.engine.stats import BUCKETS_MS, Stats
-from wane.service.observability.metrics import Metrics
+from wane.service.engine.stats import Stats
+from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, quantile
 from wane.service.types import Agreement, Latency, Mode
 
+BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
 REPLICAS = 3
 milliseconds = some.floats(0, 1e5)
 share = some.floats(0, 1)
@@ -98,7 +99,7 @@ def test_merged_reports_equal_the_report_of_a_single_process(
 def test_a_quantile_is_within_the_bucket_of_the_exact_quantile(values: list[float]) -> None:
     counts = [sum(value <= bound for value in values) for bound in BUCKETS_MS] + [len(values)]
     for wanted in (0.5, 0.9, 0.99):
-        found = quantile([*BUCKETS_MS, None], counts, wanted)
+        found = quantile(list(zip([*BUCKETS_MS, math.inf], counts, strict=True)), wanted)
         exact = sorted(values)[math.ceil(wanted * len(values)) - 1]
         at = int(np.searchsorted(BUCKETS_MS, exact))
         low, high = (0.0, *BUCKETS_MS)[at], (*BUCKETS_MS, BUCKETS_MS[-1])[at]
@@ -106,7 +107,7 @@ def test_a_quantile_is_within_the_bucket_of_the_exact_quantile(values: list[floa
 
 
 def test_a_quantile_without_values_is_none() -> None:
-    assert quantile([1.0, None], [0, 0], 0.5) is None
+    assert quantile([(1.0, 0), (math.inf, 0)], 0.5) is None
 
 
 def test_different_versions_and_devices_are_all_listed() -> None:

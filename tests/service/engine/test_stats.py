@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
+from prometheus_client.utils import floatToGoString
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, known
-from wane.service.engine.stats import BUCKETS_MS, RECENT, Durations, Stats
-from wane.service.observability.metrics import Metrics
+from wane.service.engine.stats import PHASES, Stats, durations
+from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, Observed
 from wane.service.types import (
     Answer,
     GenerateRequest,
@@ -22,40 +24,61 @@ from wane.service.types import (
 TOKENS = tuple(range(10, 20))
 
 
-def test_percentiles_are_exact_over_the_latest_values() -> None:
-    durations = Durations()
-    for value in range(1, 101):
-        durations.add(float(value))
-    document: Any = durations.document()
-    assert (document["p50_ms"], document["p90_ms"], document["p99_ms"]) == (
-        pytest.approx(50.5),
-        pytest.approx(90.1),
-        pytest.approx(99.01),
-    )
-    assert (document["count"], document["sum_ms"]) == (100, 5050.0)
+def test_a_report_has_the_quantiles_of_the_histogram() -> None:
+    seconds = Observed((0.001, 0.002, 0.004))
+    seconds.observe_all([0.0005] * 50 + [0.0015] * 40 + [0.003] * 8 + [1.0] * 2)
+    document = durations(seconds)
+    assert (document["p50_ms"], document["p90_ms"], document["p99_ms"]) == (1.0, 2.0, 4.0)
+    assert (document["count"], document["sum_ms"]) == (100, pytest.approx(2109.0))
+    assert [(bucket["le_ms"], bucket["count"]) for bucket in document["buckets"]] == [
+        (1.0, 50),
+        (2.0, 90),
+        (4.0, 98),
+        (None, 100),
+    ]
 
 
-def test_percentiles_forget_old_values_and_buckets_do_not() -> None:
-    durations = Durations()
-    durations.add(1e6)
-    for _ in range(RECENT):
-        durations.add(1.0)
-    document: Any = durations.document()
-    assert document["p99_ms"] == 1.0
-    assert document["count"] == RECENT + 1
+def test_the_report_and_the_metrics_have_the_same_latencies() -> None:
+    metrics = Metrics()
+    stats = Stats(metrics, "m")
+    for value_ms in (0.01, 0.4, 3.0, 3.0, 7e4):
+        stats.took(Mode.WINDOW, Latency(value_ms, 2 * value_ms, 3 * value_ms))
+    document: Any = stats.document()["modes"][Mode.WINDOW]["latency"]
+    for phase in PHASES:
+        labels = {"model": "m", "mode": "window", "phase": phase}
+
+        def sample(name: str, labels: dict[str, str] = labels, **more: str) -> float | None:
+            return metrics.registry.get_sample_value(f"wane_answer_seconds_{name}", {**labels, **more})
+
+        assert document[phase]["count"] == sample("count") == 5
+        assert document[phase]["sum_ms"] == pytest.approx(1e3 * (sample("sum") or 0.0), rel=1e-12)
+        for bucket, bound in zip(document[phase]["buckets"], (*REQUEST_SECONDS, math.inf), strict=True):
+            assert bucket["count"] == sample("bucket", le=floatToGoString(bound))
 
 
-def test_buckets_are_cumulative_and_the_last_has_no_bound() -> None:
-    durations = Durations()
-    for value in (BUCKETS_MS[0], BUCKETS_MS[3], 1e9):
-        durations.add(value)
-    buckets: Any = durations.document()["buckets"]
-    assert [bucket["count"] for bucket in buckets[:5]] == [1, 1, 1, 2, 2]
-    assert buckets[-1] == {"le_ms": None, "count": 3}
+def test_two_versions_have_their_own_reports_and_add_up_in_the_metrics() -> None:
+    metrics = Metrics()
+    older, newer = Stats(metrics, "m"), Stats(metrics, "m")
+    older.took(Mode.WINDOW, Latency(1.0, 1.0, 1.0))
+    for _ in range(2):
+        newer.took(Mode.WINDOW, Latency(1.0, 1.0, 1.0))
+
+    def total() -> float | None:
+        return metrics.registry.get_sample_value(
+            "wane_answer_seconds_count", {"model": "m", "mode": "window", "phase": "total"}
+        )
+
+    assert total() == 3
+    older.end()
+    assert total() == 3
+    newer.took(Mode.WINDOW, Latency(1.0, 1.0, 1.0))
+    assert total() == 4
+    document: Any = newer.document()["modes"][Mode.WINDOW]
+    assert document["latency"]["total"]["count"] == 3
 
 
 async def test_counting_answers_together_equals_counting_them_one_by_one() -> None:
-    latencies = [Latency(BUCKETS_MS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
+    latencies = [Latency(1e3 * REQUEST_SECONDS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
     worth = [(0.0, True), (None, False), (0.5, True)]
     modes = [Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT]
     shown = []
@@ -87,7 +110,7 @@ def test_a_request_in_mode_both_counts_once_and_each_part_counts_in_its_mode() -
         "window": 0,
         "both": 1,
     }
-    assert modes["window"]["latency"]["compute"]["p50_ms"] == 2.0
+    assert modes["window"]["latency"]["compute"]["p50_ms"] == 1.75  # in the middle of the bucket from 1.5 to 2 ms
 
 
 async def test_the_report_counts_requests_by_operation_and_mode(harness: EngineHarness) -> None:
