@@ -46,7 +46,7 @@ from wane.service.engine.limits import Limits
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Item, Scorer
-from wane.service.engine.shadow import Shadow, ShadowProcess
+from wane.service.engine.shadow import Shadow
 from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.stream import Stream
@@ -121,14 +121,14 @@ class Engine:
         cost_model: CostModel | None = None,
         throughput: ThroughputProfile | None = None,
         direction: DirectionProof | None = None,
-        shadow_runner: ShadowProcess | None = None,
+        shadow_runner: Runner | None = None,
         bits: bytes = b"",
     ) -> None:
         """`clock` returns seconds on the store's time scale. `cost_model` and `throughput` are measured if they are
         None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
-        `shadow_runner` runs the same model to repeat sampled live answers in the other mode; if it is None, no live
-        answers are sampled. `bits` is a digest of the graphs' results on this machine. A state from the store is reused
-        only if `bits` and the model's files were the same when the state was computed.
+        `shadow_runner` repeats sampled live answers in the other mode; if it is None, no live answers are sampled.
+        `bits` is a digest of the graphs' results on this machine. A state from the store is reused only if `bits` and
+        the model's files were the same when the state was computed.
 
         Raises ValueError if the settings do not fit the model.
         """

@@ -1,10 +1,10 @@
 """Repeats a sample of live answers in the other mode, to measure the agreement of both modes on live traffic.
 
 A sampled answer is copied together with its tokens, so that later steps of the session do not change the copy. The run
-in the other mode is called a *shadow*. It takes place in a separate process, one piece of the tokens at a time. A piece
-starts only while the live runner is idle. Live work never queues behind a shadow. If the system supports low-priority
-processes, live work does not compete with a shadow for a processor. Samples are dropped and counted if there is no idle
-time to run them. Neither a client nor the shutdown waits for a shadow.
+in the other mode is called a *shadow*. It takes place on a thread of its own, one piece of the tokens at a time. A
+piece starts only while the live runner is idle. Live work never queues behind a shadow, and competes with at most one
+piece for a processor. Samples are dropped and counted if there is no idle time to run them. Neither a client nor the
+shutdown waits for a shadow.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import Role, StateTensor
+from wane.models.manifest import StateTensor
 from wane.service.batching.batcher import Batcher
 from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.forward import RunResult, tail
 from wane.service.engine.stats import Stats
-from wane.service.runners.runner import HIDDEN, NEXT, RADIUS, Array
-from wane.service.runners.subprocess import RunnerLost
+from wane.service.runners.runner import HIDDEN, NEXT, RADIUS, Runner
 from wane.service.types import Agreement, Latency, Mode
 
 logger = logging.getLogger("wane.engine")
@@ -47,25 +45,6 @@ PAUSE_S = 0.001
 
 NO_TOKENS = np.empty(0, np.int64)
 NO_TIME = Latency(0.0, 0.0, 0.0)
-
-
-class ShadowProcess(Protocol):
-    """Runs shadows in a separate process. Only `kill` may be called while another method runs."""
-
-    cpu_s: float
-    """Processor time in seconds that all runs have used in the separate process."""
-
-    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Like `Runner.run`. Raises RunnerLost if the process has exited."""
-        ...
-
-    def kill(self) -> None:
-        """Kills the process without waiting for its exit."""
-        ...
-
-    def wait(self) -> None:
-        """Waits for the process to exit."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +69,7 @@ class Shadow:
     def __init__(
         self,
         rate: float,
-        runner: ShadowProcess,
+        runner: Runner,
         state: Sequence[StateTensor],
         batcher: Batcher,
         answer_builder: AnswerBuilder,
@@ -99,8 +78,8 @@ class Shadow:
         window: int,
         random: Random,
     ) -> None:
-        """`rate` is the probability, from 0 to 1, that `random` samples an answer. `window` is the model's default
-        k."""
+        """`rate` is the probability, from 0 to 1, that `random` samples an answer. `runner` runs the shadows on the
+        CPU, beside the live runs. `window` is the model's default k."""
         self._rate = rate
         self._runner = runner
         self._state = state
@@ -138,7 +117,7 @@ class Shadow:
         self._wake()
 
     def close(self) -> None:
-        """Drops the queued answers, and kills the shadow process without waiting for its exit."""
+        """Drops the queued answers, and does not wait for the running piece."""
         if self._closed:
             return
         self._closed = True
@@ -151,8 +130,6 @@ class Shadow:
         self._work = None
         if self._running is not None:
             self._running.cancel()
-        self._runner.kill()
-        self._thread.submit(self._runner.wait)
         self._thread.shutdown(wait=False)
 
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
@@ -200,8 +177,6 @@ class Shadow:
             self._work = None
             self._report.shadowed("failed")
             logger.error("the repetition of a sampled answer in the other mode failed", exc_info=error)
-            if isinstance(error, RunnerLost):
-                self.close()
         else:
             agreement, cpu_s = done.result()
             self._report.shadow_took(cpu_s)
@@ -238,6 +213,6 @@ class Shadow:
     def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
         """Runs the next piece on the shadow's thread. Returns the piece's result, and the piece's processor time in
         seconds."""
-        begun_s = time.thread_time() + self._runner.cpu_s
+        begun_s = time.thread_time()
         found = next(work)
-        return found, time.thread_time() + self._runner.cpu_s - begun_s
+        return found, time.thread_time() - begun_s

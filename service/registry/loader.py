@@ -24,7 +24,6 @@ from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.onnx_device import DeviceRunner, open_runner
 from wane.service.runners.runner import Array
-from wane.service.runners.subprocess import SubprocessRunner
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 
@@ -33,23 +32,22 @@ logger = logging.getLogger("wane.engine")
 
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
-    """A verified bundle with its proofs and runners. `shadow`: the runner that repeats sampled live answers in a
-    separate process; None if `shadow_rate` is 0. `bits`: a digest of the graphs' results on this machine. `direction`:
+    """A verified bundle with its proofs and runners. `shadow`: the runner that repeats sampled live answers on the CPU;
+    None if `shadow_rate` is 0. `bits`: a digest of the graphs' results on this machine. `direction`:
     see `DirectionProof.of`."""
 
     bundle: Bundle
     margin: MarginProof
     direction: DirectionProof | None
     runner: OnnxRunner | DeviceRunner
-    shadow: SubprocessRunner | None
+    shadow: OnnxRunner | None
     bits: bytes
 
     def close(self) -> None:
         """Closes the runners. Call this only if no engine owns them."""
         self.runner.close()
         if self.shadow is not None:
-            self.shadow.kill()
-            self.shadow.wait()
+            self.shadow.close()
 
 
 def read(path: Path) -> Bundle:
@@ -93,7 +91,9 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
         weights = bundle.weights()
         margin = MarginProof(weights)
         direction = DirectionProof.of(bundle.manifest, weights, bundle.request_bound, margin, runner)
-        shadow = SubprocessRunner(bundle.path) if settings.shadow_rate else None
+        shadow = None
+        if settings.shadow_rate:
+            shadow = runner if isinstance(runner, OnnxRunner) else OnnxRunner(bundle, "cpu", threads=1)
     except BaseException:
         runner.close()
         raise

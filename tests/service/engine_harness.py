@@ -119,7 +119,6 @@ class FakeRunner:
     """
 
     device = "cpu"
-    cpu_s = 0.0
 
     def __init__(self, vocabulary_size: int) -> None:
         random = np.random.default_rng(7)
@@ -129,7 +128,6 @@ class FakeRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.busy = threading.Event()
-        self.killed = False
         self.poison: int | None = None
         self.hot: int | None = None
         self.radius: float | None = None
@@ -184,14 +182,6 @@ class FakeRunner:
         """Waits until a run begins. Returns immediately if a run has begun since the last call of this method."""
         assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
-
-    def kill(self) -> None:
-        """Records in `killed` that the engine has called this method. The engine calls it for the runner of its shadow
-        comparisons."""
-        self.killed = True
-
-    def wait(self) -> None:
-        """Does nothing."""
 
     def roles(self) -> list[Role]:
         """Returns the roles of the runs, in the order of the runs."""

@@ -16,7 +16,7 @@ from wane.service.types import StateSource, StepRequest
 def aborted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list that gets an entry in place of the end of the process."""
     aborts: list[None] = []
-    monkeypatch.setattr(housekeeping.os, "abort", lambda: aborts.append(None))
+    monkeypatch.setattr("os.abort", lambda: aborts.append(None))
     return aborts
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import Random
 
 import numpy as np
@@ -9,15 +9,12 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.shipped import PATHS
-from wane.models.manifest import Role
 from wane.service.engine import shadow
 from wane.service.engine.agreement import AgreementBySource, Source, compare
 from wane.service.engine.shadow import Shadow
 from wane.service.engine.stats import ShadowReport
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.runners.runner import Array
-from wane.service.runners.subprocess import RunnerLost
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
@@ -311,7 +308,6 @@ async def test_shutdown_drops_shadows_without_waiting(
     await harness.engine.submit(StepRequest(session, (3,)))
     await harness.engine.drain()
     await harness.engine.close()
-    assert harness.shadow_runner.killed
     assert not harness.shadow_runner.gate.is_set()
     assert harness.sample("wane_shadow_total", outcome="dropped") == 2
     harness.shadow_runner.gate.set()
@@ -386,7 +382,7 @@ async def test_no_shadow_runs_if_the_rate_is_zero(make_harness: MakeHarness) -> 
     assert harness.engine.batcher.on_idle is None
 
 
-async def test_a_served_model_has_shadows_in_another_process() -> None:
+async def test_a_served_model_has_shadows() -> None:
     (path,) = (path for path in PATHS if path.name == "rnn-stable")
     registry = ModelRegistry(Settings(bundles=path, shadow_rate=1.0), Metrics())
     await registry.load()
@@ -406,41 +402,3 @@ async def test_a_served_model_has_shadows_in_another_process() -> None:
     assert sources[Source.SHADOW]["total_variation"]["max"] == pytest.approx(both.agreement.total_variation, abs=1e-6)
     assert document["shadow"]["cpu_s"] > 0
     await registry.close()
-
-
-async def test_a_lost_runner_stops_only_the_shadows(
-    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness = make_harness(shadow_rate=1.0)
-
-    def lost(role: Role, feeds: object) -> dict[str, Array]:
-        raise RunnerLost("the runner's process has exited")
-
-    monkeypatch.setattr(harness.shadow_runner, "run", lost)
-    session, _ = await session_of(harness, 2)
-    await settled(shadow_of(harness))
-    assert harness.shadow_runner.killed
-    assert (await harness.engine.submit(StepRequest(session, (3,)))).position == 2
-    await settled(shadow_of(harness))
-    _, shadows = await report(harness)
-    assert (shadows["compared"], shadows["failed"], shadows["dropped"]) == (0, 1, 0)
-    assert [record.message for record in caplog.records] == [
-        "the repetition of a sampled answer in the other mode failed"
-    ]
-
-
-async def test_processor_time_of_the_other_process_counts(
-    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness = make_harness(shadow_rate=1.0)
-    run = harness.shadow_runner.run
-
-    def slow(role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        harness.shadow_runner.cpu_s += 2.0
-        return run(role, feeds)
-
-    monkeypatch.setattr(harness.shadow_runner, "run", slow)
-    await session_of(harness, 2)
-    await session_of(harness, 3)
-    await settled(shadow_of(harness))
-    assert 4.0 < (await report(harness))[1]["cpu_s"] < 6.0  # the shadow's runner has run twice, for 2 s each time

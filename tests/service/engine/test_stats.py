@@ -29,7 +29,7 @@ def test_a_report_has_the_quantiles_of_the_histogram() -> None:
     seconds.observe_all([0.0005] * 50 + [0.0015] * 40 + [0.003] * 8 + [1.0] * 2)
     document = durations(seconds)
     assert (document["p50_ms"], document["p90_ms"], document["p99_ms"]) == (1.0, 2.0, 4.0)
-    assert (document["count"], document["sum_ms"]) == (100, pytest.approx(2109.0))
+    assert document["count"] == 100 and document["sum_ms"] == pytest.approx(2109.0)
     assert [(bucket["le_ms"], bucket["count"]) for bucket in document["buckets"]] == [
         (1.0, 50),
         (2.0, 90),
