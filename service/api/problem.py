@@ -156,11 +156,6 @@ class Envelopes:
         return next(shape for prefix, shape in self._others.items() if path.startswith(prefix))
 
 
-def is_inference_protocol(path: str) -> bool:
-    """Whether a path belongs to the Open Inference Protocol."""
-    return path == INFERENCE_PROTOCOL or path.startswith(f"{INFERENCE_PROTOCOL}/")
-
-
 def described(scope: Scope, error: Exception) -> Failure:
     """Returns the result of `describe`, and logs the traceback of an unexpected error."""
     failure = describe(error)

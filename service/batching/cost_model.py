@@ -84,7 +84,9 @@ class _Point:
     seconds: float
 
 
-def run_seconds(works: Sequence[Work], pool: StatePool, runner: Runner, clock: Callable[[], float]) -> float:
+def run_seconds(
+    works: Sequence[Work], pool: StatePool, runner: Runner, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Runs a batch and returns the seconds that it took. Blocks. Raises the runner's errors."""
     started_s = clock()
     rows = batch.run(works, pool, runner)

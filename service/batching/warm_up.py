@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from wane.models.manifest import Manifest
 from wane.service.batching import batch
 from wane.service.batching.batch import Work
+from wane.service.batching.cost_model import run_seconds
 from wane.service.runners.runner import Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
@@ -25,7 +24,7 @@ def warm_up(runner: Runner, pool: StatePool, manifest: Manifest, *, max_batch_si
     eos = np.array([manifest.vocabulary.eos_id], np.int64)
     some = np.repeat(eos, manifest.window)
     if manifest.start_tokens:
-        _run([Work("advance", np.array(manifest.start_tokens), read=ZERO, write=START)], pool, runner)
+        run_seconds([Work("advance", np.array(manifest.start_tokens), read=ZERO, write=START)], pool, runner)
     for work in (
         Work("step", eos, read=START),
         Work("window", some),
@@ -38,10 +37,4 @@ def warm_up(runner: Runner, pool: StatePool, manifest: Manifest, *, max_batch_si
             sizes |= {2**exponent for exponent in range(max_batch_size.bit_length())}
         for size in sorted(sizes):
             if batch.fits(work.role, work.length, work.length * size, size):
-                _run([work] * size, pool, runner)
-
-
-def _run(works: Sequence[Work], pool: StatePool, runner: Runner) -> None:
-    for row in batch.run(works, pool, runner):
-        if isinstance(row, Exception):
-            raise row
+                run_seconds([work] * size, pool, runner)

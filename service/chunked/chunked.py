@@ -58,11 +58,12 @@ class ChunkBatch:
         self.role = role
         self.tokens = tokens
         self.targets = targets
-        self.cells = -(-len(tokens) // layout.steps)
+        self.cells = cells = -(-len(tokens) // layout.steps)
         self.logprobs = np.empty(len(tokens) if role == "scan" else 0)
         self._memory = memory
         # The state from which cell g starts is in slot g of this memory, and the state at its end in slot cells + g.
-        self._edges = memory.scratch(2 * self.cells)
+        self._edges = memory.scratch(2 * cells)
+        self._joints = range(1, cells), range(cells, 2 * cells - 1)  # the slots of the two states at each joint
 
     def column(self, part: int) -> range:
         """Returns the cells with number `part` of all chunks. The last chunks may be too short to have such a cell."""
@@ -81,7 +82,7 @@ class ChunkBatch:
     def ended(self, cells: range, slots: Sequence[int], rows: list[Row]) -> None:
         """Stores the states at the end of cells, and the cells' log-probabilities. The states are in `slots` of the
         model's memory."""
-        self._edges.copy(self._end(cells), self._memory, slots)
+        self._edges.copy([self.cells + cell for cell in cells], self._memory, slots)
         for cell, row in zip(cells, rows, strict=True):
             if row.logprobs is not None:
                 at = self._extent(cell)
@@ -89,7 +90,7 @@ class ChunkBatch:
 
     def continued(self, cell: int) -> None:
         """Stores that `cell` starts from the state at the end of the previous cell."""
-        self._edges.copy([cell], self._edges, self._end(range(cell - 1, cell)))
+        self._edges.copy([cell], self._edges, [self.cells + cell - 1])
 
     def load_end(self, cell: int, pool: StatePool, slot: int) -> None:
         """Copies the state at the end of a cell to a slot of the pool."""
@@ -98,25 +99,19 @@ class ChunkBatch:
     def residual(self, cell: int) -> float:
         """Returns the difference between the two states at the joint before `cell`, in the unit in which it is largest.
         `cell` must not be the first cell. Returns 0 if there is no joint."""
-        return self._edges.differences([cell], self._end(range(cell - 1, cell))).item(0)
+        return self._edges.differences([cell], [self.cells + cell - 1]).item(0)
 
     def residuals(self) -> NDArray[np.float64]:
         """Returns `residual` of every cell, and 0 for the first cell: float64 (cells)."""
         found = np.zeros(self.cells)
         if self.cells > 1:
-            found[1:] = self._edges.differences(range(1, self.cells), self._end(range(self.cells - 1)))
+            found[1:] = self._edges.differences(*self._joints)
         return found
 
     def joints(self) -> dict[str, Array]:
         """Returns, for each tensor's name, the largest difference of each unit at any joint: (*shape). This is empty if
         there is only one cell."""
-        if self.cells == 1:
-            return {}
-        return self._edges.unit_differences(range(1, self.cells), self._end(range(self.cells - 1)))
-
-    def _end(self, cells: range) -> range:
-        """Returns the slots of the states at the end of cells."""
-        return range(self.cells + cells.start, self.cells + cells.stop, cells.step)
+        return self._edges.unit_differences(*self._joints) if self.cells > 1 else {}
 
     def _extent(self, cell: int) -> slice:
         return slice(cell * self.layout.steps, min((cell + 1) * self.layout.steps, len(self.tokens)))
@@ -225,8 +220,7 @@ class ChunkedRunner:
         `least`: the minimum number of tokens of warm-up. `demand.enough` may be smaller, and is then used.
         """
         seen = self._throughput.warm_up(demand.limit)
-        known = [] if seen is None else [max(seen, least)]
-        known += [] if demand.enough is None else [demand.enough]
+        known = [one for one in (None if seen is None else max(seen, least), demand.enough) if one is not None]
         if not known:
             return None
         warm_up = max(min(known), self._reach, 1)

@@ -530,7 +530,7 @@ class Engine:
             stack.enter_context(self.admission.admitted())
             share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))
             items = self.scorer.score(request, self.identity, Ticket(request.deadline), share)
-            scoring = await Stream.begin(items, share, stack)
+            scoring = await Stream.begin(items, share, request.deadline, stack)
         self._stats.answered("score", Mode.RECURRENT)
         return scoring
 
@@ -583,7 +583,7 @@ class Engine:
             else:
                 source = SessionSource(partial(self.steps.begin, request, request.session, ticket, stack))
                 items = self.predictor.continued(request, self.identity, source, ticket, share)
-            generation = await Stream.begin(items, share, stack)
+            generation = await Stream.begin(items, share, request.deadline, stack)
         self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
-from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
@@ -254,8 +253,7 @@ async def generate(
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
-    with until(request.deadline):
-        result = await source.prompt()
+    result = await source.prompt()
     start = source.start
     recent = deque(start.history, maxlen=0 if cache is None else cache.length)
     while True:
@@ -285,8 +283,7 @@ async def generate(
         share.progress(len(stream.tokens) / request.max_tokens)
         if is_last or stream.stopped:
             break
-        with until(request.deadline):
-            result = await source.feed(token)
+        result = await source.feed(token)
     yield Finish(
         *identity,
         text=stream.text,

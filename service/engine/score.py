@@ -10,21 +10,20 @@ started may differ from the state at the end of the first chunk. The request lim
   one.
 
 In a truncated sequence every answer has its own bound: the bound for the number of tokens before the answer, plus the
-bound of the error that the joints add. The tolerance then limits only the error that the joints add.
-
-In a whole sequence, one bound holds for all answers of a run with joints. It is the smaller of two bounds, each plus
-the rounding of two float32 runs. The first is the certificate's bound for one token more than the chunks' warm-up (the
-number of tokens that a chunk runs before its own tokens). Even the first answer of a chunk has read the warm-up and the
-chunk's first token. The second is computed from the measured differences at the joints
-(`models/certificate/propagation.py`).
+bound of the error that the joints add. The tolerance then limits only the error that the joints add. In a whole
+sequence, one bound holds for all answers of a run with joints. It is the smaller of two bounds, each plus the rounding
+of two float32 runs: the certificate's bound for one token more than the chunks' warm-up (even the first answer of a
+chunk has read the warm-up and the chunk's first token), and a bound computed from the measured differences at the
+joints (`models/certificate/propagation.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import aclosing
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -36,10 +35,9 @@ from wane.models.cache_statistics import cache_statistics
 from wane.models.certificate.propagation import MAX_TOKENS, Propagation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
-from wane.service.aio.deadline import until
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import EXACT, IN_ORDER, ChunkedRunner, ChunkPlan, Demand, Piece
+from wane.service.chunked.chunked import EXACT, IN_ORDER, ChunkedRunner, ChunkPlan, Demand
 from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import sequence
@@ -74,24 +72,21 @@ class Places:
 
     def __init__(self, tokens: int, skipped: Sequence[int]) -> None:
         """`tokens` is the number of tokens. `skipped` are the places of the skipped events, ascending."""
-        self._tokens = tokens
-        self._total = tokens + len(skipped)
-        self._of_tokens = np.delete(np.arange(self._total), skipped) if skipped else None
+        total = tokens + len(skipped)
+        self._of_tokens = np.append(np.delete(np.arange(total), skipped), total) if skipped else None
 
     def before(self, token: int) -> int:
-        """Returns the number of places before the token with the index `token`. If the index is the number of tokens,
-        returns the number of all places."""
-        if self._of_tokens is None or token == self._tokens:
-            return self._total if token == self._tokens else token
-        return int(self._of_tokens[token])
+        """Returns the place at which the results from the token with the index `token` on begin. It is the token's
+        place, except for the first token, whose results begin with the skipped events before it."""
+        return token if self._of_tokens is None or not token else int(self._of_tokens[token])
 
-    def spread(self, first: int, last: int, values: Sequence[T]) -> tuple[T | None, ...]:
+    def spread(self, first: int, last: int, values: Sequence[T] | None) -> tuple[T | None, ...] | None:
         """Returns one value for each place: that of its token, or None for a skipped event. `values` has one value for
-        each token from index `first` up to, but not including, `last`."""
-        if self._of_tokens is None:
-            return tuple(values)
-        start = self.before(first) if first else 0
-        found: list[T | None] = [None] * (self.before(last) - start)
+        each token from index `first` up to, but not including, `last`. Returns None if `values` is None."""
+        if self._of_tokens is None or values is None:
+            return None if values is None else tuple(values)
+        start = self.before(first)
+        found: list[T | None] = [None] * (int(self._of_tokens[last]) - start)
         for place, value in zip(self._of_tokens[first:last].tolist(), values, strict=True):
             found[place - start] = value
         return tuple(found)
@@ -152,24 +147,14 @@ class Scorer:
         self._executor = executor
         self._cache = cache
 
-    @cached_property
-    def _cut_off(self) -> tuple[float | None, ...]:
-        """The bounds of answers from the last n tokens of a longer sequence, for n = 1, 2, ... The last bound also
-        holds for every larger n."""
-        certificate = self._certificate
-        ends = range(1, max(len(certificate.error_bound), 1) + 1)
-        found = [bounds.bound(certificate, known, known + 1) for known in ends]
-        return tuple(None if one is None else one.variation for one in found)
-
     def seconds(self, request: ScoreRequest) -> float:
         """Returns the expected seconds of all runs of a score."""
         tokens = len(request.tokens)
-        if request.method is ScoreMethod.PARALLEL:
-            demand = Demand(RESIDUAL) if request.tolerance is None else EXACT
-            parallel_cost = self.parallel.seconds(tokens, "scan", demand)
-            if parallel_cost is not None:
-                return parallel_cost
-        return tokens / IN_ORDER["scan"] * self._cost_model.run("scan", IN_ORDER["scan"])
+        in_order = tokens / IN_ORDER["scan"] * self._cost_model.run("scan", IN_ORDER["scan"])
+        if request.method is not ScoreMethod.PARALLEL:
+            return in_order
+        in_chunks = self.parallel.seconds(tokens, "scan", Demand(RESIDUAL) if request.tolerance is None else EXACT)
+        return in_order if in_chunks is None else in_chunks
 
     async def score(
         self, request: ScoreRequest, identity: Identity, ticket: Ticket, share: Share
@@ -177,70 +162,58 @@ class Scorer:
         """Yields the log-probabilities in the order of the tokens, and the progress. The last item is the summary. The
         caller must close the generator. Reports progress to `share`."""
         await asyncio.sleep(0)  # lets other tasks run, because the check of a long text has just blocked the event loop
+        # The model reads no start token if it has a zero start or the tokens are truncated. It then does not predict
+        # the first token.
+        has_start = bool(self._start_tokens) and not request.truncated
+        count = len(request.tokens)
+        unpredicted = (None,) if count and not has_start else ()
         input_ids = await self._input_ids(request)
-        with until(request.deadline):
-            mixed = await self._mixed(request, input_ids)
+        mixed: MixedScore | None = None
+        if self._cache is not None and request.cache and len(input_ids) > 1:
+            mixed = await self._aside(partial(MixedScore, self._cache, input_ids, has_start=has_start))
         demand = None
         if request.method is ScoreMethod.PARALLEL and request.top_k is None:
-            with until(request.deadline):
-                demand = await self._demand(request.tolerance)
-        # Without a start token, the model does not predict the first token.
-        unpredicted = (None,) if request.tokens and not self._has_start(request) else ()
-        places = Places(len(request.tokens), request.skipped)
-        settled, total, plan = 0, 0.0, ChunkPlan()
-        predicted = 0
+            demand = await self._demand(request.tolerance)
+        places = Places(count, request.skipped)
+        settled, predicted, total, plan = 0, 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
         with self._pool.lease() as slot:
-            pieces = self.parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
-            try:
-                while (piece := await self._next(pieces, request.deadline)) is not None:
+            run = self.parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
+            async with aclosing(run) as pieces:
+                async for piece in pieces:
                     plan = piece.plan
-                    share.progress(piece.done / len(request.tokens))
+                    share.progress(piece.done / count)
                     if piece.logprobs is not None:
-                        before = () if settled else unpredicted
-                        found_here = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
-                        predicted += len(found_here)
-                        logprobs = (*before, *found_here.tolist())
-                        error_bounds: tuple[float | None, ...] | None = None
+                        found = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
+                        before, end = () if settled else unpredicted, len(unpredicted) + predicted + len(found)
+                        cut_off: list[float | None] | None = None
                         if request.truncated:
-                            known = range(settled + len(before), settled + len(logprobs))
-                            with until(request.deadline):
-                                found = self._cut_off_at(known, await self._bound(plan))
-                            if mixed is not None:
-                                found = mixed.bounds(predicted - len(found), found)
-                            worst.append(bounds.largest(found))
-                            error_bounds = (*before, *found)
-                        end = settled + len(logprobs)
-                        listed: tuple[tuple[Prediction, ...] | None, ...] | None = None
+                            cut_off = self._cut_off_at(range(settled + len(before), end), await self._bound(plan))
+                            cut_off = cut_off if mixed is None else mixed.bounds(predicted, cut_off)
+                            worst.append(bounds.largest(cut_off))
+                            cut_off = [*before, *cut_off]
+                        listed: list[tuple[Prediction, ...] | None] | None = None
                         if request.top_k is not None:
-                            with until(request.deadline):
-                                found_there = await self._places.find(
-                                    request, input_ids, predicted - len(found_here), piece.hiddens, found_here, ticket
-                                )
-                            listed = (*before, *found_there)
+                            hiddens = piece.hiddens
+                            lists = await self._places.find(request, input_ids, predicted, hiddens, found, ticket)
+                            listed = [*before, *lists]
                         yield ScoredTokens(
-                            places.before(settled) if settled else 0,
-                            places.spread(settled, end, request.tokens[settled:end]),
-                            places.spread(settled, end, logprobs),
-                            None if error_bounds is None else places.spread(settled, end, error_bounds),
-                            None if listed is None else places.spread(settled, end, listed),
+                            places.before(settled),
+                            places.spread(settled, end, request.tokens[settled:end]) or (),
+                            places.spread(settled, end, (*before, *found.tolist())) or (),
+                            places.spread(settled, end, cut_off),
+                            places.spread(settled, end, listed),
                         )
-                        settled = end
-                        total += float(found_here.sum())
-                    yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
-            finally:
-                await pieces.aclose()
+                        settled, predicted, total = end, predicted + len(found), total + float(found.sum())
+                    yield ScoreProgress(piece.done + len(unpredicted), count)
         share.progress(1)
         if not settled:  # The request has no token, or its only token has no prediction. No graph was run.
-            count = len(request.tokens)
-            tokens, nulls = places.spread(0, count, request.tokens), places.spread(0, count, unpredicted)
+            tokens, nulls = places.spread(0, count, request.tokens) or (), places.spread(0, count, unpredicted) or ()
             yield ScoredTokens(
                 0, tokens, nulls, nulls if request.truncated else None, None if request.top_k is None else nulls
             )
             yield ScoreProgress(count, count)
-            settled, worst = count, [None]
-        with until(request.deadline):
-            bound = bounds.largest(worst) if request.truncated else await self._bound(plan)
+            worst = [None]
         yield ScoreSummary(
             *identity,
             perplexity=math.exp(min(-total / predicted, LARGEST_EXPONENT)) if predicted else None,
@@ -249,23 +222,15 @@ class Scorer:
             rounds=plan.rounds,
             max_residual=plan.residual,
             state=StateSource.FULL,
-            error_bound=bound,
+            error_bound=bounds.largest(worst) if request.truncated else await self._bound(plan),
             latency=ticket.latency(),
-            cache_tokens=None if mixed is None else min(mixed.cache.length, len(request.tokens)),
+            cache_tokens=None if mixed is None else min(mixed.cache.length, count),
             unknown=request.unknown or None,
         )
 
-    def _has_start(self, request: ScoreRequest) -> bool:
-        """Returns whether the model reads a start token before the request's tokens. It does not if the model has a
-        zero start or the tokens are truncated."""
-        return bool(self._start_tokens) and not request.truncated
-
-    async def _mixed(self, request: ScoreRequest, input_ids: NDArray[np.int64]) -> MixedScore | None:
-        """Returns the mixtures for the predicted tokens; None if the model has no cache or the request disables it."""
-        if self._cache is None or not request.cache or len(input_ids) < 2:
-            return None
-        make = partial(MixedScore, self._cache, input_ids, has_start=self._has_start(request))
-        return await asyncio.get_running_loop().run_in_executor(self._executor, make)
+    async def _aside(self, call: Callable[[], T]) -> T:
+        """Runs a computation outside of the event loop's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
         """Like `forward.sequence`, but spread over several iterations of the event loop."""
@@ -275,15 +240,19 @@ class Scorer:
             parts.append(np.array(request.tokens[start : start + FED_AT_ONCE], np.int64))
         return np.concatenate(parts)
 
+    @cached_property
+    def _cut_off(self) -> tuple[float | None, ...]:
+        """The bounds of answers from the last n tokens of a longer sequence, for n = 1, 2, ... The last bound also
+        holds for every larger n."""
+        ends = range(1, max(len(self._certificate.error_bound), 1) + 1)
+        found = [bounds.bound(self._certificate, known, known + 1) for known in ends]
+        return tuple(None if one is None else one.variation for one in found)
+
     def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
         """Returns the bounds of answers from the last n tokens of a truncated sequence, for each n in `known`. `joints`
         is the bound of the total variation that the run's joints add."""
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
-
-    async def _next(self, pieces: AsyncGenerator[Piece, None], deadline: float | None) -> Piece | None:
-        with until(deadline):
-            return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:
         """Returns the limits on the differences at joints with which the error bound meets the tolerance."""
@@ -295,8 +264,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        # `_least` is the error bound if the states at the joints differ only by rounding. If even this bound exceeds
-        # the tolerance, only exact joints, or a warm-up of `enough` tokens, can meet the tolerance.
+        # If rounding at the joints alone exceeds the tolerance, only exact joints, or a warm-up of `enough` tokens, can
+        # meet it.
         if self._least > tolerance:
             return Demand(0.0, None, enough)
 
@@ -329,8 +298,7 @@ class Scorer:
         if self.propagation is None or rounding is None:
             return 1.0
         tokens = MAX_TOKENS if plan.apart is None else plan.apart
-        loop = asyncio.get_running_loop()
-        apart = await loop.run_in_executor(self._executor, self.propagation.apart, plan.joints, tokens)
+        apart = await self._aside(partial(self.propagation.apart, plan.joints, tokens))
         if apart is None:
             return 1.0
         return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.between_runs)))

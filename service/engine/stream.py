@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from typing import Generic, Self, TypeVar
 
+from wane.service.aio.deadline import until
 from wane.service.engine.backlog import Share
 
 T = TypeVar("T")
@@ -14,22 +15,26 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """An asynchronous iterator over results. The caller must close it (`contextlib.aclosing`)."""
 
-    def __init__(self, items: AsyncGenerator[T, None], first: T, share: Share, end: Callable[[], None]) -> None:
+    def __init__(
+        self, items: AsyncGenerator[T, None], first: T, share: Share, deadline: float | None, end: Callable[[], None]
+    ) -> None:
         self._items = items
         self._first: T | None = first
         self._share = share
+        self._deadline = deadline
         self._end: Callable[[], None] | None = end
 
     @classmethod
-    async def begin(cls, items: AsyncGenerator[T, None], share: Share, held: ExitStack) -> Self:
+    async def begin(cls, items: AsyncGenerator[T, None], share: Share, deadline: float | None, held: ExitStack) -> Self:
         """Waits for the first result. A request that cannot be served therefore fails before its response starts.
 
         The stream takes over the resources in `held`, and releases them when it ends or is closed. The backlog counts
-        `share` only while the caller waits for a result.
+        `share` only while the caller waits for a result. A wait that passes the deadline raises DeadlineExceeded.
         """
-        first = await anext(items)
+        with until(deadline):
+            first = await anext(items)
         share.pause()
-        return cls(items, first, share, held.pop_all().close)
+        return cls(items, first, share, deadline, held.pop_all().close)
 
     def __aiter__(self) -> Self:
         return self
@@ -40,7 +45,8 @@ class Stream(Generic[T]):
             return first
         self._share.resume()
         try:
-            return await anext(self._items)
+            with until(self._deadline):
+                return await anext(self._items)
         except BaseException:
             self._over()
             raise

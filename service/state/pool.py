@@ -130,11 +130,6 @@ class StatePool:
             self.release(slot)
 
     @property
-    def untouched(self) -> int:
-        """The first slot that was never used."""
-        return self._untouched
-
-    @property
     def used(self) -> int:
         """Number of slots in use."""
         return self._untouched - RESERVED - len(self.free)

@@ -6,6 +6,8 @@ from typing import Any
 
 import httpx
 
+from wane.service.api.problem import INFERENCE_PROTOCOL
+
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     """Checks the status, the headers and the problem document of an error response. Returns the document."""
@@ -26,3 +28,8 @@ def assert_members(document: dict[str, Any], status: int, code: str) -> None:
     assert document["status"] == status
     assert document["title"] and document["detail"] and document["request_id"]
     assert document["retryable"] is (status in (429, 503, 504))
+
+
+def is_inference_protocol(path: str) -> bool:
+    """Whether a path belongs to the Open Inference Protocol."""
+    return path == INFERENCE_PROTOCOL or path.startswith(f"{INFERENCE_PROTOCOL}/")

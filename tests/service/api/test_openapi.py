@@ -16,10 +16,10 @@ from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
+from tests.service.problems import is_inference_protocol
 from wane.service import types
 from wane.service.api import schemas
 from wane.service.api.encode import json_bytes
-from wane.service.api.problem import is_inference_protocol
 from wane.service.api.schemas.common import Body
 from wane.service.api.schemas.compare import CompareBody
 from wane.service.api.schemas.generate import GenerateBody

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from tests.service.fake_engine import FakeRegistry
-from tests.service.problems import assert_problem
-from wane.service.api.problem import Failure, describe, is_inference_protocol
+from tests.service.problems import assert_problem, is_inference_protocol
+from wane.service.api.problem import Failure, describe
 from wane.service.errors import (
     REPR_MAX_CHARACTERS,
     Abandoned,
