@@ -1,5 +1,7 @@
-"""Configures all tests. Skips the tests that need the extra `train` if the extra is not installed, and reports the
-skipped files.
+"""Configures all tests: the groups of tests, the tests that need the extra `train`, and what a run leaves behind.
+
+`scripts/test` runs the group `quick`: it needs no Debian package, no package of another server's client and few minutes.
+`scripts/test --rest` runs all other tests.
 
 BLAS uses one thread in the tests and in every process that they start, unless OMP_NUM_THREADS is set. The matrices are
 small. With several threads, the threads of numpy's BLAS library busy-wait for one another. The tests would then take
@@ -9,8 +11,11 @@ several times as long, and use most of the machine's CPU time.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,23 +48,116 @@ TRAIN_FILES = [
 ]
 MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]
 
+# The group `quick` has none of the tests in these folders and files. It also has no test with the mark `stack` or
+# `slow`.
+REST = [
+    HERE / name
+    for name in (
+        "benchmarks",
+        "clients",
+        "deploy",
+        "docs/test_audit.py",
+        "docs/test_events.py",
+        "docs/test_readme_training.py",
+        "docs/test_training.py",
+        "fuzz",
+        "research",
+        "stack",
+        "test_wheel.py",
+        "training",
+    )
+]
+LEFT_OUT = "stack, containers, clients, training, benchmarks, research, fuzz tests, wheel"
+MAX_WORKER_BYTES = 2**30
+SLOW_S = 900
+"""The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
+
 collect_ignore = [str(file) for file in TRAIN_FILES] if MISSING else []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that need the extra `train`. Moves the files with slow tests to the front, because a slow file
-    that starts last would still run after all other tests have ended."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--group", choices=["quick", "rest", "all"], default="all", help="which tests run")
+
+
+def is_rest(path: Path) -> bool:
+    return any(path == rest or rest in path.parents for rest in REST)
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(mark) for mark in ("slow", "stack"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import the files that the group `quick` leaves out, because importing them takes time."""
+    return True if config.getoption("group") == "quick" and is_rest(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests that need the extra `train`, and removes the tests of other groups. Moves the files with slow tests
+    to the front, because a slow file that starts last would still run after all other tests have ended."""
     for item in items:
         if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)
+        if is_slow(item) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
+    group = config.getoption("group")
+    if group != "all":
+        chosen = [item for item in items if (is_rest(item.path) or is_slow(item)) == (group == "rest")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Reports the skipped test files."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Sends the peak memory of a worker process to the process that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = peak_bytes()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("dsession"):
+        config.pluginmanager.register(Workers())
+
+
+class Workers:
+    """Fails a run if the tests of one worker process needed more memory than `MAX_WORKER_BYTES`."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """xdist calls this hook when a worker ends. A worker that was killed has no output."""
+        if "peak" in getattr(node, "workeroutput", {}):
+            self.peaks[node.gateway.id] = node.workeroutput["peak"]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and max(self.peaks.values(), default=0) > MAX_WORKER_BYTES:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        peaks = ", ".join(f"{name} {peak / 2**20:.0f} MiB" for name, peak in sorted(self.peaks.items()))
+        if peaks:
+            terminalreporter.write_line(f"peak memory of the worker processes: {peaks}")
+        if max(self.peaks.values(), default=0) > MAX_WORKER_BYTES:
+            limit = MAX_WORKER_BYTES // 2**20
+            terminalreporter.write_line(f"a worker process may need {limit} MiB at most", red=True)
+
+
+def peak_bytes() -> int:
+    """Returns the largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Reports the tests that did not run."""
     if MISSING:
         files = ", ".join(str(file.relative_to(HERE)) for file in TRAIN_FILES)
         terminalreporter.write_line(
             f"skipped, because {' and '.join(MISSING)} (extra `train`) is not installed: {files}"
         )
+    if config.getoption("group") == "quick":
+        terminalreporter.write_line(f"not run: {LEFT_OUT}; `scripts/test --rest` runs them")
