@@ -1,7 +1,7 @@
 """Configures all tests: the groups of tests, the tests that need the extra `train`, and what a run leaves behind.
 
-`scripts/test` runs the group `quick`: it needs no Debian package, no package of another server's client and few minutes.
-`scripts/test --rest` runs all other tests.
+`scripts/test` runs the group `quick`, which needs neither Debian packages nor clients of other servers, and takes a few
+minutes. `scripts/test --rest` runs all other tests.
 
 BLAS uses one thread in the tests and in every process that they start, unless OMP_NUM_THREADS is set. The matrices are
 small. With several threads, the threads of numpy's BLAS library busy-wait for one another. The tests would then take
@@ -18,9 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # numpy and torch read this variable when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# An example may take long on a busy machine.
+settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 HERE = Path(__file__).parent
 TRAIN_FILES = [
@@ -93,8 +98,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests that need the extra `train`, and removes the tests of other groups. Moves the files with slow tests
-    to the front, because a slow file that starts last would still run after all other tests have ended."""
+    """Marks the tests that need the extra `train`. Removes the tests of other groups. Moves the files with slow tests to
+    the front, because a slow file that starts last would still run after all other tests have ended."""
     for item in items:
         if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)
