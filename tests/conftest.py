@@ -98,7 +98,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests that need the extra `train`. Removes the tests of other groups. Moves the files with slow tests to
+    """Marks the tests that need the extra `train`. Removes tests of other groups. Moves the files with slow tests to
     the front, because a slow file that starts last would still run after all other tests have ended."""
     for item in items:
         if item.path in TRAIN_FILES:
