@@ -129,7 +129,8 @@ class Small:
             max_window=keep,
             certificate=certify(self.architecture, self.weights, keep, of_runs),
         )
-        self.settings = Settings(session_history_tokens=keep, max_batch_size=4)
+        # With the default budget, the state pool would have room for millions of these small states.
+        self.settings = Settings(session_history_tokens=keep, max_batch_size=4, state_budget_bytes=2**22)
         self.reference = Reference(self.architecture, self.weights)
         self._past: list[tuple[int, NDArray[np.float64], State]] = []
         margin, runner = MarginProof(self.weights), OracleRunner(self.architecture, self.weights, beside)
