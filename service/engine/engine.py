@@ -660,6 +660,13 @@ class Engine:
         metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
         metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
 
+    def unpublish(self) -> None:
+        """Removes the model's gauges, which would otherwise keep this engine in memory."""
+        metrics = self._metrics
+        metrics.model_info.remove(self.name, self.version, self.device)
+        for gauge in (metrics.sessions_resident, metrics.state_bytes, metrics.queue_items):
+            gauge.remove(self.name)
+
     def keep(self) -> None:
         """Starts the periodic housekeeping."""
         self._keeping = asyncio.create_task(self.housekeeper.run())

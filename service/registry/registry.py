@@ -356,6 +356,8 @@ class ModelRegistry:
         if self.session_store is not None:
             await self.session_store.close()
         await asyncio.gather(*self.lifecycle.tasks, return_exceptions=True)
+        for engine in engines:
+            engine.discard()
 
     def check_ready(self) -> None:
         """Raises Unavailable before the store is open and after `close`."""

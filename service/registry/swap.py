@@ -196,7 +196,7 @@ class ModelLifecycle:
         name = engine.name
         del self.engines[name], self.digests[name]
         self.failures.pop(name, None)  # removes the error of a version that failed to replace this version
-        self._metrics.model_info.remove(name, engine.version, engine.device)
+        engine.unpublish()
         for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
             self._retired_engines.retire(one)
         logger.info("model %s was unloaded", name)
@@ -210,7 +210,7 @@ class ModelLifecycle:
         if older is not None:  # the older version has the same tokenizer, so its sessions continue on the new engine
             self._retired_engines.retire(older)
         if before is not None:
-            self._metrics.model_info.remove(before.name, before.version, before.device)
+            before.unpublish()
             if before.tokenizer == engine.tokenizer:
                 self._retired_engines.retire(before)
             else:

@@ -410,3 +410,34 @@ def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:
     """The server must free the memory of a closed engine. To do so, the server runs the garbage collector, and makes
     the C library release free memory."""
     alone(swap_by_turns)
+
+
+async def load_and_unload() -> None:
+    """Loads and unloads SWAPS models with different names."""
+    with TemporaryDirectory() as parent, patch("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0):
+        folder = Path(parent) / "bundles"
+        folder.mkdir()
+        put(folder, "1")
+        metrics = Metrics()
+        registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), metrics)
+        await registry.load()
+        used: list[int] = []
+        for number in range(SWAPS):
+            put(folder, "1", name=f"model-{number}")
+            await registry.load_model(f"model-{number}")
+            await registry.unload_model(f"model-{number}")
+            await registry.settled()
+            assert live_objects(Engine) == [registry.get()]
+            used.append(bytes_in_use())
+        text, _ = metrics.render()
+        await registry.close()
+    kept = growth(used[2:], kinds=2)
+    assert kept < KEPT_BYTES, f"each model leaks {kept:,.0f} bytes; the bytes in use after each model are {used}"
+    assert b'wane_state_bytes{model="small"}' in text
+    for gauge in (b"model_info", b"state_bytes", b"sessions_resident", b"queue_items"):
+        assert b"wane_%b{model=\"model-" % gauge not in text
+
+
+def test_memory_does_not_grow_if_models_of_different_names_are_loaded_and_unloaded() -> None:
+    """The gauges of an unloaded model must not keep its engine in memory."""
+    alone(load_and_unload)
