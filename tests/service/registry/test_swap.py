@@ -435,7 +435,7 @@ async def load_and_unload() -> None:
     assert kept < KEPT_BYTES, f"each model leaks {kept:,.0f} bytes; the bytes in use after each model are {used}"
     assert b'wane_state_bytes{model="small"}' in text
     for gauge in (b"model_info", b"state_bytes", b"sessions_resident", b"queue_items"):
-        assert b"wane_%b{model=\"model-" % gauge not in text
+        assert b'wane_%b{model="model-' % gauge not in text
 
 
 def test_memory_does_not_grow_if_models_of_different_names_are_loaded_and_unloaded() -> None:
