@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
-from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
+from wane.service.deadline import until
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
@@ -254,7 +254,7 @@ async def generate(
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
-    with until(request.deadline):
+    async with until(request.deadline):
         result = await source.prompt()
     start = source.start
     recent = deque(start.history, maxlen=0 if cache is None else cache.length)
@@ -285,7 +285,7 @@ async def generate(
         share.progress(len(stream.tokens) / request.max_tokens)
         if is_last or stream.stopped:
             break
-        with until(request.deadline):
+        async with until(request.deadline):
             result = await source.feed(token)
     yield Finish(
         *identity,

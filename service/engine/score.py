@@ -36,10 +36,10 @@ from wane.models.cache_statistics import cache_statistics
 from wane.models.certificate.propagation import MAX_TOKENS, Propagation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
-from wane.service.aio.deadline import until
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import EXACT, IN_ORDER, ChunkedRunner, ChunkPlan, Demand, Piece
+from wane.service.deadline import until
 from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import sequence
@@ -178,11 +178,11 @@ class Scorer:
         caller must close the generator. Reports progress to `share`."""
         await asyncio.sleep(0)  # lets other tasks run, because the check of a long text has just blocked the event loop
         input_ids = await self._input_ids(request)
-        with until(request.deadline):
+        async with until(request.deadline):
             mixed = await self._mixed(request, input_ids)
         demand = None
         if request.method is ScoreMethod.PARALLEL and request.top_k is None:
-            with until(request.deadline):
+            async with until(request.deadline):
                 demand = await self._demand(request.tolerance)
         # Without a start token, the model does not predict the first token.
         unpredicted = (None,) if request.tokens and not self._has_start(request) else ()
@@ -204,7 +204,7 @@ class Scorer:
                         error_bounds: tuple[float | None, ...] | None = None
                         if request.truncated:
                             known = range(settled + len(before), settled + len(logprobs))
-                            with until(request.deadline):
+                            async with until(request.deadline):
                                 found = self._cut_off_at(known, await self._bound(plan))
                             if mixed is not None:
                                 found = mixed.bounds(predicted - len(found), found)
@@ -213,7 +213,7 @@ class Scorer:
                         end = settled + len(logprobs)
                         listed: tuple[tuple[Prediction, ...] | None, ...] | None = None
                         if request.top_k is not None:
-                            with until(request.deadline):
+                            async with until(request.deadline):
                                 found_there = await self._places.find(
                                     request, input_ids, predicted - len(found_here), piece.hiddens, found_here, ticket
                                 )
@@ -239,7 +239,7 @@ class Scorer:
             )
             yield ScoreProgress(count, count)
             settled, worst = count, [None]
-        with until(request.deadline):
+        async with until(request.deadline):
             bound = bounds.largest(worst) if request.truncated else await self._bound(plan)
         yield ScoreSummary(
             *identity,
@@ -282,7 +282,7 @@ class Scorer:
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
     async def _next(self, pieces: AsyncGenerator[Piece, None], deadline: float | None) -> Piece | None:
-        with until(deadline):
+        async with until(deadline):
             return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:

@@ -28,8 +28,8 @@ from wane.service.api.body import (
     tokens_of,
 )
 from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
-from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import WHOLE_BODY, context, note_answer, registry
+from wane.service.api.disconnect import WHOLE_BODY, until_hangup
+from wane.service.api.exchange import context, note_answer, registry
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, anchored
 from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepColumnsDocument, StepsDocument
@@ -118,7 +118,7 @@ async def create(request: Request) -> Response:
     """
     body = await decode(request, SessionBody)
     engine = await model_engine(request, body.model)
-    with until_hangup(request):
+    async with until_hangup(request):
         history, unknown = await _history(engine, body, deadline(request))
     view = await engine.create_session(body.session, body.mode, owner(request), history)
     if unknown:
@@ -155,7 +155,7 @@ async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    with until_hangup(request):
+    async with until_hangup(request):
         await engine.delete_session(name, deadline(request))
     return Response(status_code=204)
 
@@ -259,7 +259,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
     body = await decode(request, RewindBody)
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    with until_hangup(request):
+    async with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
     return encode.reply(view)
 
