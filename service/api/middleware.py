@@ -54,9 +54,8 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = HttpExchange(self.policy, scope)
-        if self.policy.tracing is not None:
-            # set even for a request without a span, because the context may be a copy of an earlier request's context
-            CURRENT.set(exchange.traced)
+        # CURRENT is set even for a request without a span, because the context may be a copy of an earlier request's.
+        token = CURRENT.set(exchange.traced)
         status: int | None = None
         sent_bytes = 0
 
@@ -83,6 +82,7 @@ class RequestMiddleware:
             await exchange.failed(error)(scope, receive, send_out)
         finally:
             exchange.finish(status or HUNG_UP, sent_bytes)
+            CURRENT.reset(token)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a WebSocket, and logs one line when the WebSocket is closed. The route sends failures as messages.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from httptools import HttpParserError, HttpRequestParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from wane.service.net.framing import Body, Frames
 from wane.service.net.limits import SMALL_BYTES, Limits, ReceiveShare, RejectReason, abort_unread, bare_answer
@@ -31,7 +31,6 @@ INVALID = (b"\x03\xea", b"\x03\xef")  # the close codes 1002 (an invalid frame) 
 LENGTH = re.compile(rb"\ncontent-length:[ \t]*([0-9]+)[ \t]*\r")
 TO_WEBSOCKET = re.compile(rb"\nupgrade:[ \t]*websocket[ \t]*\r")
 TRAILING_SPACE = re.compile(rb"(?<=\S)[ \t]+(?=\r\n)")
-PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
 
 
 class Connection(asyncio.Protocol):
@@ -54,6 +53,7 @@ class Connection(asyncio.Protocol):
         self.response_head = b""  # the head of a response whose body follows
         self.is_passing = False  # whether uvicorn is parsing received bytes
         self.is_paused = self.is_full = False  # whether uvicorn, or this class, has paused reading
+        self.closes = False  # whether the connection is closed after the current response
         self.has_closed = False  # whether the WebSocket's close frame is sent
         self.has_ended = False  # whether nothing more is sent, and received bytes are dropped
         self.head = b""  # the head of the current request
@@ -119,6 +119,10 @@ class Connection(asyncio.Protocol):
                 self.refuse_malformed()
                 return
             self.has_begun = True
+            if self.body is not None and self.body.is_chunked:  # the rest of the body may have any length
+                self.closes = True
+                if b"\r\nconnection: close\r\n" not in data:
+                    data = data[:-2] + b"connection: close\r\n\r\n"
             if b"\r\ncontent-length: " in data:
                 self.response_head = data
             else:
@@ -168,13 +172,12 @@ class Connection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         self.is_paused = True
-        if self.frames is not None:
-            self.stop_timer()  # the client cannot complete its message while nothing is read
         self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         self.is_paused = False
         if self.frames is not None and not self.is_passing:
+            self.time_message(self.frames)
             self.go_on()
         if not (self.is_paused or self.is_full or self.transport.is_closing()):
             self.transport.resume_reading()
@@ -205,6 +208,9 @@ class Connection(asyncio.Protocol):
             self.check_part(received)
             return False
         head = received[:size]
+        if head.startswith(b"PRI "):  # the parser waits for more
+            self.refuse_malformed("this is HTTP/2, and the server speaks HTTP/1.1")
+            return False
         lower = head.lower()
         found = LENGTH.search(lower)
         length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
@@ -220,6 +226,8 @@ class Connection(asyncio.Protocol):
         self.is_answering, self.waiting = self.frames is None, received[size:]
         if self.frames is not None:
             self.start_timer(self.settings.header_timeout_s)
+            self.probe = HttpRequestParser(object())
+            self.check(head)
         elif length is not None and len(self.waiting) >= length:
             head, self.waiting, self.unanswered_bytes = head + self.waiting[:length], self.waiting[length:], length
             self.stop_timer()
@@ -247,6 +255,8 @@ class Connection(asyncio.Protocol):
         if self.probe is not None:
             try:
                 self.probe.feed_data(data)
+            except HttpParserUpgrade:
+                self.probe = None
             except HttpParserError as error:
                 self.refuse_malformed(str(error))
 
@@ -279,9 +289,12 @@ class Connection(asyncio.Protocol):
 
     def pass_body(self, body: Body) -> None:
         """Passes the next bytes of a body to uvicorn, and limits the bytes around it."""
+        in_trailers = body.in_trailers
         count = body.take(self.waiting)
         data, self.waiting = self.waiting[:count], self.waiting[count:]
         self.unanswered_bytes += count
+        if in_trailers:  # uvicorn would add the trailers to the headers, so only the empty line after them is passed
+            data = LINE_END if body.ended else b""
         bare_bytes = body.bare_bytes if self.is_answering else self.unanswered_bytes
         self.check(data)
         if self.has_ended:
@@ -308,6 +321,9 @@ class Connection(asyncio.Protocol):
             return
         self.has_begun = self.body is not None
         self.flush()
+        if self.closes:
+            self.close()
+            return
         if self.share.counted:
             self.share.is_now(0)
         if self.is_full:
@@ -347,6 +363,10 @@ class Connection(asyncio.Protocol):
                 return
             self.frames_since_s, frames.without_message = now_s, 0
         self.pass_on(data)
+        self.time_message(frames)
+
+    def time_message(self, frames: Frames) -> None:
+        """Starts the timer of an incomplete message. Stops it while reading is paused."""
         if not frames.is_within_message or self.is_paused:
             self.stop_timer()
         elif self.timer is None:
@@ -393,8 +413,7 @@ class Connection(asyncio.Protocol):
                 reason = "the request target cannot be read"
             except HttpParserError as error:
                 reason = str(error)
-        text = f"malformed HTTP request: {PARSER_REASONS.get(reason, reason)}"
-        self.refuse(RejectReason.MALFORMED, HTTPStatus.BAD_REQUEST, text)
+        self.refuse(RejectReason.MALFORMED, HTTPStatus.BAD_REQUEST, f"malformed HTTP request: {reason}")
 
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: str = "") -> None:
         """Answers the current request with `status`, unless its response has begun, and closes the connection."""

@@ -13,7 +13,7 @@ class Body:
     """The end of one request's body. `bare_bytes` counts the bytes received since the last byte of content: chunk
     lengths and trailers."""
 
-    __slots__ = ("_in_trailers", "_line", "bare_bytes", "ended", "is_chunked", "left")
+    __slots__ = ("_line", "bare_bytes", "ended", "in_trailers", "is_chunked", "left")
 
     def __init__(self, length: int | None) -> None:
         """`length` is the content-length in bytes, or None for a chunked body."""
@@ -22,12 +22,12 @@ class Body:
         self.ended = length == 0
         self.bare_bytes = 0
         self._line = b""
-        self._in_trailers = False
+        self.in_trailers = False
 
     def take(self, data: bytes) -> int:
-        """Returns the number of the first bytes of `data` that belong to the body."""
-        at = 0
-        while at < len(data) and not self.ended:
+        """Returns the number of the first bytes of `data` that belong to the body. Stops where the trailers begin."""
+        at, was_in_trailers = 0, self.in_trailers
+        while at < len(data) and not self.ended and self.in_trailers is was_in_trailers:
             if self.left:
                 step = min(self.left, len(data) - at)
                 self.left -= step
@@ -45,14 +45,14 @@ class Body:
         return at
 
     def _end_line(self, line: bytes) -> None:
-        if self._in_trailers:
+        if self.in_trailers:
             self.ended = not line
             return
         try:
             size = int(line.partition(b";")[0], 16)
         except ValueError:  # uvicorn refuses such a body
             return
-        self._in_trailers = not size
+        self.in_trailers = not size
         self.left = size + 2 if size else 0  # a chunk ends in a line break
 
 

@@ -4,6 +4,7 @@ does not depend on the application."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,9 +32,15 @@ class Answering:
                 scope["state"][CONNECTION].answered()
 
 
+def is_about_the_server(record: logging.LogRecord) -> bool:
+    """Returns False for uvicorn's messages about invalid requests and frames, which a `Connection` counts and logs."""
+    return not str(record.msg).startswith("Invalid ")
+
+
 def limit_connections(config: uvicorn.Config, limits: Limits) -> None:
     """Loads uvicorn's configuration, and puts a `Connection` in front of uvicorn's protocol class."""
     config.load()
+    logging.getLogger("uvicorn.error").addFilter(is_about_the_server)
     config.loaded_app = Answering(config.loaded_app)
     config.http_protocol_class = partial(Connection, config.http_protocol_class, limits)  # type: ignore[assignment]
 

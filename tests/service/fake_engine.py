@@ -11,8 +11,8 @@ from typing import Any
 from tests.models.rounding import rounding
 from tests.service.engine_harness import byte_vocabulary
 from wane.models.manifest import SCHEMA_VERSION, Manifest
-from wane.service.deadline import until
 from wane.service.batching.ticket import Ticket
+from wane.service.deadline import until
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.pending import Pending
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession

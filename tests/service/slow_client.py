@@ -168,6 +168,8 @@ async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) 
                 said.extend(some)
 
     writer.write(first)
+    if first == HANDSHAKE:  # a client must not send frames before its handshake is answered
+        said += await reader.readuntil(b"\r\n\r\n")
     listening = asyncio.create_task(listen())
     sent_bytes = 0
     with suppress(ConnectionError):

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import uvicorn
+from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
+from wane.service.net.websocket_protocol import FrameBoundary, short_text
 from websockets.asyncio.client import connect
 from websockets.frames import Frame, Opcode
 
 from tests.service.slow_client import HANDSHAKE, frame, serving, until
-from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
-from wane.service.net.websocket_protocol import FrameBoundary, short_text
 from wane.service.observability.metrics import Metrics
 from wane.service.server import protocols
 from wane.service.settings import Settings

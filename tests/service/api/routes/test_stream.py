@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from wane.service.net.receive_queue import MOST_EARLY
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
@@ -36,7 +37,6 @@ from wane.service.errors import (
     Unavailable,
     UnknownSession,
 )
-from wane.service.net.receive_queue import MOST_EARLY
 from wane.service.settings import Settings
 from wane.service.types import Mode, Owner, PredictRequest, StepRequest
 
