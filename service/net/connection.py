@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -53,6 +54,7 @@ class Connection(asyncio.Protocol):
         self.response_head = b""  # the head of a response whose body follows
         self.is_passing = False  # whether uvicorn is parsing received bytes
         self.is_paused = self.is_full = False  # whether uvicorn, or this class, has paused reading
+        self.is_handshake = False  # whether the current request asks for a WebSocket
         self.closes = False  # whether the connection is closed after the current response
         self.has_closed = False  # whether the WebSocket's close frame is sent
         self.has_ended = False  # whether nothing more is sent, and received bytes are dropped
@@ -115,12 +117,15 @@ class Connection(asyncio.Protocol):
         if self.frames is not None:
             self.write_frames(data)
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
-            if self.is_passing and data.startswith(b"HTTP/1.1 400 "):  # no application has run
+            if self.is_passing and self.is_handshake:
+                self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(data[9:12])))
+            elif self.is_passing:  # no application has run
                 self.refuse_malformed()
                 return
             self.has_begun = True
-            if self.body is not None and self.body.is_chunked:  # the rest of the body may have any length
-                self.closes = True
+            # the rest of a chunked body may have any length
+            self.closes = self.closes or (self.body is not None and self.body.is_chunked)
+            if self.closes:
                 if b"\r\nconnection: close\r\n" not in data:
                     data = data[:-2] + b"connection: close\r\n\r\n"
             if b"\r\ncontent-length: " in data:
@@ -139,8 +144,6 @@ class Connection(asyncio.Protocol):
         if data[0] in DATA_FRAMES:
             self.unanswered_bytes = 0
             self.check_budget()
-        elif data.startswith(b"HTTP/1.1 4"):
-            self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(data[9:12])))
         elif data.startswith(b"HTTP/1.1 101 "):
             self.has_begun, self.frames_since_s = True, self.loop.time()
             self.stop_timer()
@@ -183,7 +186,9 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def set_protocol(self, protocol: asyncio.Protocol) -> None:
-        self.uvicorn_protocol = protocol
+        """Called by uvicorn when a WebSocket begins."""
+        self.uvicorn_protocol, self.frames, self.is_answering = protocol, Frames(), False
+        self.start_timer(self.settings.header_timeout_s)
 
     # Requests
 
@@ -214,7 +219,8 @@ class Connection(asyncio.Protocol):
         lower = head.lower()
         found = LENGTH.search(lower)
         length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
-        if (b"\nupgrade:" in lower or lower.startswith(b"connect ")) and not self.admits_upgrade(lower, length):
+        self.is_handshake = b"\nupgrade:" in lower or lower.startswith(b"connect ")
+        if self.is_handshake and not self.admits_upgrade(lower, length):
             return False
         if length is not None and length > SMALL_BYTES and not self.has_room(length):
             self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
@@ -223,9 +229,8 @@ class Connection(asyncio.Protocol):
             line, _, fields = head.partition(LINE_END)
             head = line + LINE_END + TRAILING_SPACE.sub(b"", fields)
         self.head, self.probe, self.probed = head, None, 0
-        self.is_answering, self.waiting = self.frames is None, received[size:]
-        if self.frames is not None:
-            self.start_timer(self.settings.header_timeout_s)
+        self.is_answering, self.waiting = True, received[size:]
+        if self.is_handshake:
             self.probe = HttpRequestParser(object())
             self.check(head)
         elif length is not None and len(self.waiting) >= length:
@@ -237,6 +242,8 @@ class Connection(asyncio.Protocol):
             self.check(head)
         if not self.has_ended:
             self.pass_on(head)
+        if self.is_handshake and self.frames is None:
+            self.closes = True  # uvicorn ignores the Upgrade field, and would not read a further request
         return True
 
     def check_part(self, received: bytes) -> None:
@@ -265,7 +272,7 @@ class Connection(asyncio.Protocol):
         nothing behind it. Otherwise refuses it. `lower`: the head in lower case."""
         reason, status, text = RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, ""
         lines = lower.split(LINE_END)
-        if lower.startswith(b"connect ") or TO_WEBSOCKET.search(lower) is None:
+        if lower.startswith(b"connect ") or len(TO_WEBSOCKET.findall(lower)) != lower.count(b"\nupgrade:"):
             reason, text = RejectReason.MALFORMED, "the only accepted upgrade is websocket, and CONNECT is not accepted"
         elif len(lines[0]) > MOST_LINE_BYTES:
             status = HTTPStatus.REQUEST_URI_TOO_LONG
@@ -276,7 +283,6 @@ class Connection(asyncio.Protocol):
         elif len(self.waiting) > len(lower):
             text = "the client sent data before the handshake was answered"
         else:
-            self.frames = Frames()
             return True
         self.refuse(reason, status, text)
         return False
@@ -431,8 +437,9 @@ class Connection(asyncio.Protocol):
         self.has_ended, self.waiting, self.body = True, b"", None
         self.share.is_now(0)
         if not self.transport.is_closing():
-            self.transport.write_eof()
-            self.transport.resume_reading()
+            with suppress(OSError):  # the client has reset the connection
+                self.transport.write_eof()
+                self.transport.resume_reading()
         self.stop_timer()
         self.timer = self.loop.call_later(DEAF_S, self.transport.close)
 

@@ -328,7 +328,7 @@ async def test_a_closed_connection_leaves_no_reference_cycle(harness: EngineHarn
         gc.disable()
         try:
             await client.ask(post(body))
-            connection = weakref.ref(server.connections[0])
+            connection = weakref.ref(next(iter(server.open)))
             client.writer.close()
             await until(lambda: connection() is None)
         finally:

@@ -136,17 +136,18 @@ async def test_work_that_the_engine_cancels_is_unavailable() -> None:
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "leaves", "late"])
 async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[float], None], end: str) -> None:
+    async def fail() -> int:
+        raise LookupError
+
     async def run() -> None:
         work = Work()
-        pending = Pending.of(work.run(), ticket())
+        pending = Pending.of(fail() if end == "fails" else work.run(), ticket())
         await turns()
         if end == "succeeds":
             work.waiter.set_result(7)
-        elif end == "fails":
-            work.waiter.set_exception(LookupError())
         elif end == "leaves":
             pending.cancel()
-        else:
+        elif end == "late":
             travel(2 * HOUR_S)
         await turns()
         assert pending.done()

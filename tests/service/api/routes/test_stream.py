@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from wane.service.net.receive_queue import MOST_EARLY
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
@@ -24,6 +23,7 @@ from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.problems import assert_members
 from tests.service.server_harness import served
 from wane.service.api.body import only_token, parsed, valid
+from wane.service.api.disconnect import MOST_EARLY
 from wane.service.api.routes import stream
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.keyring import Principal
