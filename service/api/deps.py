@@ -55,7 +55,7 @@ async def model_engine(request: Request, name: str | None = None) -> Engine:
     """
     models = registry(request)
     if models.is_coming(name):
-        async with until_hangup(request):
+        with until_hangup(request):
             await models.wait_for(name, deadline(request))
     engine = models.get(name)
     note_model(request, engine)
@@ -67,7 +67,7 @@ async def session_engine(request: Request, session: str, model: str | None = Non
     `ModelRegistry.engine_for`."""
     models = registry(request)
     if models.status == "loading":
-        async with until_hangup(request):
+        with until_hangup(request):
             engine = await models.engine_for(session, model, deadline(request))
     else:
         engine = await models.engine_for(session, model, deadline(request))

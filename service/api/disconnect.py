@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from types import TracebackType
+from typing import Any
 
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from wane.service.errors import Abandoned
@@ -22,10 +23,10 @@ before."""
 MOST_EARLY = 16  # the largest number of a WebSocket's messages that are read while an earlier message is answered
 
 
-class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
-    """Cancels the body of the `async with` when the client disconnects, and raises Abandoned.
+class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
+    """Cancels the body of the `with` when the client disconnects, and raises Abandoned.
 
-        async with until_hangup(request):
+        with until_hangup(request):
             answer = await engine.step(...)
 
     Call this after the request's body was read. For an HTTP request, the only ASGI message after the body is
@@ -35,20 +36,21 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
     within an endpoint whose caller already watches (`HotRoutes`).
     """
 
-    __slots__ = ("_early", "_receive", "_scope", "_timeout", "_timer", "_watcher")
+    __slots__ = ("_cancelled_before", "_client", "_early", "_has_left", "_task", "_timer", "_watcher")
 
     def __init__(self, client: Request | WebSocket, early: deque[Message] | None = None) -> None:
-        self._scope: Scope = client.scope
-        self._receive: Receive = client.receive
+        self._client = client
         self._early = early
-        self._timeout: asyncio.Timeout | None = None
+        self._has_left = False
+        self._task: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> None:
-        if WHOLE_BODY not in self._scope:
-            self._timeout = asyncio.timeout(None)
-            await self._timeout.__aenter__()
-            self._timer = asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._watch)
+    def __enter__(self) -> None:
+        if WHOLE_BODY not in self._client.scope:
+            self._task = task = asyncio.current_task()
+            assert task is not None, "the request has no task: this is a bug"
+            self._cancelled_before = task.cancelling()
+            self._timer = task.get_loop().call_later(DISCONNECT_GRACE_S, self._watch)
 
     def _watch(self) -> None:
         self._watcher = asyncio.create_task(self._wait())
@@ -56,25 +58,24 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
     async def _wait(self) -> None:
         early = self._early
         while early is None or len(early) < MOST_EARLY:
-            message = await self._receive()
+            message = await self._client.receive()
             if message["type"] in ("http.disconnect", "websocket.disconnect"):
-                if self._timeout is not None:
-                    self._timeout.reschedule(asyncio.get_running_loop().time())
+                if self._task is not None:
+                    self._has_left = True
+                    self._task.cancel()
                 return
             if early is not None:
                 early.append(message)
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        timeout, self._timeout = self._timeout, None
-        if timeout is None:
+        task, self._task = self._task, None
+        if task is None:
             return
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None  # breaks a reference cycle
-        try:
-            await timeout.__aexit__(kind, error, trace)
-        except TimeoutError:
+        if self._has_left and task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
             raise Abandoned("the client hung up before the answer") from error

@@ -169,7 +169,7 @@ class HotRoutes:
         scope["app"] = self._app
         request = Request(scope, receive, send)
         body = await read(request)
-        async with until_hangup(request):
+        with until_hangup(request):
             scope[WHOLE_BODY] = body
             response = await scope["route"].endpoint(request, **scope["path_params"])
         await response(scope, receive, send)

@@ -125,9 +125,8 @@ class Connection(asyncio.Protocol):
             self.has_begun = True
             # the rest of a chunked body may have any length
             self.closes = self.closes or (self.body is not None and self.body.is_chunked)
-            if self.closes:
-                if b"\r\nconnection: close\r\n" not in data:
-                    data = data[:-2] + b"connection: close\r\n\r\n"
+            if self.closes and b"\r\nconnection: close\r\n" not in data:
+                data = data[:-2] + b"connection: close\r\n\r\n"
             if b"\r\ncontent-length: " in data:
                 self.response_head = data
             else:

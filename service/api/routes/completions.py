@@ -82,7 +82,7 @@ async def complete(request: Request) -> Response:
     parts of the choices, and then the line `data: [DONE]`. A failure during the stream is sent as `data: {"error":
     ...}`, and ends the stream."""
     body = await decode(request, CompletionBody)
-    async with until_hangup(request):
+    with until_hangup(request):
         try:
             completion = await begin(request, body)
         except InvalidRequest as error:

@@ -38,7 +38,7 @@ async def generate(request: Request) -> Response:
     else:
         session = session_key(request, body.session)
         engine = await session_engine(request, session, body.model)
-    async with until_hangup(request):
+    with until_hangup(request):
         given = await tokens_of(engine, body.sequence, deadline(request))
         wanted = GenerateRequest(
             tokens=given.tokens,

@@ -340,7 +340,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
         results.answers = await _predicted(engine, wanted)
         note_answer(request.scope, results.answers[0])
     if asked.is_scored:
-        async with until_hangup(request):
+        with until_hangup(request):
             truncated = bool(parameters.truncated)
             results.scores = [
                 await engine.score(
@@ -426,7 +426,7 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
         unknown=rows[0].unknown,
     )
     if start:
-        async with until_hangup(request):
+        with until_hangup(request):
             await start_sequence(request, engine, key)
     results = InferResults(engine, rows, time.perf_counter())
     try:
@@ -434,7 +434,7 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
     except UnknownSession as error:
         raise no_sequence(sequence) from error
     if parameters.sequence_end:
-        async with until_hangup(request):
+        with until_hangup(request):
             await delete_sequence(engine, key, asked.deadline)
     note_answer(request.scope, results.answers[0])
     return results

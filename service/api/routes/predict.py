@@ -100,7 +100,7 @@ async def compare(request: Request) -> Response:
     names: Sequence[str | None] = body.models or [body.model]
     engines = [await model_engine(request, name) for name in names]
     compared: list[Comparison] = []
-    async with until_hangup(request):
+    with until_hangup(request):
         for engine in engines:
             note_model(request, engine)
             given = await tokens_of(engine, body.sequence, deadline(request))

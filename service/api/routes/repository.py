@@ -76,7 +76,7 @@ async def load(request: Request, name: str) -> Response:
     response is sent after the replacement. If the load fails, the server continues to serve the earlier version, and
     `error` gives the reason."""
     await decode(request, LoadBody, empty=b"{}")
-    async with until_hangup(request):
+    with until_hangup(request):
         engine = await registry(request).load_model(name, deadline(request))
     note_model(request, engine)
     loaded: LoadedDocument = {"name": engine.name, "version": engine.version, "state": "READY"}

@@ -34,7 +34,7 @@ async def score(request: Request) -> Response:
     """
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)
-    async with until_hangup(request):
+    with until_hangup(request):
         given = await tokens_of(engine, body.sequence, deadline(request), document=True)
         wanted = ScoreRequest(
             given.tokens,

@@ -118,7 +118,7 @@ async def create(request: Request) -> Response:
     """
     body = await decode(request, SessionBody)
     engine = await model_engine(request, body.model)
-    async with until_hangup(request):
+    with until_hangup(request):
         history, unknown = await _history(engine, body, deadline(request))
     view = await engine.create_session(body.session, body.mode, owner(request), history)
     if unknown:
@@ -155,7 +155,7 @@ async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    async with until_hangup(request):
+    with until_hangup(request):
         await engine.delete_session(name, deadline(request))
     return Response(status_code=204)
 
@@ -259,7 +259,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
     body = await decode(request, RewindBody)
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    async with until_hangup(request):
+    with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
     return encode.reply(view)
 

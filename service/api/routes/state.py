@@ -22,6 +22,6 @@ async def state(request: Request, session: SessionId) -> Response:
     extend its time to live. If the server no longer has the session's state, the server rebuilds the state."""
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    async with until_hangup(request):
+    with until_hangup(request):
         found = await engine.session_state(name, deadline(request))
     return encode.reply(found)

@@ -171,7 +171,7 @@ class Stream:
         failed: str | None = None
         try:
             exchange.admit()
-            async with until_hangup(self.socket, self.early):
+            with until_hangup(self.socket, self.early):
                 engine, answer = await self.answer(message, exchange.deadline)
             await self.send(json_bytes(encode.answer(engine, answer)))
             status = HTTPStatus.OK

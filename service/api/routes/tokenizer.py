@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
     tokens: list[int] = []
     is_events = engine.vocabulary.kind == "events"
     unknown: Unknown = "refuse" if engine.vocabulary.unk_id is None else "token"
-    async with until_hangup(request):
+    with until_hangup(request):
         for number, part in enumerate(body.prompt.split(EOS)):
             if number:
                 tokens.append(engine.vocabulary.eos_id)

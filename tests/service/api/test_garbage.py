@@ -28,7 +28,7 @@ async def watch_a_request() -> None:
 
     watching = asyncio.Event()
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    async with until_hangup(Request(scope, receive)):
+    with until_hangup(Request(scope, receive)):
         await watching.wait()
     await asyncio.sleep(0)  # lets the task that watches for a disconnection end
     assert not live_objects(until_hangup)
