@@ -381,16 +381,16 @@ async def read(request: Request) -> bytes:
     parts: list[bytes] = []
     more = True
     try:
-        async with until(deadline, "the deadline passed before the whole body was received"):
+        async with asyncio.timeout_at(deadline):
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise Abandoned("the client hung up before its request was read")
                 parts.append(message.get("body", b""))
                 more = message.get("more_body", False)
-    except DeadlineExceeded:
+    except TimeoutError:
         if deadline == here.deadline:
-            raise
+            raise DeadlineExceeded("the deadline passed before the whole body was received") from None
         raise BodyTimeout(f"the body was not complete after {here.body_timeout_s:g} s") from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -112,7 +112,7 @@ class Connection(asyncio.Protocol):
         return getattr(self.__dict__["transport"], name)
 
     def write(self, data: bytes) -> None:
-        if self.has_ended or self.transport.is_closing():
+        if not data or self.has_ended or self.transport.is_closing():
             return
         if self.frames is not None:
             self.write_frames(data)
@@ -298,12 +298,12 @@ class Connection(asyncio.Protocol):
         count = body.take(self.waiting)
         data, self.waiting = self.waiting[:count], self.waiting[count:]
         self.unanswered_bytes += count
-        if in_trailers:  # uvicorn would add the trailers to the headers, so only the empty line after them is passed
-            data = LINE_END if body.ended else b""
         bare_bytes = body.bare_bytes if self.is_answering else self.unanswered_bytes
         self.check(data)
         if self.has_ended:
             return
+        if in_trailers:  # uvicorn would add the trailers to the headers, so only the empty line after them is passed
+            data = LINE_END if body.ended else b""
         if body.ended:
             self.body = self.probe = None
             self.has_begun = self.is_answering and self.has_begun

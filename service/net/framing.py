@@ -40,13 +40,13 @@ class Body:
             self.bare_bytes += end - at
             at = end
             if self._line.endswith(b"\n"):
-                self._end_line(self._line.strip())
+                self._end_line(self._line)
                 self._line = b""
         return at
 
     def _end_line(self, line: bytes) -> None:
         if self.in_trailers:
-            self.ended = not line
+            self.ended = line == b"\r\n"
             return
         try:
             size = int(line.partition(b";")[0], 16)
