@@ -21,10 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from wane.service.api.body import Decoder
 from wane.service.api.cors import CrossOrigin
-from wane.service.api.dispatch import Dispatcher, Endpoint
 from wane.service.api.exchange import RequestPolicy
 from wane.service.api.inference_statistics import InferenceCounter
-from wane.service.api.middleware import RequestMiddleware
+from wane.service.api.middleware import Endpoint, HotRoutes, RequestMiddleware
 from wane.service.api.openai_error import openai_response, problem_with_error
 from wane.service.api.openapi import complete
 from wane.service.api.problem import NOWHERE, Envelopes, ProblemDocument, Shape, inference_error, problem
@@ -87,9 +86,17 @@ ROUTERS = tuple(router for router, _ in ENVELOPES)
 
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 
-DISPATCHED: frozenset[Endpoint] = frozenset(
-    {sessions.append, sessions.append_many, predict.predict, inference.infer, inference.version_infer}
+HOT: frozenset[Endpoint] = frozenset(
+    {
+        sessions.append,
+        sessions.append_many,
+        predict.predict,
+        completions.complete,
+        inference.infer,
+        inference.version_infer,
+    }
 )
+"""The endpoints that are called before the framework's routing."""
 
 PROBLEM = {
     "description": "any failure, as a problem document (RFC 9457)",
@@ -98,14 +105,14 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI with the project's OpenAPI description. The description contains every route. The dispatcher
-    (`service/api/dispatch.py`) answers the requests to the most frequent routes, and FastAPI answers all others."""
+    """FastAPI with the project's OpenAPI description, which contains every route. `HotRoutes` answers the requests to
+    the most frequent routes, and FastAPI answers all others."""
 
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
         self.settings = settings
-        self.dispatcher = Dispatcher(self, policy, ROUTES, DISPATCHED)
-        self._dispatched = RequestMiddleware(self.dispatcher, policy=policy)
+        self._hot = HotRoutes(self, ROUTES, HOT)
+        self._answer_hot = RequestMiddleware(self._hot, policy=policy)
 
     def openapi(self) -> dict[str, Any]:
         """Returns the OpenAPI description of every route. Builds it at the first call."""
@@ -114,8 +121,8 @@ class Application(FastAPI):
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.dispatcher.matches(scope):
-            await self._dispatched(scope, receive, send)
+        if self._hot.matches(scope):
+            await self._answer_hot(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 

@@ -17,12 +17,10 @@ from typing import Any
 import uvicorn
 from threadpoolctl import threadpool_limits
 
-from wane.service.api.dispatch import Dispatcher
-from wane.service.app import VERSION, create_app
+from wane.service.app import VERSION, Application, create_app
 from wane.service.auth.key_file import KeySource
-from wane.service.net.connection import ReceiveBudget, RejectedConnections
-from wane.service.net.releases import NOT_IN_FORCE, untested_releases
-from wane.service.net.server import DrainingServer
+from wane.service.net.limits import Limits, ReceiveBudget, RejectedConnections
+from wane.service.net.server import DrainingServer, limit_connections
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
@@ -110,38 +108,26 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def protocols(
-    settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
-) -> dict[str, Any]:
-    """Returns uvicorn's options for protocol classes and trusted proxies. The options for proxies are always set,
-    because uvicorn trusts the forwarding headers of local clients by default.
-
-    `plain_uvicorn` selects uvicorn's own protocol classes, which are slower and have no limits for slow clients.
-    """
-    proxies = {
-        "proxy_headers": settings.trusted_proxies is not None,
-        "forwarded_allow_ips": settings.trusted_proxies or "",
-    }
-    # WebSocket messages are short, so compressing a message would take longer than answering it.
-    common = {"ws_per_message_deflate": False, "ws_max_size": settings.max_body_bytes, **proxies}
-    if plain_uvicorn:
-        return {"http": "auto", "ws": "auto", **common}
-    # These modules are imported inside the function, because an untested release of uvicorn or websockets may lack
-    # names that the modules import.
-    from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders
-    from wane.service.net.websocket_protocol import WebSocketProtocol
-
-    trusted_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
-    named = {
-        "settings": settings,
-        "rejected": RejectedConnections(metrics),
-        "receive_budget": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
-    }
-    return {
-        "http": partial(HttpProtocol, dispatcher=dispatcher, trusted_headers=trusted_headers, **named),
-        "ws": partial(WebSocketProtocol, **named),
-        **common,
-    }
+def configured(app: Application, **options: Any) -> uvicorn.Config:
+    """Returns uvicorn's configuration with the application's limits for connections. `options` are uvicorn's. The
+    options for proxies are always set, because uvicorn trusts the forwarding headers of local clients by default."""
+    settings = app.settings
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="websockets-sansio",
+        # WebSocket messages are short, so compressing a message would take longer than answering it.
+        ws_per_message_deflate=False,
+        ws_max_size=settings.max_body_bytes,
+        proxy_headers=settings.trusted_proxies is not None,
+        forwarded_allow_ips=settings.trusted_proxies or "",
+        server_header=False,
+        log_config=None,
+        **options,
+    )
+    budget = ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes))
+    limit_connections(config, Limits(settings, RejectedConnections(app.state.metrics), budget))
+    return config
 
 
 def run(settings: Settings) -> None:
@@ -159,15 +145,6 @@ def run(settings: Settings) -> None:
         spare_the_collector()
         announcer.announce()
 
-    untested = untested_releases()
-    if untested:
-        SERVICE.warning(
-            "this server was not tested with %s, so it uses uvicorn's own protocol classes. They are slower and have "
-            "no limits for slow clients. These settings have no effect: %s. body_timeout_s has only a partial effect. "
-            "See docs/security.md",
-            " and ".join(untested),
-            ", ".join(NOT_IN_FORCE),
-        )
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
     registry = ModelRegistry(settings, metrics)
@@ -181,16 +158,13 @@ def run(settings: Settings) -> None:
         tracing=tracing,
     )
     announcer = Announcer(registry, app.state.keys)
-    config = uvicorn.Config(
+    config = configured(
         app,
         host=settings.host,
         port=settings.port,
         workers=1,
-        **protocols(settings, metrics, app.dispatcher, plain_uvicorn=bool(untested)),
         lifespan="on",
-        log_config=None,
         access_log=False,
-        server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )

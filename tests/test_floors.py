@@ -2,7 +2,7 @@
 `a -> b` means that `a` may import `b`.
 
     service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
-              > auth > net > aio > observability > types > settings > errors
+              > auth > net > deadline > observability > types > settings > errors
 
     service  -> the light part of models (no torch), never training
     training -> models, never service
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -40,7 +41,7 @@ ROOMS = (
     "runners",
     "auth",
     "net",
-    "aio",
+    "deadline",
     "observability",
     "types",
     "settings",
@@ -72,9 +73,8 @@ TORCH_MODELS = (
 ONLY_IN = {
     "fastapi": ("service/app", "service/api/"),
     "starlette": ("service/app", "service/api/", "service/auth/guard"),
-    "uvicorn": ("service/net/", "service/server"),
-    "websockets": ("service/net/",),
-    "httptools": ("service/net/",),
+    "uvicorn": ("service/net/server", "service/server"),
+    "httptools": ("service/net/connection",),
     "httpx": ("service/cli/client",),
     "redis": ("service/sessions/stores/redis",),
     "rich": ("service/cli/", "training/"),
@@ -165,6 +165,28 @@ def test_there_are_no_circular_imports() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+PRIVATE = ("uvicorn.protocols", "uvicorn._", "websockets")
+"""Modules that the package must not import. uvicorn's protocol classes and the modules of websockets change with every
+release. The service uses websockets only through uvicorn."""
+
+
+def test_the_package_imports_no_private_module_of_its_server() -> None:
+    found = {
+        (name_of(path), module)
+        for path in sources()
+        for module in imports(path)
+        if module.startswith(PRIVATE)
+    }
+    assert found == set()
+
+
+def test_only_torch_is_pinned_to_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    pinned = {one.partition("==")[0] for group in groups for one in group if "==" in one.partition(";")[0]}
+    assert pinned == {"torch"}
 
 
 def test_no_folder_has_too_many_files() -> None:

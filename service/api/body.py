@@ -27,10 +27,11 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from wane.service.aio.deadline import until
-from wane.service.api.exchange import WHOLE_BODY, context
+from wane.service.api.disconnect import WHOLE_BODY
+from wane.service.api.exchange import context
 from wane.service.api.schemas.common import AtMost, Body, EventInput, GivenSequence, RankedBody
 from wane.service.api.schemas.sessions import StreamBody
+from wane.service.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import (
@@ -313,13 +314,13 @@ class Decoder:
         DeadlineExceeded."""
         if len(raw) <= LARGE_BYTES:
             return self.decode_now(raw, model)
-        with until(deadline):
+        async with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
     async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
         """Calls `function`, which processes a large body or a part of it, on the decoder's thread. Raises
         DeadlineExceeded and the function's errors."""
-        with until(deadline):
+        async with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
     def _decode_large(self, raw: bytes | str, model: type[B]) -> B:
@@ -380,16 +381,16 @@ async def read(request: Request) -> bytes:
     parts: list[bytes] = []
     more = True
     try:
-        with until(deadline, "the deadline passed before the whole body was received"):
+        async with asyncio.timeout_at(deadline):
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise Abandoned("the client hung up before its request was read")
                 parts.append(message.get("body", b""))
                 more = message.get("more_body", False)
-    except DeadlineExceeded:
+    except TimeoutError:
         if deadline == here.deadline:
-            raise
+            raise DeadlineExceeded("the deadline passed before the whole body was received") from None
         raise BodyTimeout(f"the body was not complete after {here.body_timeout_s:g} s") from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -5,8 +5,7 @@ For an HTTP request, the exchange does the following. Before the endpoint runs, 
 (x-request-timeout-ms). After the endpoint has ended, the exchange adds x-request-id and security headers, converts an
 exception to a response, updates the metrics, ends the span, and writes one line to the access log.
 
-One of three sinks sends the response: ASGI's `send` (`middleware.py`), a single write of the HTTP protocol
-(`dispatch.py`), or a WebSocket frame (`routes/stream.py`).
+The response is sent by `middleware.py`, or as a WebSocket frame by `routes/stream.py`.
 """
 
 from __future__ import annotations
@@ -15,22 +14,19 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextvars import Context, copy_context
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from logging import INFO
 from random import getrandbits
-from typing import Protocol
 
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Scope
 
-from wane.service.aio.eager import EagerTask
 from wane.service.api.cors import CrossOrigin
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.keyring import Principal
-from wane.service.errors import Abandoned, InvalidRequest, NotFound, Unavailable, truncate_repr
+from wane.service.errors import InvalidRequest, NotFound, Unavailable, truncate_repr
 from wane.service.observability.logs import ACCESS, log_access
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Parent, Traced, Tracing
@@ -48,9 +44,6 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMEOUT_HEADER_BYTES = TIMEOUT_HEADER.encode()
 TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
-WHOLE_BODY = "wane.body"
-"""The key under which a scope holds the request's body, if the body was read before the endpoint was called."""
-
 HUNG_UP = 499  # the status of a request whose client disconnected before a response began
 LOGGED_CHARACTERS = 256  # the largest number of characters of a path in a log line; every route's path is shorter
 # The response to a POST does not have these headers. Browsers do not cache such a response, and do not load it as a
@@ -176,14 +169,6 @@ class RequestPolicy:
             self.guard.admit(scope, principal)
 
 
-class ResponseSink(Protocol):
-    """Sends the response to one request."""
-
-    def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Sends the whole response. Is called once. Sends nothing if the client has disconnected."""
-        ...
-
-
 class Exchange:
     """One HTTP request, or one message of a WebSocket. It counts as in flight until `finish` is called.
 
@@ -263,18 +248,15 @@ class MessageExchange(Exchange):
 
 
 class HttpExchange(Exchange):
-    """One HTTP request. The response is sent by the HTTP protocol in a single write, or by ASGI's `send`."""
+    """One HTTP request."""
 
-    __slots__ = ("_has_hung_up", "_task", "over")
+    __slots__ = ()
 
     def __init__(self, policy: RequestPolicy, scope: Scope) -> None:
         here = scope["wane.context"] = RequestContext.of(scope)
         super().__init__(policy, scope, here)
         if self.traced is not None:
             here.trace_id = self.traced.trace_id
-        self._task: EagerTask[None] | None = None
-        self._has_hung_up = False
-        self.over = False
 
     def admit(self) -> None:
         """Checks the path and the API key, and sets the deadline. Raises NotFound, Unauthorized, Forbidden,
@@ -296,52 +278,13 @@ class HttpExchange(Exchange):
         return here.request_id_header(), *careful, *cross_origin.headers(here.headers.get(b"origin"))
 
     def failed(self, error: BaseException) -> Response:
-        """Returns the response to an exception. A CancelledError means that the client disconnected or that the server
-        is stopping."""
+        """Returns the response to an exception. A CancelledError means that the server is stopping."""
         if isinstance(error, asyncio.CancelledError):
-            error = (
-                Abandoned("the client hung up before the answer")
-                if self._has_hung_up
-                else Unavailable("the server is stopping")
-            )
+            error = Unavailable("the server is stopping")
         assert isinstance(error, Exception), (
             "an exchange handles only CancelledError and subclasses of Exception: this is a bug"
         )
         return self.policy.envelope(self.scope, error)
-
-    def start(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
-        """Starts the endpoint of a request whose whole body has arrived."""
-        own: Context | None = None
-        if self.policy.tracing is not None:  # this method may be called in another request's context
-            own = copy_context()
-            own.run(CURRENT.set, self.traced)
-        self._task = EagerTask(self._run(respond, sink), own)
-        # `result` raises the error of a failed task, and the event loop logs the error
-        self._task.on_done(EagerTask.result)
-
-    def hang_up(self) -> None:
-        """Handles the client's disconnection. Cancels the request's work that has not entered a batch yet."""
-        if not self.over and self._task is not None:
-            self._has_hung_up = True
-            self._task.interrupt()
-
-    def stop(self) -> None:
-        """Cancels the request, because the server's shutdown timeout has passed."""
-        if not self.over and self._task is not None:
-            self._task.interrupt()
-
-    async def _run(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
-        try:
-            self.admit()
-            response = await respond()
-        except (Exception, asyncio.CancelledError) as error:
-            response = self.failed(error)
-        status, body = response.status_code, bytes(response.body)
-        self.over = True
-        try:
-            sink.answer(status, [*response.raw_headers, *self.headers], body)
-        finally:
-            self.finish(status, len(body))
 
     def finish(self, status: int, sent_bytes: int) -> None:
         """Counts and logs the finished request."""

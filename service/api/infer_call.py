@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from wane.models.manifest import Unknown
-from wane.service.aio.deadline import TOO_LATE
 from wane.service.api import encode, tensors
 from wane.service.api.body import LARGE_BYTES, Decoder, read
 from wane.service.api.deps import deadline, header, settings
-from wane.service.api.exchange import WHOLE_BODY, context
+from wane.service.api.disconnect import WHOLE_BODY
+from wane.service.api.exchange import context
 from wane.service.api.schemas.inference import InferBody
 from wane.service.api.signature import (
     DEFAULT_OUTPUTS,
@@ -29,6 +29,7 @@ from wane.service.api.signature import (
     TOKEN_LOGPROBS,
 )
 from wane.service.api.tensors import ENCODING, HEADER_LENGTH, OutputFormat, Tensor
+from wane.service.deadline import TOO_LATE
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, truncate_repr

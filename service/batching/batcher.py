@@ -135,7 +135,8 @@ class Batcher:
         self._now = 0.0  # the event loop's clock when the latest batch was taken
         self._closed = False
         self.columns: Columns | None = None
-        self._columns_item = WorkItem(COLUMNS, Ticket())  # the item that stands in the queue for all steps in columns
+        # the item that stands in the queue for all steps in columns; it is made in the event loop, like every future
+        self._columns_item: WorkItem | None = None
         self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
@@ -201,6 +202,8 @@ class Batcher:
         """Queues the item that represents the steps in columns."""
         if not self._columns_queued:
             self._columns_queued = True
+            if self._columns_item is None:
+                self._columns_item = WorkItem(COLUMNS, Ticket())
             self._put(self._columns_item)
 
     def _put(self, item: WorkItem) -> None:
@@ -299,7 +302,7 @@ class Batcher:
         assert self.columns is not None, "steps in columns are queued, but `columns` is None: this is a bug"
         self._columns_queued = False
         found = self.columns.begin(self._max_batch)
-        if len(self.columns) and not self._columns_queued:
+        if len(self.columns) and not self._columns_queued and self._columns_item is not None:
             self._columns_queued = True
             self._queue.put(self._columns_item)
         return found
@@ -339,7 +342,7 @@ class Batcher:
         if columns is not None:
             batch.run_columns(columns, self._pool, self._runner, self._room)
             return _Ran("step", (), (), (), started_s, time.perf_counter() - started_s, columns)
-        wanted = [item for item in items if not item.done]
+        wanted = [item for item in items if not item.done()]
         enter(wanted)
         rows = batch.run([item.work for item in wanted], self._pool, self._runner, self._room) if wanted else []
         cancelled = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
@@ -354,7 +357,7 @@ class Batcher:
         """Returns whether an item should run. Drops the item if its caller has left or its deadline has passed."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.done:  # the item was cancelled: the client disconnected or the deadline has passed
+        if item.done():  # the item was cancelled: the client disconnected or the deadline has passed
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:
@@ -405,7 +408,8 @@ class Batcher:
             ticket.compute_s += compute_s
             ticket.batch_items = max(ticket.batch_items, len(items))
             if isinstance(row, Row):
-                item.resolve(row)
+                if not item.done():
+                    item.set_result(row)
             else:
                 self._failed.inc()
                 logger.error("a run of the graph %s failed", role, exc_info=row)

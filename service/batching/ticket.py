@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
-from wane.service.aio.eager import Waiter
 from wane.service.batching.batch import Row, Work
 from wane.service.observability.tracing import CURRENT, Traced
 from wane.service.types import Latency
@@ -70,18 +70,20 @@ class Ticket:
         return copy
 
 
-class WorkItem(Waiter[Row]):
+class WorkItem(asyncio.Future[Row]):
     """Queued work. Awaiting the item returns its row of the outputs, or raises the error of its run."""
 
-    __slots__ = ("queued_s", "ticket", "work")
-
     def __init__(self, work: Work, ticket: Ticket) -> None:
-        self._callback = self._error = self._result = None
-        self.done = False
+        super().__init__()
         self.work = work
         self.ticket = ticket
         self.queued_s = 0.0
         """When the work was queued, by `time.perf_counter`."""
+
+    def fail(self, error: BaseException) -> None:
+        """Sets the error, unless the item was cancelled."""
+        if not self.done():
+            self.set_exception(error)
 
 
 def enter(items: Sequence[WorkItem]) -> None:

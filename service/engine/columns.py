@@ -28,11 +28,9 @@ from numpy.typing import NDArray
 from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.models.manifest import Certificate
 from wane.models.vocabulary import Vocabulary
-from wane.service.aio.deadline import TOO_LATE
-from wane.service.aio.eager import Waiter
-from wane.service.aio.timers import Timer, timers
 from wane.service.batching.batch import ColumnBatch
 from wane.service.batching.ticket import Ticket
+from wane.service.deadline import TOO_LATE
 from wane.service.engine import bounds
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import Ranking, listed
@@ -61,11 +59,12 @@ StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 class StepReceiver(Protocol):
     """Receives the results of one or several steps. The receiver identifies each step by a number that it chose."""
 
-    done: bool
-    """Whether the receiver has stopped waiting."""
-
     creator: Owner | None
     """The `creator` of the steps whose results this receiver gets: see `StepRequest`."""
+
+    def done(self) -> bool:
+        """Returns whether the receiver has stopped waiting."""
+        ...
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """Receives the answer of a committed step, which is row `row` of `results`."""
@@ -163,24 +162,21 @@ class StepAnswer(Answer):
 class PendingStep(Pending[Answer]):
     """The pending result of a step that was taken in columns."""
 
-    __slots__ = ("_general", "creator")
-
     def __init__(self, creator: Owner | None = None) -> None:
         super().__init__()
         self.creator = creator
         self._general: Pending[Answer] | None = None
 
-    def cancel(self) -> None:
+    def cancel(self, msg: object = None) -> bool:
         """See `Pending`."""
-        super().cancel()
         if self._general is not None:
             self._general.cancel()
+        return super().cancel(msg)
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:  # noqa: ARG002
-        """See `StepReceiver`. Calls the callback immediately, because all steps of the batch are committed."""
-        if not self.done:
-            self._result = StepAnswer(results, row)
-            Waiter._finish(self)
+        """See `StepReceiver`."""
+        if not self.done():
+            self.set_result(StepAnswer(results, row))
 
     def step_failed(self, error: Exception, number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`."""
@@ -189,14 +185,16 @@ class PendingStep(Pending[Answer]):
     def step_again(self, pending: Pending[Answer], number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`."""
         self._general = pending
-        pending.on_done(self._settle)
+        pending.add_done_callback(self._copy)
 
-    def _settle(self, general: Waiter[Answer]) -> None:
+    def _copy(self, general: asyncio.Future[Answer]) -> None:
         self._general = None
-        try:
-            self.resolve(general.result())
-        except Exception as error:
+        if general.cancelled():
+            self.cancel()
+        elif (error := general.exception()) is not None:
             self.fail(error)
+        elif not self.done():
+            self.set_result(general.result())
 
 
 class StepBatch(ColumnBatch):
@@ -301,7 +299,7 @@ class StepColumns:
         self._rows: list[StepRow] = []
         self._flushes = 0  # `ResidentSessions.flushes` when the first of the queued steps was queued
         self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         # The bound of an answer from a state that has read the whole sequence.
         self._bound_of_all = bounds.bound(certificate, 1, 1)
@@ -351,7 +349,10 @@ class StepColumns:
             return None
         batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
-        if True in [one.done for one in batch.receivers] or min([one or now_s + 1 for one in batch.deadlines]) <= now_s:
+        if (
+            True in [one.done() for one in batch.receivers]
+            or min([one or now_s + 1 for one in batch.deadlines]) <= now_s
+        ):
             batch = self._without_late(batch, now_s)
             if not len(batch):
                 return None
@@ -371,7 +372,7 @@ class StepColumns:
         """Returns the batch without the steps that are abandoned or late, and withdraws those steps."""
         good = np.ones(len(batch), np.bool_)
         for row, (receiver, deadline) in enumerate(zip(batch.receivers, batch.deadlines, strict=True)):
-            if receiver.done or _has_passed(deadline, now_s):
+            if receiver.done() or _has_passed(deadline, now_s):
                 good[row] = False
                 self._drop(batch.sessions[row], receiver, batch.numbers[row])
         return batch.part(good)
@@ -432,7 +433,7 @@ class StepColumns:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = deadline
-        self._timer = timers().at(deadline, self._ring)
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
 
     def _ring(self) -> None:
         """Fails the queued and running steps whose deadline has passed, and sets the next timer."""
@@ -455,13 +456,13 @@ class StepColumns:
         for session, _, _, _, _, _, receiver, number, _ in late:
             self._drop(session, receiver, number)
         for receiver, number in late_running:
-            if not receiver.done:
+            if not receiver.done():
                 receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
 
     def _drop(self, session: str, receiver: StepReceiver, number: int) -> None:
         """Withdraws a step that is abandoned or late. Notifies the step's receiver if the receiver still waits."""
         self._leave(session)
-        if receiver.done:
+        if receiver.done():
             self._abandoned.inc()
         else:
             self._too_late.inc()
@@ -488,15 +489,15 @@ class StepColumns:
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):
-            if receiver.done and not entered:
+            if receiver.done() and not entered:
                 self._abandoned.inc()
                 self._leave(batch.sessions[row])
                 continue
-            ticket = Ticket(None if receiver.done else deadline)
+            ticket = Ticket(None if receiver.done() else deadline)
             ticket.admitted, ticket.traced = True, None  # the current context may belong to another, traced request
-            ticket.entered, ticket.abandoned = entered, receiver.done
+            ticket.entered, ticket.abandoned = entered, receiver.done()
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
-            if not receiver.done:
+            if not receiver.done():
                 receiver.step_again(pending, number)
 
     def _results(self, batch: StepBatch, started_s: float, compute_s: float, batch_items: int) -> StepResults:
@@ -627,7 +628,7 @@ class StepColumns:
             (results.queue_ms, [results.compute_ms] * len(batch), results.total_ms),
             [None if one is None else one.variation for one in results.bounds],
             sum(results.proved),
-            len(batch) - sum([receiver.done for receiver in batch.receivers]),
+            len(batch) - sum([receiver.done() for receiver in batch.receivers]),
         )
 
 

@@ -27,13 +27,13 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import TooManyTokens, Vocabulary
-from wane.service.aio.deadline import until
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.cost_model import CostModel, Costs
 from wane.service.batching.ticket import Ticket
 from wane.service.batching.warm_up import warm_up
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.chunked.layout import ThroughputProfile
+from wane.service.deadline import until
 from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
@@ -330,12 +330,13 @@ class Engine:
         self.events.check_text()
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
-            with self.admission.admitted(), until(deadline):
-                if len(text) <= ENCODED_AT_ONCE:
-                    tokens = self.vocabulary.encode(text)
-                else:
-                    loop, most = asyncio.get_running_loop(), self._limits.longest(document=document)
-                    tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text, most)
+            with self.admission.admitted():
+                async with until(deadline):
+                    if len(text) <= ENCODED_AT_ONCE:
+                        tokens = self.vocabulary.encode(text)
+                    else:
+                        loop, most = asyncio.get_running_loop(), self._limits.longest(document=document)
+                        tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text, most)
         except TooManyTokens as over:
             self._limits.length(over.count, "at least ", document=document)
             raise
@@ -540,21 +541,18 @@ class Engine:
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
         expected_s = compare.seconds(self._cost_model, request)
-        with (
-            self.admission.admitted(),
-            self.backlog.share(expected_s, request.deadline) as share,
-            until(request.deadline),
-        ):
-            compared = await compare.compare(
-                self.forward,
-                self.state_cache,
-                self.answer_builder,
-                self.manifest.start_tokens,
-                request,
-                self.identity,
-                ticket,
-                share,
-            )
+        with self.admission.admitted(), self.backlog.share(expected_s, request.deadline) as share:
+            async with until(request.deadline):
+                compared = await compare.compare(
+                    self.forward,
+                    self.state_cache,
+                    self.answer_builder,
+                    self.manifest.start_tokens,
+                    request,
+                    self.identity,
+                    ticket,
+                    share,
+                )
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
@@ -624,9 +622,8 @@ class Engine:
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Deletes a session after its step in flight, if any, has ended. Raises UnknownSession."""
-        with until(deadline):
-            async with self.sessions.locks.held(session):
-                await self.sessions.delete(session)
+        async with until(deadline), self.sessions.locks.held(session):
+            await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
         """Rewinds a session to `position` after its step in flight, if any, has ended.
@@ -634,8 +631,8 @@ class Engine:
         Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the session's stored tokens do not
         reach back to `position`.
         """
-        with self.admission.admitted(), until(deadline):
-            async with self.sessions.locks.held(session):
+        with self.admission.admitted():
+            async with until(deadline), self.sessions.locks.held(session):
                 return self.steps.view(await self.sessions.rewind(session, position), self.identity)
 
     # Life cycle

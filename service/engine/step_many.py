@@ -3,22 +3,19 @@ another, in the order of the call."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from functools import partial
 
-from wane.service.aio.eager import EagerTask, Waiter
 from wane.service.engine.columns import StepAnswer, StepResults
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
 from wane.service.types import Answer, Owner, StepRequest, id_of
 
 
-class StepCall(Waiter[None]):
+class StepCall(asyncio.Future[None]):
     """Collects, by step number, the results of those steps of one call that run in columns. The receiver is done when
     every step has a result."""
-
-    __slots__ = ("_general", "results", "waits_for")
 
     creator: Owner | None = None
     """Is None, because no step of the call may create its session."""
@@ -30,11 +27,11 @@ class StepCall(Waiter[None]):
         """Number of steps without a result."""
         self._general: list[Pending[Answer]] = []
 
-    def cancel(self) -> None:
+    def cancel(self, msg: object = None) -> bool:
         """Withdraws the steps that have not entered a batch."""
-        super().cancel()
         for pending in self._general:
             pending.cancel()
+        return super().cancel(msg)
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """See `StepReceiver`."""
@@ -47,13 +44,13 @@ class StepCall(Waiter[None]):
     def step_again(self, pending: Pending[Answer], number: int) -> None:
         """See `StepReceiver`."""
         self._general.append(pending)
-        pending.on_done(partial(self._settle, number))
+        pending.add_done_callback(partial(self._copy, number))
 
-    def _settle(self, number: int, general: Waiter[Answer]) -> None:
-        try:
-            self._record(general.result(), number)
-        except Exception as error:
-            self._record(error, number)
+    def _copy(self, number: int, general: asyncio.Future[Answer]) -> None:
+        if not general.cancelled():
+            error = general.exception()
+            assert error is None or isinstance(error, Exception), "a step failed with no Exception: this is a bug"
+            self._record(general.result() if error is None else error, number)
 
     def _record(self, result: Answer | Exception, number: int) -> None:
         """Records a step's first result. A step may get a second result if its deadline passed while it ran."""
@@ -63,7 +60,8 @@ class StepCall(Waiter[None]):
         self.waits_for -= 1
         if not self.waits_for:
             self._general.clear()
-            self.resolve(None)
+            if not self.done():
+                self.set_result(None)
 
 
 async def step_many(
@@ -90,16 +88,16 @@ async def step_many(
                 results[index], failed = error, True
 
     pending: list[tuple[int, Pending[Answer]]] = []
-    chains: list[EagerTask[None]] = []
+    chains: list[asyncio.Task[None]] = []
     try:
         for indexes in by_session.values():
             if len(indexes) == 1:
                 pending.append((indexes[0], submit(requests[indexes[0]])))
             else:
-                chains.append(EagerTask(step_in_order(indexes), copy_context()))
+                chains.append(asyncio.create_task(step_in_order(indexes)))
         for index, one in pending:
             try:
-                results[index] = one.result() if one.done else await one
+                results[index] = await one
             except Exception as error:
                 results[index] = error
         for chain in chains:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from typing import Generic, Self, TypeVar
 
-from wane.service.aio.deadline import until
+from wane.service.deadline import until
 from wane.service.engine.backlog import Share
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Stream(Generic[T]):
         The stream takes over the resources in `held`, and releases them when it ends or is closed. The backlog counts
         `share` only while the caller waits for a result. A wait that passes the deadline raises DeadlineExceeded.
         """
-        with until(deadline):
+        async with until(deadline):
             first = await anext(items)
         share.pause()
         return cls(items, first, share, deadline, held.pop_all().close)
@@ -45,7 +45,7 @@ class Stream(Generic[T]):
             return first
         self._share.resume()
         try:
-            with until(self._deadline):
+            async with until(self._deadline):
                 return await anext(self._items)
         except BaseException:
             self._over()

@@ -1,163 +1,449 @@
-"""Limits what one connection can cost the server: size limits, timeouts, the receive budget and counters of rejected
-connections.
+"""Stands between asyncio and uvicorn's own protocol classes, and limits what one connection can cost the server.
 
-uvicorn has no timeout for a slow client. This module adds timeouts for receiving the head of a request, for receiving a
-request's body, and for the time in which the client reads a response. It also limits the number of connections.
-`http_protocol.py` and `websocket_protocol.py` enforce these limits. The request metrics and the access log do not
-include rejected connections, so this module counts and logs them.
-
-The receive budget covers large bodies only. The memory for heads and small messages is bounded by the limit on
-connections. A session's next step is therefore accepted even while many large bodies are being received.
+A `Connection` is asyncio's protocol, and the transport of uvicorn's protocol. It passes one request at a time: the next
+one when the application has answered the previous one. So refusals and WebSocket handshakes wait for earlier answers.
+uvicorn writes the head and the body of a response separately. A `Connection` joins them, because each write is a system
+call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import socket
-from enum import StrEnum
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-from wane.service.observability.logs import log_access
-from wane.service.observability.metrics import Metrics
-from wane.service.settings import Settings
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-SMALL_BYTES = 1 << 12  # a connection with at most this many unanswered bytes does not use the receive budget
+from wane.service.net.framing import Body, Frames
+from wane.service.net.limits import SMALL_BYTES, Limits, ReceiveShare, RejectReason, abort_unread, bare_answer
 
-
-class ReceiveBudget:
-    """Limits the total number of unanswered bytes, which are received bytes of requests and messages that are not
-    answered yet. Does not count the bytes of a connection that has at most SMALL_BYTES unanswered bytes."""
-
-    def __init__(self, most: int) -> None:
-        """`most` is the largest allowed number of unanswered bytes of all connections together."""
-        self.most = most
-        self.taken = 0
-
-    def has_room(self, count: int) -> bool:
-        """Whether the budget has room for `count` more bytes."""
-        return self.taken + count <= self.most
-
-
-class ReceiveShare:
-    """The part of the receive budget that one connection uses."""
-
-    __slots__ = ("counted", "receive_budget")
-
-    def __init__(self, receive_budget: ReceiveBudget) -> None:
-        self.receive_budget = receive_budget
-        self.counted = 0
-
-    def is_now(self, count: int) -> bool:
-        """Sets the connection's number of unanswered bytes to `count`. Returns False, without a change, if the budget
-        has no room for the additional bytes. A `count` that is not larger than the previous number always fits."""
-        more = (count if count > SMALL_BYTES else 0) - self.counted
-        if more > 0 and not self.receive_budget.has_room(more):
-            return False
-        self.counted += more
-        self.receive_budget.taken += more
-        return True
-
-
-class RejectReason(StrEnum):
-    """Why a connection is rejected. The comments name the HTTP status or the close code that the client receives."""
-
-    TOO_MANY = "too_many"  # 503: the connection exceeds the limit on open connections
-    LONG_HEAD = "long_head"  # 431: the head of a request is too long
-    LONG_TRAILERS = "long_trailers"  # 431: too many bytes of trailers or of chunk lengths
-    SLOW_HEAD = "slow_head"  # 408: the head of a request was received too slowly
-    # 408: the body was received too slowly, and no route reads it; 1008: a message was received too slowly
-    SLOW_BODY = "slow_body"
-    FULL = "full"  # 429 or 1013: the receive budget has no room for the received bytes
-    MALFORMED = "malformed"  # 400: invalid HTTP; 1002: an invalid frame; 1007: invalid UTF-8
-    # 400, 405, 414, 426 or 431: the WebSocket handshake is invalid, or the client sent data before the server's answer
-    HANDSHAKE = "handshake"
-    UNREAD = "unread"  # no status: the client read nothing, and the kernel aborted the connection
-    FRAMES = "frames"  # 1008: too many WebSocket frames without a complete message
-
-
-class RejectedConnections:
-    """Counts rejected connections by reason, and logs each of them. Every counter is exported as 0 from the start."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
-
-    def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
-        """Counts and logs one rejected connection. `client` is the client's address and port. `status` is the status of
-        the response, or None if no response is sent."""
-        self._counted[reason].inc()
-        log_access("refused", {"client": client[0] if client else None, "status": status, "reason": reason.value})
-
-
-RETRYABLE = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-MOST_MILLISECONDS = 2**31 - 1  # the largest value of TCP_USER_TIMEOUT
+CONNECTION = "wane.connection"
+HEAD_END, LINE_END = b"\r\n\r\n", b"\r\n"
+MOST_LINE_BYTES, MOST_LINES = 8192, 128  # the limits of the websockets library for a handshake
+PIECE_BYTES = 1 << 12  # the number of a WebSocket's bytes that are passed to uvicorn in one call
+MOST_FRAMES, FRAMES_S = 1000, 10.0  # the largest number of frames within FRAMES_S seconds without a complete message
 DEAF_S = 2.0  # the time in which a rejected client can read the response before the connection is closed
+LINGER_S = 30  # the time after `close` in which the client can read the rest of a response
+POLICY, TRY_AGAIN, CLOSE_FRAME, DATA_FRAMES = 1008, 1013, 0x88, (0x81, 0x82)
+INVALID = (b"\x03\xea", b"\x03\xef")  # the close codes 1002 (an invalid frame) and 1007 (text that is not UTF-8)
+LENGTH = re.compile(rb"\ncontent-length:[ \t]*([0-9]+)[ \t]*\r")
+TO_WEBSOCKET = re.compile(rb"\nupgrade:[ \t]*websocket[ \t]*\r")
+TRAILING_SPACE = re.compile(rb"(?<=\S)[ \t]+(?=\r\n)")
 
 
-class TimeoutProtocol(asyncio.Protocol):
-    """A mixin for uvicorn's protocols. The mixin holds a connection's settings, its part of the receive budget, and its
-    timer. It logs and counts a connection that the kernel aborted because the client read nothing (see `abort_unread`).
-    """
+class Connection(asyncio.Protocol):
+    """One connection. `uvicorn_protocol` is uvicorn's protocol for HTTP, and after a handshake for WebSockets."""
 
-    loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
-    client: tuple[str, int] | None
+    def __init__(self, make: Callable[..., Any], limits: Limits, *, server_state: Any, app_state: Any, **named: Any):
+        self.limits, self.settings = limits, limits.settings
+        self.loop = asyncio.get_running_loop()
+        self.connections = server_state.connections
+        state = {**app_state, CONNECTION: self}
+        self.uvicorn_protocol: Any = make(server_state=server_state, app_state=state, **named)
+        self.share = ReceiveShare(limits.receive_budget)
+        self.waiting = b""  # received bytes that are not passed on yet
+        self.body: Body | None = None  # the incomplete body of the current request
+        self.frames: Frames | None = None  # set if the connection is a WebSocket
+        self.frames_since_s = 0.0
+        self.is_answering = False  # whether the application is answering a request
+        self.has_begun = False  # whether the response to the current request has begun
+        self.unanswered_bytes = 0
+        self.response_head = b""  # the head of a response whose body follows
+        self.is_passing = False  # whether uvicorn is parsing received bytes
+        self.is_paused = self.is_full = False  # whether uvicorn, or this class, has paused reading
+        self.is_handshake = False  # whether the current request asks for a WebSocket
+        self.closes = False  # whether the connection is closed after the current response
+        self.has_closed = False  # whether the WebSocket's close frame is sent
+        self.has_ended = False  # whether nothing more is sent, and received bytes are dropped
+        self.head = b""  # the head of the current request
+        self.probe: HttpRequestParser | None = None  # checks an incomplete head, or a chunked body
+        self.probed = 0  # the number of waiting bytes that the probe has read
+        self.timer: asyncio.TimerHandle | None = None  # runs while a head, a body or a message is incomplete
 
-    def __init__(
-        self,
-        *given: Any,
-        settings: Settings,
-        rejected: RejectedConnections,
-        receive_budget: ReceiveBudget,
-        **named: Any,
-    ) -> None:
-        super().__init__(*given, **named)
-        self.settings = settings
-        self.rejected = rejected
-        self.share = ReceiveShare(receive_budget)
-        # runs while a head, a body or a message is incomplete
-        self.timer: asyncio.TimerHandle | None = None
+    # asyncio's protocol
 
-    def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
-        """Counts and logs the rejection of this connection."""
-        self.rejected.tell(reason, self.client, status)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        peer = transport.get_extra_info("peername")
+        self.client = peer[:2] if isinstance(peer, tuple) else None
+        if len(self.connections) >= self.settings.max_connections:
+            self.uvicorn_protocol = None
+            self.refuse(RejectReason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
+            return
+        abort_unread(transport, self.settings.send_timeout_s)
+        self.start_timer(self.settings.header_timeout_s)
+        self.uvicorn_protocol.connection_made(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self.has_ended:
+            return
+        self.waiting = self.waiting + data if self.waiting else data
+        self.go_on()
+        self.check_budget()
+        if self.is_answering and self.body is None and len(self.waiting) > self.settings.max_header_bytes:
+            self.is_full = True  # later requests wait in the kernel's buffers until this request is answered
+            self.transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.at_ease()
+        self.stop_timer()
+        self.has_ended, self.waiting = True, b""
+        self.share.is_now(0)
         if isinstance(exc, TimeoutError):
             self.tell(RejectReason.UNREAD)
-        super().connection_lost(exc)
+        self.leave(exc)
 
-    def at_ease(self) -> None:
-        """Stops the timer."""
+    def pause_writing(self) -> None:
+        if self.uvicorn_protocol is not None:
+            self.uvicorn_protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self.uvicorn_protocol is not None:
+            self.uvicorn_protocol.resume_writing()
+
+    # The transport of uvicorn's protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["transport"], name)
+
+    def write(self, data: bytes) -> None:
+        if not data or self.has_ended or self.transport.is_closing():
+            return
+        if self.frames is not None:
+            self.write_frames(data)
+        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            if self.is_passing and self.is_handshake:
+                self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(data[9:12])))
+            elif self.is_passing:  # no application has run
+                self.refuse_malformed()
+                return
+            self.has_begun = True
+            # the rest of a chunked body may have any length
+            self.closes = self.closes or (self.body is not None and self.body.is_chunked)
+            if self.closes and b"\r\nconnection: close\r\n" not in data:
+                data = data[:-2] + b"connection: close\r\n\r\n"
+            if b"\r\ncontent-length: " in data:
+                self.response_head = data
+            else:
+                self.transport.write(data)
+        elif self.response_head:
+            data, self.response_head = self.response_head + data, b""
+            self.transport.write(data)
+        else:
+            self.transport.write(data)
+
+    def write_frames(self, data: bytes) -> None:
+        """Writes the response to a handshake, or frames."""
+        self.transport.write(data)
+        if data[0] in DATA_FRAMES:
+            self.unanswered_bytes = 0
+            self.check_budget()
+        elif data.startswith(b"HTTP/1.1 101 "):
+            self.has_begun, self.frames_since_s = True, self.loop.time()
+            self.stop_timer()
+        elif data[0] == CLOSE_FRAME:
+            self.has_closed = True
+            if data[2:4] in INVALID:
+                self.tell(RejectReason.MALFORMED)
+
+    def flush(self) -> None:
+        data, self.response_head = self.response_head, b""
+        if data and not self.has_ended:
+            self.transport.write(data)
+
+    def close(self) -> None:
+        """Closes the connection. A client that is still sending has DEAF_S seconds to read the response: if the
+        connection were closed with unread bytes, the kernel would reset it."""
+        if self.has_ended or self.transport.is_closing():
+            return
+        self.flush()
+        if self.body is not None or self.waiting or self.frames is not None:
+            self.end()
+            return
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def is_closing(self) -> bool:
+        return self.has_ended or self.transport.is_closing()
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+        self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+        if self.frames is not None and not self.is_passing:
+            self.time_message(self.frames)
+            self.go_on()
+        if not (self.is_paused or self.is_full or self.transport.is_closing()):
+            self.transport.resume_reading()
+
+    def set_protocol(self, protocol: asyncio.Protocol) -> None:
+        """Called by uvicorn when a WebSocket begins."""
+        self.uvicorn_protocol, self.frames, self.is_answering = protocol, Frames(), False
+        self.start_timer(self.settings.header_timeout_s)
+
+    # Requests
+
+    def go_on(self) -> None:
+        """Passes waiting bytes to uvicorn: the rest of a body, the next request if the previous one is answered, or
+        frames."""
+        while self.waiting and not self.has_ended:
+            if self.frames is not None:
+                if self.is_paused:
+                    return
+                self.pass_frames(self.frames)
+            elif self.body is not None:
+                self.pass_body(self.body)
+            elif self.is_answering or not self.begin():
+                return
+
+    def begin(self) -> bool:
+        """Begins the next request. Returns False if its head is incomplete."""
+        received = self.waiting = self.waiting.lstrip(LINE_END)
+        size = received.find(HEAD_END) + len(HEAD_END)
+        if size < len(HEAD_END) or size - len(HEAD_END) > self.settings.max_header_bytes:
+            self.check_part(received)
+            return False
+        head = received[:size]
+        if head.startswith(b"PRI "):  # the parser waits for more
+            self.refuse_malformed("this is HTTP/2, and the server speaks HTTP/1.1")
+            return False
+        lower = head.lower()
+        found = LENGTH.search(lower)
+        length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
+        self.is_handshake = b"\nupgrade:" in lower or lower.startswith(b"connect ")
+        if self.is_handshake and not self.admits_upgrade(lower, length):
+            return False
+        if length is not None and length > SMALL_BYTES and not self.has_room(length):
+            self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+            return False
+        if b" \r\n" in head or b"\t\r\n" in head:  # uvicorn treats this white space as a part of the value
+            line, _, fields = head.partition(LINE_END)
+            head = line + LINE_END + TRAILING_SPACE.sub(b"", fields)
+        self.head, self.probe, self.probed = head, None, 0
+        self.is_answering, self.waiting = True, received[size:]
+        if self.is_handshake:
+            self.probe = HttpRequestParser(object())
+            self.check(head)
+        elif length is not None and len(self.waiting) >= length:
+            head, self.waiting, self.unanswered_bytes = head + self.waiting[:length], self.waiting[length:], length
+            self.stop_timer()
+        else:
+            self.body, self.probe = Body(length), HttpRequestParser(object())
+            self.start_timer(self.settings.header_timeout_s + self.settings.body_timeout_s)
+            self.check(head)
+        if not self.has_ended:
+            self.pass_on(head)
+        if self.is_handshake and self.frames is None:
+            self.closes = True  # uvicorn ignores the Upgrade field, and would not read a further request
+        return True
+
+    def check_part(self, received: bytes) -> None:
+        """Refuses the beginning of a head if it is too long or malformed. Starts the timer."""
+        if self.timer is None:
+            self.start_timer(self.settings.header_timeout_s)
+        if len(received) > self.settings.max_header_bytes:
+            self.refuse(RejectReason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif received:
+            self.probe = self.probe or HttpRequestParser(object())
+            self.check(received[self.probed :])
+            self.probed = len(received)
+
+    def check(self, data: bytes) -> None:
+        """Refuses bytes that the parser cannot read, with the parser's reason, which uvicorn does not tell."""
+        if self.probe is not None:
+            try:
+                self.probe.feed_data(data)
+            except HttpParserUpgrade:
+                self.probe = None
+            except HttpParserError as error:
+                self.refuse_malformed(str(error))
+
+    def admits_upgrade(self, lower: bytes, length: int | None) -> bool:
+        """Returns whether a request with an Upgrade field, or with the method CONNECT, is a WebSocket handshake with
+        nothing behind it. Otherwise refuses it. `lower`: the head in lower case."""
+        reason, status, text = RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, ""
+        lines = lower.split(LINE_END)
+        if lower.startswith(b"connect ") or len(TO_WEBSOCKET.findall(lower)) != lower.count(b"\nupgrade:"):
+            reason, text = RejectReason.MALFORMED, "the only accepted upgrade is websocket, and CONNECT is not accepted"
+        elif len(lines[0]) > MOST_LINE_BYTES:
+            status = HTTPStatus.REQUEST_URI_TOO_LONG
+        elif max(map(len, lines)) > MOST_LINE_BYTES or len(lines) - 3 > MOST_LINES:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        elif length != 0:
+            text = "a WebSocket handshake has no body"
+        elif len(self.waiting) > len(lower):
+            text = "the client sent data before the handshake was answered"
+        else:
+            return True
+        self.refuse(reason, status, text)
+        return False
+
+    def has_room(self, length: int) -> bool:
+        """Whether the budget has room for a body of this length. A body over the whole budget is refused by the
+        application."""
+        budget = self.share.receive_budget
+        return length > budget.most or budget.has_room(length - self.share.counted)
+
+    def pass_body(self, body: Body) -> None:
+        """Passes the next bytes of a body to uvicorn, and limits the bytes around it."""
+        in_trailers = body.in_trailers
+        count = body.take(self.waiting)
+        data, self.waiting = self.waiting[:count], self.waiting[count:]
+        self.unanswered_bytes += count
+        bare_bytes = body.bare_bytes if self.is_answering else self.unanswered_bytes
+        self.check(data)
+        if self.has_ended:
+            return
+        if in_trailers:  # uvicorn would add the trailers to the headers, so only the empty line after them is passed
+            data = LINE_END if body.ended else b""
+        if body.ended:
+            self.body = self.probe = None
+            self.has_begun = self.is_answering and self.has_begun
+            self.stop_timer()
+        self.pass_on(data)
+        if bare_bytes > self.settings.max_header_bytes:
+            self.refuse(RejectReason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def pass_on(self, data: bytes) -> None:
+        self.is_passing = True
+        try:
+            self.uvicorn_protocol.data_received(data)
+        finally:
+            self.is_passing = False
+
+    def answered(self) -> None:
+        """Called when the application has answered the current request."""
+        self.is_answering, self.unanswered_bytes = False, 0
+        if self.has_ended:
+            return
+        self.has_begun = self.body is not None
+        self.flush()
+        if self.closes:
+            self.close()
+            return
+        if self.share.counted:
+            self.share.is_now(0)
+        if self.is_full:
+            self.is_full = False
+            self.resume_reading()
+        if self.waiting:
+            self.loop.call_soon(self.go_on)  # uvicorn's task must end first
+
+    def check_budget(self) -> None:
+        """Refuses the connection if the receive budget has no room for its unanswered bytes."""
+        count = self.unanswered_bytes + len(self.waiting)
+        if self.frames is not None:
+            count += self.frames.message_bytes
+        if (count > SMALL_BYTES or self.share.counted) and not self.has_ended and not self.share.is_now(count):
+            if self.frames is not None:
+                why = "the server is receiving too much data: try again later"
+                self.break_off(RejectReason.FULL, TRY_AGAIN, why)
+            else:
+                self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+
+    # WebSockets
+
+    def pass_frames(self, frames: Frames) -> None:
+        """Passes the next bytes to uvicorn, in pieces, so that one client does not block the others."""
+        data, self.waiting = self.waiting[:PIECE_BYTES], self.waiting[PIECE_BYTES:]
+        if self.has_closed:
+            self.unanswered_bytes += len(data)
+        elif frames.is_short_text(data):
+            frames.without_message = 0
+        else:
+            self.unanswered_bytes += frames.take(data)
+        is_late = self.has_closed and self.unanswered_bytes > self.settings.max_header_bytes
+        if frames.without_message > MOST_FRAMES or is_late:
+            now_s = self.loop.time()
+            if now_s - self.frames_since_s <= FRAMES_S or is_late:
+                self.break_off(RejectReason.FRAMES, POLICY, "too many frames without a complete message")
+                return
+            self.frames_since_s, frames.without_message = now_s, 0
+        self.pass_on(data)
+        self.time_message(frames)
+
+    def time_message(self, frames: Frames) -> None:
+        """Starts the timer of an incomplete message. Stops it while reading is paused."""
+        if not frames.is_within_message or self.is_paused:
+            self.stop_timer()
+        elif self.timer is None:
+            self.start_timer(self.settings.body_timeout_s)
+
+    def break_off(self, reason: RejectReason, code: int, why: str) -> None:
+        """Closes the WebSocket with a reason."""
+        if not self.has_closed:
+            self.tell(reason)
+            self.transport.write(bytes((CLOSE_FRAME, 2 + len(why))) + code.to_bytes(2) + why.encode())
+        self.end()
+        self.leave(None)
+
+    # The end of a connection
+
+    def start_timer(self, seconds: float) -> None:
+        self.stop_timer()
+        self.timer = self.loop.call_later(seconds, self.too_slow)
+
+    def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
+    def too_slow(self) -> None:
+        """Refuses a client that sends too slowly. Closes the connection of a client that has sent nothing."""
+        self.timer = None
+        if self.frames is not None and not self.has_begun:
+            self.refuse(RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST)
+        elif self.frames is not None:
+            why = f"a message was not complete after {self.settings.body_timeout_s:g} s"
+            self.break_off(RejectReason.SLOW_BODY, POLICY, why)
+        elif self.body is not None:
+            self.refuse(RejectReason.SLOW_BODY, HTTPStatus.REQUEST_TIMEOUT)
+        elif self.waiting:
+            self.refuse(RejectReason.SLOW_HEAD, HTTPStatus.REQUEST_TIMEOUT)
+        else:
+            self.transport.close()
 
-def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
-    """Makes the kernel abort the connection when the client has acknowledged no byte for `seconds`.
+    def refuse_malformed(self, reason: str = "") -> None:
+        if not reason:  # uvicorn has refused the head
+            try:
+                HttpRequestParser(object()).feed_data(self.head)
+                reason = "the request target cannot be read"
+            except HttpParserError as error:
+                reason = str(error)
+        self.refuse(RejectReason.MALFORMED, HTTPStatus.BAD_REQUEST, f"malformed HTTP request: {reason}")
 
-    Only the kernel can detect this. The kernel buffers megabytes, so a transport's writes succeed although the client
-    does not read. The time runs from the last byte that the client acknowledged. Later writes do not restart it. After
-    the abort the transport reports TimeoutError. On systems without Linux's TCP_USER_TIMEOUT this function does
-    nothing.
+    def refuse(self, reason: RejectReason, status: HTTPStatus, text: str = "") -> None:
+        """Answers the current request with `status`, unless its response has begun, and closes the connection."""
+        self.tell(reason, None if self.has_begun else status)
+        if not self.has_begun:
+            self.transport.write(bare_answer(status, text.encode()))
+        self.end()
+        self.leave(None)
 
-    The kernel also aborts a client that reads slowly through a receive window smaller than one segment. In a test with
-    `seconds` = 30, a client with SO_RCVBUF 4096 that read 2 KB every 0.5 s was reset after 32 s.
-    """
-    connection = transport.get_extra_info("socket")
-    if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family in (socket.AF_INET, socket.AF_INET6):
-        milliseconds = min(math.ceil(seconds * 1000), MOST_MILLISECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
+        self.limits.rejected.tell(reason, self.client, status)
 
+    def end(self) -> None:
+        """Sends nothing more, and drops received bytes until the connection is closed."""
+        self.has_ended, self.waiting, self.body = True, b"", None
+        self.share.is_now(0)
+        if not self.transport.is_closing():
+            with suppress(OSError):  # the client has reset the connection
+                self.transport.write_eof()
+                self.transport.resume_reading()
+        self.stop_timer()
+        self.timer = self.loop.call_later(DEAF_S, self.transport.close)
 
-def bare_answer(status: HTTPStatus, text: bytes = b"") -> bytes:
-    """Returns the bytes of the last response on a connection. The response has the header `retry-after` if the client
-    may retry."""
-    more = b"retry-after: 1\r\n" if status in RETRYABLE else b""
-    if text:
-        more += b"content-type: text/plain; charset=utf-8\r\n"
-    head = b"HTTP/1.1 %d %s\r\n%sconnection: close\r\ncontent-length: %d\r\n\r\n"
-    return head % (status, status.phrase.encode(), more, len(text)) + text
+    def leave(self, exc: Exception | None) -> None:
+        """Tells uvicorn's protocol that the connection is lost."""
+        protocol, self.uvicorn_protocol = self.uvicorn_protocol, None
+        if protocol is not None:
+            protocol.connection_lost(exc)

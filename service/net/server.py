@@ -1,15 +1,48 @@
-"""uvicorn's server, which calls a drain function before it stops listening. This module does not depend on the
-application."""
+"""uvicorn's server with limits for its connections. It calls a drain function before it stops listening. This module
+does not depend on the application."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
+
+from wane.service.net.connection import CONNECTION, Connection
+from wane.service.net.limits import Limits
+
+
+class Answering:
+    """An ASGI application that tells a request's `Connection` when the application has answered."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if scope["type"] == "http":
+                scope["state"][CONNECTION].answered()
+
+
+def is_about_the_server(record: logging.LogRecord) -> bool:
+    """Returns False for uvicorn's messages about invalid requests and frames, which a `Connection` counts and logs."""
+    return not str(record.msg).startswith("Invalid ")
+
+
+def limit_connections(config: uvicorn.Config, limits: Limits) -> None:
+    """Loads uvicorn's configuration, and puts a `Connection` in front of uvicorn's protocol class."""
+    config.load()
+    logging.getLogger("uvicorn.error").addFilter(is_about_the_server)
+    config.loaded_app = Answering(config.loaded_app)
+    config.http_protocol_class = partial(Connection, config.http_protocol_class, limits)  # type: ignore[assignment]
 
 
 class DrainingServer(uvicorn.Server):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wane.models.bundle import BundleError
-from wane.service.aio.deadline import until
+from wane.service.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.engine.stats import Report
 from wane.service.errors import (
@@ -191,7 +191,7 @@ class ModelRegistry:
 
         Raises DeadlineExceeded, and Unavailable if the server stops meanwhile.
         """
-        with until(deadline, "the deadline passed while the server was loading the model"):
+        async with until(deadline, "the deadline passed while the server was loading the model"):
             await self._open.wait()
             load = self._loads.get(self.default if name is None else name)
             if load is not None:

@@ -20,7 +20,7 @@ import gc
 import logging
 
 from wane.models.bundle import BundleError
-from wane.service.aio.deadline import until
+from wane.service.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import LoadFailed, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
@@ -186,7 +186,7 @@ class ModelLifecycle:
         task = asyncio.create_task(self._load(name))
         self.tasks.add(task)
         task.add_done_callback(self._changed)
-        with until(
+        async with until(
             deadline, "the deadline passed, but the load continues: the index of models shows when the load has ended"
         ):
             return await asyncio.shield(task)

@@ -4,24 +4,24 @@ own process."""
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import httpx
 import pytest
-import uvicorn
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from wane.service.app import Application, create_app
-from wane.service.net.http_protocol import HttpProtocol
+from wane.service.net.connection import Connection
+from wane.service.net.limits import Limits
 from wane.service.net.server import DrainingServer
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.server import drain, protocols
+from wane.service.server import configured, drain
 from wane.service.settings import Settings
 
 LIMIT = 64 * 1024
@@ -69,30 +69,35 @@ async def loading() -> AsyncIterator[httpx.AsyncClient]:
 class SocketServer(DrainingServer):
     """A server of the application with the fake engine. The server runs in the test's event loop."""
 
-    def __init__(self, app: Application, registry: FakeRegistry, *, plain_uvicorn: bool = False) -> None:
-        """If `plain_uvicorn` is true, the server uses uvicorn's own protocol classes."""
-        named = protocols(app.settings, app.state.metrics, app.dispatcher, plain_uvicorn=plain_uvicorn)
-        if not plain_uvicorn:
-            named["http"] = self.counting(named["http"])
-        super().__init__(uvicorn.Config(app, port=0, **named, log_config=None), self.drain_registry, self.listens)
+    def __init__(self, app: Application, registry: FakeRegistry, **options: Any) -> None:
+        """`options` are uvicorn's."""
+        super().__init__(configured(app, port=0, **options), self.drain_registry, self.listens)
+        http = cast(partial[Connection], self.config.http_protocol_class)
+        self.limits: Limits = http.args[1]
+        self.config.http_protocol_class = self.counting(http)  # type: ignore[assignment]
         self.app = app
         self.registry = registry
         self.notice_s = 0.0
         self.listening = asyncio.Event()
-        self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
+        self.read_bytes = 0  # the number of bytes read from all connections
+        self.open: weakref.WeakSet[Connection] = weakref.WeakSet()
+        """The connections that exist."""
 
-    def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """`http` is a `functools.partial` of a protocol class. Returns a partial with the same arguments, but of a
-        subclass that adds the number of received bytes to `read_bytes`."""
+    def counting(self, http: partial[Connection]) -> partial[Connection]:
+        """Returns a partial with the same arguments as `http`, but of a subclass of `Connection` that adds the number
+        of received bytes to `read_bytes`, and itself to `open`."""
         server = self
 
-        class Counting(HttpProtocol):
+        class Counting(Connection):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                server.open.add(self)
+                super().connection_made(transport)
+
             def data_received(self, data: bytes) -> None:
                 server.read_bytes += len(data)
                 super().data_received(data)
 
-        protocol: type[HttpProtocol] = Counting
-        return partial(protocol, *http.args, **http.keywords)
+        return partial(cast(type[Connection], Counting), *http.args, **http.keywords)
 
     async def send_packets(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
         """Writes each part only after the server has read the previous part. Returns after the server has read the last
@@ -116,14 +121,13 @@ class SocketServer(DrainingServer):
         self.listening.set()
 
 
-@pytest.fixture(params=[False, True], ids=["wane", "uvicorn"])
+@pytest.fixture
 async def server(
-    request: pytest.FixtureRequest, app: Application, registry: FakeRegistry, travel: Callable[[float], None]
+    app: Application, registry: FakeRegistry, travel: Callable[[float], None]
 ) -> AsyncIterator[SocketServer]:
-    """A real uvicorn server with a real socket and the fake engine. Each test runs once with Wane's protocol classes
-    and once with uvicorn's. This fixture depends on the fixture `travel`, so that pytest restores the clock only after
-    the server has stopped."""
-    server = SocketServer(app, registry, plain_uvicorn=request.param)
+    """A real uvicorn server with a real socket and the fake engine. This fixture depends on the fixture `travel`, so
+    that pytest restores the clock only after the server has stopped."""
+    server = SocketServer(app, registry)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()
     yield server
@@ -132,17 +136,10 @@ async def server(
 
 
 @pytest.fixture(scope="session")
-def live_servers() -> Iterator[Callable[[bool], LiveServer]]:
-    """A function that returns a real server with the real models. With the argument True, the server uses uvicorn's own
-    protocol classes; with False, it uses Wane's. The function starts each of these two servers at most once."""
-    with ExitStack() as started:
-        yield cache(lambda plain_uvicorn: started.enter_context(live_server(plain_uvicorn=plain_uvicorn)))
-
-
-@pytest.fixture(scope="session")
-def live(live_servers: Callable[[bool], LiveServer]) -> LiveServer:
-    """The real server in its own process."""
-    return live_servers(False)
+def live() -> Iterator[LiveServer]:
+    """The real server with the real models, in its own process."""
+    with live_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

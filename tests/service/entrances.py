@@ -41,9 +41,6 @@ class Call(Protocol):
 class Entrance:
     """A way by which a test sends steps to an engine. `models` is the registry that contains the engine."""
 
-    has_task = False
-    """Whether the server makes an `asyncio.Task` for each step."""
-
     def __init__(self, models: OneEngine) -> None:
         self.models = models
 
@@ -114,8 +111,7 @@ class HttpCall:
 
 
 class HttpEntrance(Entrance):
-    """Sends POST /v1/sessions/{session}/tokens to a server with Wane's own protocol classes, which call the engine
-    without the ASGI application."""
+    """Sends POST /v1/sessions/{session}/tokens."""
 
     def __init__(self, server: ServerHarness) -> None:
         super().__init__(server.models)
@@ -131,15 +127,6 @@ class HttpEntrance(Entrance):
         client = self.idle.pop() if self.idle else await Client.of(self.server)
         client.writer.write(request)
         return HttpCall(client, self.idle)
-
-    async def close(self) -> None:
-        assert bool(self.server.asgi_paths) is self.has_task
-
-
-class AsgiEntrance(HttpEntrance):
-    """Like `HttpEntrance`, but with uvicorn's protocol classes."""
-
-    has_task = True
 
 
 class BulkEntrance(HttpEntrance):
@@ -169,10 +156,7 @@ class WebSocketCall:
 
 
 class WebSocketEntrance(Entrance):
-    """Sends steps over WebSockets on /v1/sessions/{session}/stream to a server with Wane's own protocol classes. All
-    steps of a session use one WebSocket."""
-
-    is_native = True
+    """Sends steps over WebSockets on /v1/sessions/{session}/stream. All steps of a session use one WebSocket."""
 
     def __init__(self, server: ServerHarness) -> None:
         super().__init__(server.models)
@@ -191,25 +175,14 @@ class WebSocketEntrance(Entrance):
     async def close(self) -> None:
         for socket in chain.from_iterable(self.idle.values()):
             await socket.close()
-        assert bool(self.server.native_sockets) is self.is_native
 
 
-class AsgiWebSocketEntrance(WebSocketEntrance):
-    """Like `WebSocketEntrance`, but with uvicorn's protocol classes."""
-
-    is_native = False
-
-
-NATIVE: dict[str, type[HttpEntrance | WebSocketEntrance]] = {
+SERVED: dict[str, type[HttpEntrance | WebSocketEntrance]] = {
     "http": HttpEntrance,
     "bulk": BulkEntrance,
     "websocket": WebSocketEntrance,
 }
-ASGI: dict[str, type[HttpEntrance | WebSocketEntrance]] = {
-    "asgi": AsgiEntrance,
-    "asgi-websocket": AsgiWebSocketEntrance,
-}
-ENTRANCES = ["engine", *NATIVE, *ASGI]
+ENTRANCES = ["engine", *SERVED]
 
 
 @asynccontextmanager
@@ -220,7 +193,7 @@ async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
         await start_sessions(harness)
         yield EngineEntrance(OneEngine(harness.engine))
         return
-    async with served(harness, native=name in NATIVE) as server:
-        entrance = (NATIVE | ASGI)[name](server)
+    async with served(harness) as server:
+        entrance = SERVED[name](server)
         yield entrance
         await entrance.close()

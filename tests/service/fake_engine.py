@@ -11,8 +11,8 @@ from typing import Any
 from tests.models.rounding import rounding
 from tests.service.engine_harness import byte_vocabulary
 from wane.models.manifest import SCHEMA_VERSION, Manifest
-from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
+from wane.service.deadline import until
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.pending import Pending
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
@@ -342,7 +342,7 @@ class FakeRegistry:
     async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
         if self.loaded is not None:
             self.waiting.set()
-            with until(deadline):
+            async with until(deadline):
                 await self.loaded.wait()
         self.check_ready()
 

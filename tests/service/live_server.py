@@ -22,19 +22,6 @@ TIMEOUT_S = 300
 BUNDLES = "WANE_BUNDLES"
 
 
-UNTESTED = """
-import sys
-from importlib import metadata
-
-version = metadata.version
-metadata.version = lambda name: "0.0.1" if name == "uvicorn" else version(name)
-from wane.cli import main
-
-sys.exit(main())
-"""
-"""A program that runs the command `wane`, and reports an untested version of uvicorn to it."""
-
-
 def environment(**settings: str) -> dict[str, str]:
     """Returns the environment variables of this process, without Wane's settings except the folder of bundles. Adds the
     test's settings."""
@@ -88,14 +75,9 @@ class LiveServer:
 
 
 @contextmanager
-def starting_server(
-    *arguments: str, stdout: Any = None, plain_uvicorn: Any = False, **settings: str
-) -> Iterator[LiveServer]:
-    """Starts a server on a free port, and kills it after the block. Does not wait until the server is ready. If
-    `plain_uvicorn` is true, the server treats the installed uvicorn as an untested release, and so uses uvicorn's own
-    protocol classes."""
-    program = ["-c", UNTESTED] if plain_uvicorn else ["-m", "wane"]
-    command = [sys.executable, *program, "serve", "--port", "0", *arguments]
+def starting_server(*arguments: str, stdout: Any = None, **settings: str) -> Iterator[LiveServer]:
+    """Starts a server on a free port, and kills it after the block. Does not wait until the server is ready."""
+    command = [sys.executable, "-m", "wane", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(**settings), stdout=stdout, stderr=subprocess.PIPE, text=True
     )
@@ -107,9 +89,9 @@ def starting_server(
 
 
 @contextmanager
-def live_server(*arguments: str, plain_uvicorn: Any = False, **settings: str) -> Iterator[LiveServer]:
+def live_server(*arguments: str, **settings: str) -> Iterator[LiveServer]:
     """Like `starting_server`, but waits until the server is ready."""
-    with starting_server(*arguments, plain_uvicorn=plain_uvicorn, **settings) as server:
+    with starting_server(*arguments, **settings) as server:
         server.wait_until_ready()
         yield server
 

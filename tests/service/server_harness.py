@@ -8,19 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-import uvicorn
-from starlette.types import Receive, Scope, Send
-
 from tests.service.conftest import SocketServer, never
 from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeRegistry
-from wane.service.app import Application, create_app
+from wane.service.app import create_app
 from wane.service.engine.engine import Engine
-from wane.service.net.http_protocol import HttpProtocol
-from wane.service.net.receive_queue import CHANNEL
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.server import protocols
 from wane.service.settings import Settings
 from wane.service.types import StepRequest
 
@@ -61,15 +55,10 @@ class OneEngine(FakeRegistry):
 
 
 class ServerHarness(SocketServer):
-    """A server with the engine of a harness.
+    """A server with the engine of a harness."""
 
-    `asgi_paths` lists the paths of the requests that reached the ASGI application. `native_sockets` is the number of
-    WebSockets that were opened with Wane's own WebSocket protocol class.
-    """
-
-    def __init__(self, harness: EngineHarness, *, native: bool, **changes: Any) -> None:
-        """If `native` is true, the server uses Wane's own protocol classes, and otherwise uvicorn's. `changes` has
-        settings."""
+    def __init__(self, harness: EngineHarness, **changes: Any) -> None:
+        """`changes` has settings."""
         settings = Settings(**changes)
         self.harness = harness
         self.metrics = Metrics()
@@ -77,31 +66,12 @@ class ServerHarness(SocketServer):
         app = create_app(settings, cast(ModelRegistry, self.models), self.metrics, on_load_failure=never)
         super().__init__(app, self.models)
         self.ends = asyncio.Event()
-        self.asgi_paths: list[str] = []
-        self.native_sockets = 0
         self.clients: list[Client] = []
-
-        async def note(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http":
-                self.asgi_paths.append(scope["path"])
-            elif scope["type"] == "websocket":
-                self.native_sockets += CHANNEL in scope
-            await Application.__call__(app, scope, receive, send)
-
-        named = protocols(settings, self.metrics, app.dispatcher, plain_uvicorn=not native)
-        if native:
-            named["http"] = self.counting(named["http"])
-        self.config = uvicorn.Config(note, port=0, **named, log_config=None)
 
     async def main_loop(self) -> None:
         """Waits until the server is told to end. uvicorn's own method checks this ten times a second."""
         await self.on_tick(0)
         await self.ends.wait()
-
-    @property
-    def connections(self) -> list[HttpProtocol]:
-        """The open connections of a server with Wane's own protocol classes."""
-        return cast(list[HttpProtocol], [*self.server_state.connections])
 
     def counted(self, status: int, route: str = STEP_ROUTE) -> float:
         """Returns the number of POST requests to the route that the server has answered with this status."""
@@ -110,11 +80,11 @@ class ServerHarness(SocketServer):
 
 
 @asynccontextmanager
-async def served(harness: EngineHarness, *, native: bool = True, **changes: Any) -> AsyncIterator[ServerHarness]:
+async def served(harness: EngineHarness, **changes: Any) -> AsyncIterator[ServerHarness]:
     """Runs a server with the sessions a, b and c during the block. Each session has received the token 5, and has a
     resident state."""
     await start_sessions(harness)
-    server = ServerHarness(harness, native=native, **changes)
+    server = ServerHarness(harness, **changes)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
     try:
@@ -173,8 +143,7 @@ def post(body: object, *headers: str, path: str = STEP, version: str = "1.1") ->
 
 
 def in_two(request: bytes) -> tuple[bytes, bytes]:
-    """Returns the head and the body of a request, to be sent as two packets. The server passes a request that arrives
-    in two packets to the ASGI application."""
+    """Returns the head and the body of a request, to be sent as two packets."""
     head, _, body = request.partition(b"\r\n\r\n")
     return head + b"\r\n\r\n", body
 

@@ -6,14 +6,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import cast
 from unittest.mock import patch
 
 from tests.service.conftest import SocketServer, never
 from tests.service.fake_engine import FakeRegistry
 from wane.service.app import Application, create_app
-from wane.service.net.connection import ReceiveBudget
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
@@ -49,9 +47,7 @@ class SlowClient(SocketServer):
     def __init__(self, app: Application, registry: FakeRegistry) -> None:
         super().__init__(app, registry)
         self.metrics: Metrics = app.state.metrics
-        http = self.config.http
-        assert isinstance(http, partial)
-        self.receive_budget: ReceiveBudget = http.keywords["receive_budget"]
+        self.receive_budget = self.limits.receive_budget
 
 
 @asynccontextmanager
@@ -69,7 +65,7 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     try:
         # The server waits for the client's close frame. Most of these clients never send a close frame, so this line
         # shortens the server's wait.
-        with patch("wane.service.net.websocket_protocol.DEAF_S", SOON_S):
+        with patch("wane.service.net.connection.DEAF_S", SOON_S):
             async with asyncio.timeout(WAIT_S):
                 yield server
     finally:
@@ -172,6 +168,8 @@ async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) 
                 said.extend(some)
 
     writer.write(first)
+    if first == HANDSHAKE:  # a client must not send frames before its handshake is answered
+        said += await reader.readuntil(b"\r\n\r\n")
     listening = asyncio.create_task(listen())
     sent_bytes = 0
     with suppress(ConnectionError):

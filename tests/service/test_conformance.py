@@ -153,7 +153,6 @@ async def test_every_entrance_appends_and_answers_a_step_like_the_engine(
     assert await position(harness, "a") == 1 + len(tokens)
 
 
-@pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "asgi"], indirect=True)
 async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, store: str) -> None:
     """Checks that the engine creates no task before a step's commit. With Redis, the commit itself needs a task. The
     entrance `asgi` is left out, because uvicorn creates a task for every request."""

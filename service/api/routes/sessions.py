@@ -28,8 +28,8 @@ from wane.service.api.body import (
     tokens_of,
 )
 from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
-from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import WHOLE_BODY, context, note_answer, registry
+from wane.service.api.disconnect import WHOLE_BODY, until_hangup
+from wane.service.api.exchange import context, note_answer, registry
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, anchored
 from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepColumnsDocument, StepsDocument

@@ -28,19 +28,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextvars import copy_context
+from collections import deque
+from contextlib import suppress
 from http import HTTPStatus
 
 from fastapi import APIRouter
+from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from wane.service.aio.eager import EagerTask
-from wane.service.aio.interrupt import Interrupt
-from wane.service.aio.timers import timers
 from wane.service.api import encode
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
-from wane.service.api.channel import channel_of
 from wane.service.api.deps import session_key, settings
+from wane.service.api.disconnect import until_hangup
 from wane.service.api.encode import json_bytes
 from wane.service.api.exchange import MessageExchange, RequestPolicy, context, registry
 from wane.service.api.problem import described
@@ -58,7 +57,6 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
 from wane.service.types import Answer, PredictRequest
@@ -98,10 +96,7 @@ async def stream(socket: WebSocket, session: str) -> None:
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # a session with an invalid id cannot exist
             return
-        running = Stream(socket, engine, name).run()
-        # Without CHANNEL, the stream uses the framework's channel. This channel may wait for futures that need an
-        # asyncio.Task, so the stream then runs in the current task.
-        await (EagerTask(running, copy_context()) if CHANNEL in socket.scope else running)
+        await Stream(socket, engine, name).run()
 
 
 class Stream:
@@ -123,34 +118,32 @@ class Stream:
         if engine is not None:
             self.log["model"] = engine.name
         self.answered = 0
-        self.channel = channel_of(socket)
+        self.early: deque[Message] = deque()  # messages that arrived while an earlier message was being answered
         # when the wait for a message began, on the event loop's clock; infinite while a message is being answered
         self.waits_since_s = math.inf
 
     async def run(self) -> None:
         """Answers messages until the WebSocket is closed."""
-        self.idle = Interrupt()
-        self.idle_timer = timers().at(self.loop.time() + self.idle_s, self.check_idle)
+        self.idle_timer = self.loop.call_at(self.loop.time() + self.idle_s, self.check_idle)
         try:
-            while (message := await self.take()) is not None:
-                if await self.respond(message):
-                    return
-        except ClientDisconnected:  # the client disconnected while an answer was being sent
+            async with asyncio.timeout(None) as self.idle:
+                while (message := await self.take()) is not None:
+                    if await self.respond(message):
+                        return
+        except WebSocketDisconnect:  # the client disconnected while an answer was being sent
             self.log["code"] = DISCONNECTED
+        except TimeoutError:
+            if not self.idle.expired():
+                raise
+            await self.close(NORMAL, f"idle for {self.idle_s:g} s")
         finally:
             self.idle_timer.cancel()
             self.log["messages"] = self.answered
 
     async def take(self) -> str | bytes | None:
-        """Returns the next message, or None if the client has disconnected or was idle for too long."""
+        """Returns the next message, or None if the client has disconnected."""
         self.waits_since_s = self.loop.time()
-        try:
-            message = await self.channel.receive()
-        except asyncio.CancelledError as error:
-            if not self.idle.ended(type(error)):
-                raise
-            await self.close(NORMAL, f"idle for {self.idle_s:g} s")
-            return None
+        message = self.early.popleft() if self.early else await self.socket.receive()
         self.waits_since_s = math.inf
         if message["type"] == "websocket.disconnect":
             self.log["code"] = message["code"]
@@ -159,17 +152,17 @@ class Stream:
         return message["bytes"] if text is None else text
 
     def check_idle(self) -> None:
-        """Interrupts the wait for a message if the client was idle for `idle_s`. Otherwise restarts the timer."""
+        """Ends the wait for a message if the client was idle for `idle_s`. Otherwise restarts the timer."""
         ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
         if ends_s > self.loop.time():
-            self.idle_timer = timers().at(ends_s, self.check_idle)
+            self.idle_timer = self.loop.call_at(ends_s, self.check_idle)
         else:
-            self.idle.fire()
+            self.idle.reschedule(ends_s)
 
     async def respond(self, message: str | bytes) -> bool:
         """Answers, traces and counts one message. Returns True if the socket is closed.
 
-        Raises ClientDisconnected.
+        Raises WebSocketDisconnect.
         """
         exchange = MessageExchange(self.policy, self.scope)
         if self.policy.tracing is not None:
@@ -178,18 +171,18 @@ class Stream:
         failed: str | None = None
         try:
             exchange.admit()
-            with self.channel.until_hangup():
+            with until_hangup(self.socket, self.early):
                 engine, answer = await self.answer(message, exchange.deadline)
-            await self.channel.send_text(json_bytes(encode.answer(engine, answer)))
+            await self.send(json_bytes(encode.answer(engine, answer)))
             status = HTTPStatus.OK
         except Abandoned:
             self.log["error"] = Abandoned.code
             return True
-        except ClientDisconnected:
+        except WebSocketDisconnect:
             raise
         except Exception as error:
             failure, code = described(self.scope, error), _close_code(error)
-            await self.channel.send_text(json_bytes({"error": failure.body(self.here.request_id)}))
+            await self.send(json_bytes({"error": failure.body(self.here.request_id)}))
             status, failed = failure.status, failure.code
             if code is not None:
                 self.log["error"] = failure.code
@@ -223,9 +216,14 @@ class Stream:
         )
         return engine, await engine.submit(step)
 
+    async def send(self, text: bytes) -> None:
+        """Raises WebSocketDisconnect if the client has disconnected."""
+        await self.socket.send({"type": "websocket.send", "text": text.decode()})
+
     async def close(self, code: int, reason: str) -> None:
         self.log["code"] = code
-        await self.channel.send_close(code, reason)
+        with suppress(WebSocketDisconnect):
+            await self.socket.close(code, reason)
 
 
 async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:

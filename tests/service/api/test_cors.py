@@ -24,11 +24,10 @@ PREFLIGHT = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["wane", "uvicorn"])
-async def server(request: pytest.FixtureRequest, harness: EngineHarness) -> AsyncIterator[ServerHarness]:
-    """A server that allows requests from the pages of two other origins. `request.param` says whether the server uses
-    Wane's own protocol classes."""
-    async with served(harness, native=request.param, cors_origins=f"{SHOP},{BLOG}") as server:
+@pytest.fixture
+async def server(harness: EngineHarness) -> AsyncIterator[ServerHarness]:
+    """A server that allows requests from the pages of two other origins."""
+    async with served(harness, cors_origins=f"{SHOP},{BLOG}") as server:
         yield server
 
 

@@ -14,8 +14,7 @@ from websockets.frames import Frame
 from tests.service.alone import alone, live_objects
 from tests.service.slow_client import GET, HANDSHAKE, frame, serving
 from wane.service.api.disconnect import until_hangup
-from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
-from wane.service.net.websocket_protocol import WebSocketProtocol
+from wane.service.net.connection import Connection
 
 TURNS = 100  # the number of event loop iterations that the server has for its cleanup
 
@@ -48,7 +47,7 @@ async def connect_and_leave() -> None:
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not live_objects(BufferedTransport)
+        assert not live_objects(Connection)
 
 
 async def leave_within_a_message(first: bytes) -> None:
@@ -66,12 +65,7 @@ async def leave_within_a_message(first: bytes) -> None:
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not [
-            *live_objects(WebSocketProtocol),
-            *live_objects(Frame),
-            *live_objects(HttpProtocol),
-            *live_objects(BufferedTransport),
-        ]
+        assert not [*live_objects(Frame), *live_objects(Connection)]
 
 
 async def leave_within_a_frame() -> None:

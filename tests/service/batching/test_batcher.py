@@ -504,7 +504,7 @@ async def test_a_window_starts_before_the_results_of_earlier_steps_are_delivered
         step = rig.batcher.submit(Work("step", np.array([3])), Ticket())
         window = rig.batcher.submit(Work("window", np.array([2])), Ticket())
         for item in (step, window):
-            item.on_done(lambda _: idle.append(rig.batcher.idle))
+            item.add_done_callback(lambda _: idle.append(rig.batcher.idle))
         while len(idle) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
     finally:

@@ -363,7 +363,7 @@ class Episode:
             asyncio.ensure_future(side.engine.get_session(session)).add_done_callback(asyncio.Future.exception)
         tasks = [asyncio.ensure_future(side.engine.delete_session(session)) for session in turn.ends]
         runs: set[int] = set()
-        while turn.held and not all(one.done for one in pending):
+        while turn.held and not all(one.done() for one in pending):
             await asyncio.sleep(0)
             if side.runner.calls:
                 role, rows = side.runner.calls[-1]

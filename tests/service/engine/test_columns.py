@@ -93,7 +93,7 @@ async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, trave
     travel(TRAVELS_S)
     with pytest.raises(DeadlineExceeded, match="the deadline passed before the answer was ready"):
         await late
-    assert not ahead.done and not other.done
+    assert not ahead.done() and not other.done()
     started.runner.gate.set()
     assert (await other).position == 2
     assert await position(started, "a") == 1
@@ -144,7 +144,7 @@ async def test_a_step_of_a_call_fails_once_at_its_deadline(
     travel(TRAVELS_S)
     for _ in range(20):
         await asyncio.sleep(0.001)
-    assert [*call.results] == [0] and call.waits_for == 1 and not call.done
+    assert [*call.results] == [0] and call.waits_for == 1 and not call.done()
     started.runner.gate.set()
     await call
     assert isinstance(call.results[0], DeadlineExceeded)
@@ -331,10 +331,12 @@ class Receiver:
     """A receiver of the results of steps. It calls `on_run` when step 0 has run."""
 
     def __init__(self, on_run: Callable[[], object]) -> None:
-        self.done = False
         self.creator: Owner | None = None
         self.ran: list[int] = []
         self._on_run = on_run
+
+    def done(self) -> bool:
+        return False
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         self.ran.append(results.positions[row])
@@ -390,6 +392,8 @@ async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness,
             assert (await pending).predictions
         except WaneError:
             assert end in ("conflicts", "late")
+        finally:
+            del pending  # it holds the error, whose traceback holds this frame
 
     # The garbage of these steps is not counted, because the first steps also create objects that later steps reuse.
     for _ in range(3):

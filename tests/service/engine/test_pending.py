@@ -1,4 +1,4 @@
-"""Tests of submitted requests: their deadlines, cancellation and proofs. No request needs an `asyncio.Task`."""
+"""Tests of submitted requests: their deadlines, cancellation and proofs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import replace
 import pytest
 
 from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
-from tests.service.server_harness import start_sessions
-from wane.service.aio.eager import Waiter
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Unavailable, WaneError
@@ -32,7 +30,7 @@ class Work:
     """The work of a request. `withdrawn` is true if the request has cancelled the work."""
 
     def __init__(self) -> None:
-        self.waiter = Waiter[int]()
+        self.waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.withdrawn = False
 
     async def run(self) -> int:
@@ -60,8 +58,9 @@ async def test_the_result_calls_each_callback_once(travel: Callable[[float], Non
     work, results = Work(), list[int]()
     given = ticket()
     pending = Pending.of(work.run(), given)
-    pending.on_done(lambda done: results.append(done.result()))
-    work.waiter.resolve(7)
+    pending.add_done_callback(lambda done: results.append(done.result()))
+    work.waiter.set_result(7)
+    await turns()
     travel(2 * HOUR_S)
     await turns()
     pending.cancel()
@@ -70,17 +69,44 @@ async def test_the_result_calls_each_callback_once(travel: Callable[[float], Non
 
 @pytest.mark.parametrize("entered", [False, True])
 async def test_cancel_withdraws_work_that_has_not_entered_a_batch(entered: bool) -> None:
-    work, results = Work(), list[str]()
+    work = Work()
     given = ticket(entered=entered)
     pending = Pending.of(work.run(), given)
-    pending.on_done(lambda _: results.append("called back"))
-    pending.cancel()
-    pending.cancel()
-    assert given.abandoned
-    assert work.withdrawn is not entered
-    work.waiter.resolve(7)
     await turns()
-    assert pending.done and results == []
+    pending.cancel()
+    pending.cancel()
+    assert given.abandoned and pending.cancelled()
+    await turns()
+    assert work.withdrawn is not entered
+    if entered:
+        work.waiter.set_result(7)
+    await turns()
+    assert pending.cancelled()
+
+
+async def test_cancelling_the_task_that_awaits_the_result_withdraws_the_request() -> None:
+    work, given = Work(), ticket()
+
+    async def wait() -> int:
+        return await Pending.of(work.run(), given)
+
+    waiting = asyncio.create_task(wait())
+    await turns()
+    waiting.cancel()
+    await turns()
+    assert waiting.cancelled() and given.abandoned and work.withdrawn
+
+
+async def test_work_that_is_cancelled_before_its_first_step_still_begins() -> None:
+    begun = list[str]()
+
+    async def run() -> None:
+        begun.append("begun")
+        await asyncio.sleep(HOUR_S)
+
+    Pending.of(run(), ticket()).cancel()
+    await turns()
+    assert begun == ["begun"]
 
 
 @pytest.mark.parametrize("entered", [False, True])
@@ -94,34 +120,37 @@ async def test_a_passed_deadline_withdraws_work_that_has_not_entered_a_batch(
     with pytest.raises(DeadlineExceeded) as late:
         await pending
     assert ("the step still commits" in str(late.value)) is entered
+    await turns()
     assert work.withdrawn is not entered
-    work.waiter.resolve(7)
     assert given.abandoned
 
 
 async def test_work_that_the_engine_cancels_is_unavailable() -> None:
     work = Work()
     pending = Pending.of(work.run(), ticket())
-    work.waiter.fail(asyncio.CancelledError())
+    await turns()
+    work.waiter.cancel()
     with pytest.raises(Unavailable):
-        pending.result()
+        await pending
 
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "leaves", "late"])
 async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[float], None], end: str) -> None:
+    async def fail() -> int:
+        raise LookupError
+
     async def run() -> None:
         work = Work()
-        pending = Pending.of(work.run(), ticket())
+        pending = Pending.of(fail() if end == "fails" else work.run(), ticket())
+        await turns()
         if end == "succeeds":
-            work.waiter.resolve(7)
-        elif end == "fails":
-            work.waiter.fail(LookupError())
+            work.waiter.set_result(7)
         elif end == "leaves":
             pending.cancel()
-        else:
+        elif end == "late":
             travel(2 * HOUR_S)
-            await turns()
-        assert pending.done
+        await turns()
+        assert pending.done()
 
     # The garbage of this call is not counted, because the first request also creates objects that later requests reuse.
     await run()
@@ -133,33 +162,6 @@ async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[fl
         assert gc.collect() == 0
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        StepRequest("a", (6,)),
-        StepRequest("a", (6,), mode=Mode.RECURRENT),
-        StepRequest("a", (6, 7)),
-        StepRequest("a", (6,), mode=Mode.WINDOW),
-        StepRequest("a", (6,), mode=Mode.BOTH),
-        StepRequest("a", (5,), expected_position=0),
-        PredictRequest(session="a"),
-        PredictRequest((5, 6, 7)),
-        PredictRequest((5, 6, 7), mode=Mode.BOTH),
-    ],
-    ids=["plain", "recurrent", "two tokens", "window", "both", "replay", "session", "prediction", "both modes"],
-)
-async def test_no_request_needs_a_task(harness: EngineHarness, request_: PredictRequest | StepRequest) -> None:
-    await start_sessions(harness)
-    before = asyncio.all_tasks()
-    harness.runner.busy.clear()
-    harness.runner.gate.clear()
-    pending = harness.engine.submit(request_)
-    await harness.runner.until_busy()
-    assert asyncio.all_tasks() == before
-    harness.runner.gate.set()
-    assert (await pending).predictions
 
 
 # Windows.
@@ -283,7 +285,7 @@ async def test_searches_run_one_at_a_time_without_delaying_steps(bounded: Engine
     others = asyncio.ensure_future(bounded.engine.predict_many([PROVED] * 3))
     step = bounded.engine.submit(StepRequest("a", (8,)))
     assert (await step).position == 7, "a request without a proof must not wait"
-    assert (proof.asked, first.done, others.done()) == (1, False, False)
+    assert (proof.asked, first.done(), others.done()) == (1, False, False)
     proof.gate.set()
     answers = [await first, *await others]
     assert [isinstance(answer, Answer) and answer.top1_proved for answer in answers] == [True] * 4
@@ -307,7 +309,7 @@ async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_commit
         await proof.until_busy()
     deadline = asyncio.get_running_loop().time() + HOUR_S
     search = engine.submit(replace(request_, deadline=deadline))
-    while search.ticket is None or not search.ticket.proving:  # noqa: ASYNC110
+    while not search.ticket.proving:  # noqa: ASYNC110
         await asyncio.sleep(0)
     if begun:
         await proof.until_busy()
@@ -318,6 +320,7 @@ async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_commit
         with pytest.raises(DeadlineExceeded) as late:
             await search
         assert ("the step still commits" in str(late.value)) is isinstance(request_, StepRequest)
+    await turns()
     assert bounded.engine.admission.active == (not begun)
     if isinstance(request_, StepRequest):
         again = await engine.submit(replace(request_, prove=False))
@@ -355,7 +358,7 @@ async def test_closing_refuses_a_queued_proof_search(
     running = submitted(bounded, PROVED)
     await proof.until_busy()
     waiting = submitted(bounded, PROVED)
-    while waiting.ticket is None or not waiting.ticket.proving:  # noqa: ASYNC110
+    while not waiting.ticket.proving:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await bounded.engine.close()
     proof.gate.set()

@@ -30,7 +30,7 @@ from tests.service.slow_client import (
     unread_socket,
     until,
 )
-from wane.service.net.http_protocol import HEAD_END
+from wane.service.net.connection import HEAD_END
 
 
 async def test_a_connection_that_sends_nothing_is_closed() -> None:

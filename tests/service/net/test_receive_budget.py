@@ -11,7 +11,7 @@ import pytest
 
 from tests.service.net.test_rejected_connections import closed_with, counted, status_of
 from tests.service.slow_client import CHUNKED, HANDSHAKE, SlowClient, conversation, dialogue, frame, serving, until
-from wane.service.net.connection import SMALL_BYTES, ReceiveBudget, ReceiveShare
+from wane.service.net.limits import SMALL_BYTES, ReceiveBudget, ReceiveShare
 
 BODY_BYTES = 2**19
 BUDGET = {"max_body_bytes": BODY_BYTES, "receive_budget_bytes": 2 * BODY_BYTES}

@@ -27,7 +27,7 @@ from tests.service.slow_client import (
     until,
 )
 from wane.service.api.exchange import HUNG_UP
-from wane.service.net.connection import RejectReason
+from wane.service.net.limits import RejectReason
 from wane.service.observability.logs import ACCESS
 
 Fields = dict[str, object]

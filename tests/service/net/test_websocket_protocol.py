@@ -1,27 +1,17 @@
-"""Tests of Wane's own WebSocket protocol class, with messages that are split at every byte and with texts of every
-length."""
+"""Tests of WebSockets whose messages are split at every byte, and of the frames' ends."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Any
 
 import pytest
-import uvicorn
-from websockets.asyncio.client import connect
 from websockets.frames import Frame, Opcode
 
-from tests.service.slow_client import HANDSHAKE, frame, serving, until
-from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
-from wane.service.net.websocket_protocol import FrameBoundary, short_text
-from wane.service.observability.metrics import Metrics
-from wane.service.server import protocols
-from wane.service.settings import Settings
+from tests.service.slow_client import HANDSHAKE, frame, serving
+from wane.service.net.framing import Frames
 
 FIRST, SECOND, THIRD = (json.dumps({"tokens": [1] * count}).encode() for count in (1, 2, 3))
 
@@ -126,57 +116,38 @@ async def test_a_whole_message_within_another_message_is_an_error() -> None:
     ],
     ids=["one byte", "a header", "fragment", "bytes", "reserved", "long", "more", "less", "no mask", "no mask, longer"],
 )
-def test_data_other_than_one_short_text_is_parsed_by_websockets(data: bytes) -> None:
-    assert short_text(data) is None
+def test_data_other_than_one_short_text_is_not_a_short_text(data: bytes) -> None:
+    assert not Frames().is_short_text(data)
 
 
 @pytest.mark.parametrize("size", [0, 1, 125])
-def test_a_short_text_is_read(size: int) -> None:
-    assert short_text(masked(b"a" * size)) == b"a" * size
+def test_a_short_text_is_recognised_unless_a_message_is_incomplete(size: int) -> None:
+    frames, text = Frames(), masked(b"a" * size)
+    assert frames.is_short_text(text)
+    frames.take(masked(b"{", fin=False))
+    assert not frames.is_short_text(text)
 
 
-@asynccontextmanager
-async def serving_texts(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
-    """Starts a server that sends these texts on every WebSocket. After the client has disconnected, the server checks
-    that another send fails, and sets the event `refused`."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        channel = scope[CHANNEL]
-        await receive()
-        await send({"type": "websocket.accept"})
-        for text in texts:
-            await channel.send_text(text)
-        while (await channel.receive())["type"] != "websocket.disconnect":
-            pass
-        with pytest.raises(ClientDisconnected):
-            await channel.send_text(b"late")
-        await channel.send_close(1000, "late")  # has no effect and raises no error, because the WebSocket is closed
-        refused.set()
-
-    named = protocols(Settings(), Metrics())
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, **named))
-    task = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    host, port = server.servers[0].sockets[0].getsockname()
-    yield f"ws://{host}:{port}/"
-    server.should_exit = True
-    await task
-
-
-async def test_texts_of_every_length_are_received_unchanged() -> None:
-    texts = [b"x" * size for size in (0, 1, 125, 126, 65_535, 65_536, 300_000)]
-    refused = asyncio.Event()
-    async with serving_texts(texts, refused) as url:
-        async with connect(url, proxy=None) as client:
-            assert [await client.recv() for _ in texts] == [text.decode() for text in texts]
-        await refused.wait()
+def test_frames_without_a_message_and_the_bytes_of_a_message_are_counted() -> None:
+    frames, first, ping, last = (
+        Frames(),
+        masked(b"{" * 300, fin=False),
+        masked(b"", Opcode.PING),
+        masked(b"}", Opcode.CONT),
+    )
+    assert frames.take(ping) == 0 and (frames.without_message, frames.message_bytes) == (1, 0)
+    assert frames.take(first + ping) == 0 and frames.without_message == 3 and frames.is_within_message
+    assert frames.message_bytes == len(first + ping)
+    assert frames.take(last + first) == len(first + ping + last)
+    assert (frames.without_message, frames.message_bytes) == (1, len(first))
 
 
 # Frame boundaries.
 
 
 def random_frame(rng: random.Random) -> bytes:
-    """Returns a frame of a random kind and length. Sometimes encodes the length in more bytes than necessary."""
+    """Returns a whole message or a control frame of a random length. Sometimes encodes the length in more bytes than
+    necessary."""
     payload = rng.randbytes(rng.choice((0, 1, 125, 126, 127, 300, 65_535, 65_536)))
     lengths = [b"\x7f" + len(payload).to_bytes(8)]
     if len(payload) <= 0xFFFF:
@@ -184,7 +155,13 @@ def random_frame(rng: random.Random) -> bytes:
     if len(payload) <= 125:
         lengths.append(bytes([len(payload)]))
     length = rng.choice(lengths)
-    return rng.randbytes(1) + bytes([length[0] | 0x80]) + length[1:] + rng.randbytes(4) + payload
+    return (
+        bytes([rng.choice((0x81, 0x82, 0x88, 0x89, 0x8A))])
+        + bytes([length[0] | 0x80])
+        + length[1:]
+        + rng.randbytes(4)
+        + payload
+    )
 
 
 def test_frame_boundaries_are_found_however_the_bytes_are_split() -> None:
@@ -195,7 +172,7 @@ def test_frame_boundaries_are_found_however_the_bytes_are_split() -> None:
         ends = {0} | {sum(map(len, frames[: count + 1])) for count in range(len(frames))}
         near = [min(len(data), max(0, end + rng.randint(-3, 16))) for end in ends]
         cuts = sorted({0, len(data), *near, *(rng.randint(0, len(data)) for _ in range(5))})
-        boundary = FrameBoundary()
+        found = Frames()
         for begin, end in pairwise(cuts):
-            boundary.feed(data[begin:end])
-            assert boundary.is_within_frame == (end not in ends)
+            found.take(data[begin:end])
+            assert found.is_within_message == (end not in ends)

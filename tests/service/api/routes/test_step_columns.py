@@ -63,7 +63,7 @@ async def positions(harness: EngineHarness) -> list[int]:
     return [(await harness.engine.get_session(name)).position for name in "abc"]
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["at once", "asgi"])
+@pytest.mark.parametrize("whole", [True, False], ids=["at once", "in two packets"])
 async def test_columns_and_documents_are_equal(make_harness: MakeHarness, whole: bool) -> None:
     steps = [("a", 6), ("nowhere", 6), ("b", 300_000), ("c", 8)]
     answers = []

@@ -23,6 +23,7 @@ from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.problems import assert_members
 from tests.service.server_harness import served
 from wane.service.api.body import only_token, parsed, valid
+from wane.service.api.disconnect import MOST_EARLY
 from wane.service.api.routes import stream
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.keyring import Principal
@@ -36,7 +37,6 @@ from wane.service.errors import (
     Unavailable,
     UnknownSession,
 )
-from wane.service.net.receive_queue import MOST_EARLY
 from wane.service.settings import Settings
 from wane.service.types import Mode, Owner, PredictRequest, StepRequest
 

@@ -1,5 +1,5 @@
-"""Tests of dispatched requests. The HTTP protocol passes a request that arrives in one piece directly to the engine.
-The ASGI application handles all other requests. The tests check that a request gets the same response in both cases."""
+"""Tests of the routes that are called before the framework's routing, over a real socket. A request gets the same
+response whether it arrives in one packet or in several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.service.server_harness import (
 )
 from tests.service.slow_client import HANDSHAKE, MALFORMED, frame, statuses, until
 from wane.service.api import encode
-from wane.service.app import DISPATCHED, ROUTES, Application
+from wane.service.app import HOT, ROUTES, Application
 from wane.service.auth.keyring import Principal
 from wane.service.engine.engine import Engine
 from wane.service.errors import RateLimited
@@ -49,17 +49,17 @@ async def position(server: ServerHarness, session: str = "a") -> int:
     return (await server.harness.engine.get_session(session)).position
 
 
-# Dispatched requests.
+# Hot routes.
 
 
-async def test_every_dispatched_route_is_described(app: Application) -> None:
+async def test_every_hot_route_is_described(app: Application) -> None:
     described = {path for path, operations in app.openapi()["paths"].items() if "post" in operations}
-    paths = {route.path for route in ROUTES if isinstance(route, Route) and route.endpoint in DISPATCHED}
-    assert len(paths) == len(DISPATCHED) and paths <= described
+    paths = {route.path for route in ROUTES if isinstance(route, Route) and route.endpoint in HOT}
+    assert len(paths) == len(HOT) and paths <= described
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
-async def test_a_dispatched_request_never_reaches_the_framework(
+async def test_a_hot_route_is_called_without_the_framework(
     app: Application, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async def refuse(*_: object) -> None:
@@ -71,7 +71,7 @@ async def test_a_dispatched_request_never_reaches_the_framework(
 
 
 @pytest.mark.parametrize("path", [f"{STEP}/", f"{STEP}/x", "/v1/sessions/a/b/tokens", "/v1/predict/"])
-async def test_a_path_like_a_dispatched_route_is_not_found(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_path_like_a_hot_route_is_not_found(client: httpx.AsyncClient, path: str) -> None:
     assert_problem(await client.post(path, json={"tokens": [1]}), 404, "not_found")
 
 
@@ -116,30 +116,27 @@ async def test_a_session_id_is_read_from_the_path(client: httpx.AsyncClient, eng
     ],
     ids=str,
 )
-async def test_a_dispatched_request_is_answered_like_a_request_through_asgi(
+async def test_a_request_in_one_packet_is_answered_like_a_request_in_two(
     harness: EngineHarness, path: str, body: Any, headers: list[str], status: int
 ) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         await client.send_packets(post(body, "x-request-id: mine", *headers, path=path))
-        dispatched = await client.read_response()
-        assert server.asgi_paths == []
+        whole = await client.read_response()
         await client.send_packets(*in_two(post(body, "x-request-id: mine", *headers, path=path.replace("/a/", "/b/"))))
-        by_asgi = await client.read_response()
-        assert len(server.asgi_paths) == 1
-        assert dispatched[0] == by_asgi[0] == status
-        assert dispatched[1].keys() == by_asgi[1].keys()
+        split = await client.read_response()
+        assert whole[0] == split[0] == status
+        assert whole[1].keys() == split[1].keys()
         for name in ("content-type", "x-request-id"):
-            assert dispatched[1][name] == by_asgi[1][name]
-        assert repeatable(dispatched[2]) == repeatable(by_asgi[2])
+            assert whole[1][name] == split[1][name]
+        assert repeatable(whole[2]) == repeatable(split[2])
         assert server.counted(status, PREDICT if path == PREDICT else STEP_ROUTE) == 2
 
 
 LONG = [6, 7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["wane", "uvicorn"])
-async def test_a_prediction_searches_for_a_proof_only_on_request(make_harness: MakeHarness, native: bool) -> None:
+async def test_a_prediction_searches_for_a_proof_only_on_request(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, radius=1.0)
     proof = FakeProof(harness.engine)
     bodies: list[Document] = [
@@ -152,7 +149,7 @@ async def test_a_prediction_searches_for_a_proof_only_on_request(make_harness: M
     def proved(document: Document) -> list[bool]:
         return [one.get("agreement", one)["top1_proved"] for one in document.get("results", [document])]
 
-    async with served(harness, native=native) as server:
+    async with served(harness) as server:
         client = await Client.of(server)
 
         async def ask(body: Document, path: str = PREDICT) -> tuple[int, Document]:
@@ -169,16 +166,14 @@ async def test_a_prediction_searches_for_a_proof_only_on_request(make_harness: M
             assert (status, proved(document), proof.asked - asked) == (200, [True] * count, count)
         status, document = await ask({"tokens": LONG, "prove": 1})
         assert (status, document["field"]) == (422, "prove")
-        assert bool(server.asgi_paths) is not native
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["wane", "uvicorn"])
-async def test_a_deadline_or_a_disconnection_ends_the_wait_for_a_proof(make_harness: MakeHarness, native: bool) -> None:
+async def test_a_deadline_or_a_disconnection_ends_the_wait_for_a_proof(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, radius=1.0)
     proof = FakeProof(harness.engine)
     proof.gate.clear()
     search = {"tokens": LONG, "mode": "window", "prove": True}
-    async with served(harness, native=native) as server:
+    async with served(harness) as server:
         running, waiting = await Client.of(server), await Client.of(server)
         running.writer.write(post(search, path=PREDICT))
         await proof.until_busy()
@@ -266,7 +261,7 @@ async def test_a_malformed_request_is_answered_after_the_running_step(
         await client.send_packets(*([first] if whole else in_two(first)))
         await harness.runner.until_busy()
         await client.send_packets(HEALTH + b"POST /v1/predict HT\r\n")
-        await until(lambda: all(connection.discarding for connection in server.connections))
+        await until(lambda: all(len(one.waiting) for one in server.open))
         harness.runner.gate.set()
         assert statuses(await client.reader.read()) == [200, 200, 400]
         await server.models.epochs.depart()
@@ -281,7 +276,7 @@ async def test_a_websocket_starts_after_the_answer_to_a_step(harness: EngineHarn
         await harness.runner.until_busy()
         harness.runner.gate.set()
         status, _, document = await client.read_response()
-        assert (status, document["position"], server.asgi_paths) == (200, 2, [])
+        assert (status, document["position"]) == (200, 2)
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
         client.writer.write(frame(0x81, b'{"tokens": [7]}'))
         assert b'"position":3' in await client.reader.readuntil(b'"replayed":false}')
@@ -297,7 +292,7 @@ async def test_the_connection_is_closed_after_its_last_request(harness: EngineHa
         client = await Client.of(server)
         await client.send_packets(last + post({"tokens": [7]}))
         status, headers, document = await client.read_response()
-        assert (status, headers["connection"], document["position"], server.asgi_paths) == (200, "close", 2, [])
+        assert (status, headers["connection"], document["position"]) == (200, "close", 2)
         assert await client.reader.read() == b""
         assert await position(server) == 2
 
@@ -318,7 +313,7 @@ async def test_a_stopping_server_answers_running_requests_and_closes(harness: En
         hold(server)
         await client.send_packets(post({"tokens": [6]}))
         await harness.runner.until_busy()
-        for connection in server.connections:
+        for connection in [*server.server_state.connections]:
             connection.shutdown()
         harness.runner.gate.set()
         status, headers, _ = await client.read_response()
@@ -333,7 +328,7 @@ async def test_a_closed_connection_leaves_no_reference_cycle(harness: EngineHarn
         gc.disable()
         try:
             await client.ask(post(body))
-            connection = weakref.ref(server.connections[0])
+            connection = weakref.ref(next(iter(server.open)))
             client.writer.close()
             await until(lambda: connection() is None)
         finally:
@@ -349,7 +344,7 @@ async def test_a_prediction_after_its_deadline_is_answered_504(harness: EngineHa
         hold(server)
         late = post({"tokens": [6], "mode": "window"}, "x-request-timeout-ms: 30", path=PREDICT)
         status, document = await client.ask(late)
-        assert (status, document["code"], server.asgi_paths) == (504, "deadline_exceeded", [])
+        assert (status, document["code"]) == (504, "deadline_exceeded")
         harness.runner.gate.set()
         assert (await client.ask(post({"tokens": [6]}, path=PREDICT)))[0] == 200
 
@@ -381,7 +376,7 @@ async def test_a_prediction_that_the_server_cancels_is_answered_503(
     async with served(harness) as server:
         monkeypatch.setattr(Engine, "submit", cancelled)
         status, document = await (await Client.of(server)).ask(post({"tokens": [6]}, path=PREDICT))
-        assert (status, document["code"], server.asgi_paths) == (503, "unavailable", [])
+        assert (status, document["code"]) == (503, "unavailable")
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
@@ -406,7 +401,7 @@ async def test_an_unexpected_failure_is_answered_500(
 # Keys and the access log.
 
 
-async def test_a_key_is_charged_once_for_a_dispatched_request_and_for_one_through_asgi(
+async def test_a_key_is_charged_once_for_a_request_in_one_packet_and_in_two(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
@@ -437,7 +432,7 @@ async def test_a_step_over_the_rate_of_its_key_is_refused(
         assert (status, document["code"]) == (429, "rate_limited")
 
 
-async def test_dispatched_requests_and_requests_through_asgi_have_the_same_access_log(
+async def test_requests_in_one_packet_and_in_two_have_the_same_access_log(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wane.access")
@@ -448,11 +443,11 @@ async def test_dispatched_requests_and_requests_through_asgi_have_the_same_acces
             assert (await client.ask(*request))[0] == 200
         for request in ([conflict], in_two(conflict)):
             assert (await client.ask(*request))[0] == 409
-    dispatched, by_asgi, *refused = [vars(one)["fields"] for one in caplog.records if one.name == "wane.access"]
-    assert dispatched.keys() == by_asgi.keys()
+    whole, split, *refused = [vars(one)["fields"] for one in caplog.records if one.name == "wane.access"]
+    assert whole.keys() == split.keys()
     for name in ("client", "path", "method", "status", "model", "mode", "state", "batch_items", "trace_id"):
-        assert dispatched[name] == by_asgi[name]
-    assert dispatched["bytes"] > 100
+        assert whole[name] == split[name]
+    assert whole["bytes"] > 100
     assert refused[0].keys() == refused[1].keys() >= {"model", "error"}
 
 
@@ -465,6 +460,5 @@ async def test_a_trusted_proxy_names_the_client_of_a_step(
         forwarded = post({"tokens": [6]}, "x-forwarded-for: 192.0.2.7")
         for request in ([forwarded], in_two(forwarded), [post({"tokens": [6, 7]})]):
             assert (await client.ask(*request))[0] == 200
-        assert server.asgi_paths == [STEP]
     clients = [vars(record)["fields"]["client"] for record in caplog.records if record.name == "wane.access"]
     assert clients == ["192.0.2.7", "192.0.2.7", "127.0.0.1"]
