@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-
-from benchmarks.summary import digits
 
 Result = dict[str, Any]
 
@@ -29,16 +28,22 @@ def spread(values: Tensor) -> Result:
 
 def numbers(values: Tensor) -> list[float | None]:
     """Returns a vector as numbers for JSON, with None for infinity."""
-    return [digits(value) if math.isfinite(value) else None for value in values.tolist()]
+    return [rounded(value) if math.isfinite(value) else None for value in values.tolist()]
 
 
-def curve(measured: Tensor, bound: Tensor) -> Result:
+def rounded(value: float) -> float:
+    """Rounds to five significant digits."""
+    return float(f"{value:.5g}")
+
+
+def curve(measured: Tensor, bound: Tensor, kept: Sequence[int] | slice = slice(None)) -> Result:
     """Compares a measured curve with its bound, seed by seed and point by point. Both: (seeds, points). `largest_ratio`
-    is the largest measured value as a share of its bound: more than 1 if the curve leaves its bound."""
+    is the largest measured value as a share of its bound: more than 1 if the curve leaves its bound. It is of all
+    points; `kept` selects the points whose spread is stored."""
     return {
-        "measured": spread(measured),
-        "bound": spread(bound),
-        "largest_ratio": digits(float((measured / bound).max())),
+        "measured": spread(measured[:, kept]),
+        "bound": spread(bound[:, kept]),
+        "largest_ratio": rounded(float((measured / bound).max())),
     }
 
 

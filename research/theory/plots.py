@@ -15,6 +15,9 @@ from research.theory.curve import Result
 from research.theory.instance import KINDS
 from research.theory.tables import bound_of
 
+LEAST = 1e-16
+"""The smallest difference that the figures show. Smaller ones are rounding."""
+
 
 def plot_all(found: Result, folder: Path) -> None:
     """Draws every figure."""
@@ -43,7 +46,8 @@ def plot_lemmas(found: Result, path: Path) -> None:
         for axes, kind in zip(row, KINDS, strict=True):
             for index, one in enumerate(one for one in found[name] if one["kind"] == kind):
                 band(axes, one["windows"], one, f"C{index}", f"lambda = {one['factor']:g}")
-            axes.set(yscale="log", title=f"Lemma {name[-1]}, {kind} W")
+            axes.set(yscale="log", title=f"Lemma {name[-1]}, {kind.title()} W")
+            axes.set_ylim(bottom=LEAST)
             axes.grid(alpha=0.3)
         row[0].set_ylabel(ylabel)
     for axes in rows[1]:
@@ -59,7 +63,7 @@ def plot_lemma3(rows: list[Result], path: Path) -> None:
         merged = {
             key: {part: [one[key][part][0] for one in ones] for part in ones[0][key]} for key in ("measured", "bound")
         }
-        band(axes, [1 / (1 - one["factor"]) for one in ones], merged, f"C{index}", f"{kind} W")
+        band(axes, [1 / (1 - one["factor"]) for one in ones], merged, f"C{index}", f"{kind.title()} W")
     axes.set(
         xscale="log",
         yscale="log",
@@ -76,17 +80,15 @@ def plot_lemma3(rows: list[Result], path: Path) -> None:
 def plot_proposition2(found: Result, path: Path) -> None:
     """Draws Proposition 2 against the number of steps, with and without the 1/t rate."""
     figure, grid = plt.subplots(2, 3, figsize=(12.5, 7.6), sharex=True, layout="constrained")
-    places = list(range(1, found["steps"] + 1))
     for axes, rate in zip(grid.flat, found["rates"], strict=False):
         for index, one in enumerate(rate["curves"]):
-            band(axes, places, one, f"C{index}", f"k = {one['window']}")
-        axes.set(xscale="log", yscale="log", title=f"step size {rate['rate']}; bound: constants of {bound_of(rate)}")
-        axes.set_ylim(1e-19, 1e22)
+            band(axes, rate["steps"], one, f"C{index}", f"k = {one['window']}")
+        axes.set(xscale="log", yscale="log", title=f"step size {rate['rate']}; constants of {bound_of(rate)}")
+        axes.set_ylim(LEAST, 1e22)
         axes.grid(alpha=0.3)
     last = grid[1, 2]
     for index, rate in enumerate(found["growth"]):
-        places = list(range(2, len(rate["measured"]["median"]) + 2))
-        band(last, places, rate, f"C{index + 5}", f"step size {rate['rate']}")
+        band(last, rate["steps"], rate, f"C{index + 5}", f"step size {rate['rate']}")
     last.set(xscale="log", yscale="log", title="growth of a small difference (k to infinity)")
     last.set(ylabel="factor since the first step")
     last.grid(alpha=0.3)

@@ -98,12 +98,12 @@ def proposition2(found: Result) -> list[str]:
 def constants(rate: Result) -> str:
     """Names the constants of a rate's bound, with the median of the exponent alpha beta + 1."""
     where = bound_of(rate)
-    return f"{where}, {number(median(rate[f'{where.lower()}_exponent']))}"
+    return f"{where}, {number(median(rate[f'{where.split()[-1].lower()}_exponent']))}"
 
 
 def bound_of(rate: Result) -> str:
     """Returns which constants the bound of a rate has."""
-    return "Omega" if "beta" in rate["rate"] else "path"
+    return "Omega" if "beta" in rate["rate"] else "the path"
 
 
 def growth(rates: Iterable[Result]) -> list[str]:
@@ -112,8 +112,13 @@ def growth(rates: Iterable[Result]) -> list[str]:
     rows = []
     for rate in rates:
         last = [number(rate[key]["median"][-1]) for key in ("measured", "bound")]
-        rows.append((rate["rate"], *last, within(rate["left_at"]) if "left_at" in rate else "never"))
+        rows.append((rate["rate"], *last, left(rate["left_at"])))
     return markdown(names, rows)
+
+
+def left(steps: Sequence[int | None]) -> str:
+    """Returns the steps at which the seeds leave the bound."""
+    return "never" if set(steps) == {None} else within(steps)
 
 
 def theorem1(needed: Iterable[Result]) -> list[str]:
