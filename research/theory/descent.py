@@ -103,8 +103,8 @@ def descend(instance: Instance, windows: tuple[int, ...], steps: int, rate: Step
         apart.append(size(weights[:, 1:] - weights[:, :1]))
         losses.append(loss[:, 0])
         advance()
-    so_far = [torch.stack(parts, dim=-1).cummax(dim=-1).values for parts in (beta, gap)]
-    return Descent(torch.stack(apart, dim=-1), *so_far, weights, torch.stack(losses, dim=-1))
+    path_beta, path_gap = (torch.stack(parts, dim=-1).cummax(dim=-1).values for parts in (beta, gap))
+    return Descent(torch.stack(apart, dim=-1), path_beta, path_gap, weights, torch.stack(losses, dim=-1))
 
 
 def step_size(alpha: Tensor, decays: bool, step: int) -> Tensor:

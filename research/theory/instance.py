@@ -70,7 +70,8 @@ class Instance:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         def scaled(matrix: Tensor) -> Tensor:
-            return matrix / torch.linalg.matrix_norm(matrix, 2)
+            result: Tensor = matrix / torch.linalg.matrix_norm(matrix, 2)
+            return result
 
         square, inward, outward = normal(UNITS, UNITS), normal(UNITS, INPUTS), normal(OUTPUTS, UNITS)
         inputs = normal(SEQUENCES, tokens, INPUTS) / math.sqrt(INPUTS)
@@ -133,8 +134,8 @@ class Instance:
 def limited(matrix: Tensor, largest: float) -> Tensor:
     """Returns the matrix nearest to `matrix` whose spectral norm is at most `largest`."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    limited: Tensor = left @ (values.clamp(max=largest)[..., None] * right)
-    return limited
+    result: Tensor = left @ (values.clamp(max=largest)[..., None] * right)
+    return result
 
 
 def size(weights: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from research.theory.descent import CONSTANT, DECAYING, descend, growth, proposi
 from research.theory.instance import KINDS, UNITS, Constants, Instance, Kind, size
 from research.theory.lemmas import lemma1, lemma2, lemma3, served
 from research.theory.plots import plot_all
+from research.theory.results import compute, stages
 from research.theory.tables import all_of
 
 ROOT = Path(__file__).parents[3]
@@ -155,6 +156,17 @@ def test_the_page_shows_the_stored_results() -> None:
     assert with_tables(page, all_of(found), "theory.md") == page
     assert len(found["seeds"]) == 10
     assert departures({key: found[key] for key in found if key != "seeds"}) == []
+
+
+def test_every_statement_is_measured_and_counted_as_progress() -> None:
+    """Few steps are enough for every bound, but not for a small difference to leave the bound without 1/t."""
+    steps = {"steps": 3, "growth_steps": 3, "theorem_steps": 2}
+    done: list[None] = []
+    found = compute([5], lambda: done.append(None), **steps)
+    assert len(done) == stages(**steps)
+    assert set(all_of(found)) == set(all_of(json.loads((ROOT / FIGURES / "theory.json").read_text(encoding="utf-8"))))
+    (line,) = departures({key: found[key] for key in found if key != "seeds"})
+    assert "without 1/t, a small difference grows beyond N^(alpha beta) does not hold" in line
 
 
 def test_the_figures_are_drawn_from_results(tmp_path: Path) -> None:
