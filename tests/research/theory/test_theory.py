@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from benchmarks.page import with_tables
+from research.theory import __main__ as program
 from research.theory import descent
 from research.theory.__main__ import FIGURES, PAGE, main
 from research.theory.curve import departures
 from research.theory.descent import CONSTANT, DECAYING, descend, growth, proposition2, theorem1
 from research.theory.instance import KINDS, UNITS, Constants, Instance, Kind, size
 from research.theory.lemmas import lemma1, lemma2, lemma3, served
-from research.theory.plots import plot_all
 from research.theory.results import compute, stages
 from research.theory.tables import all_of
 
@@ -169,10 +169,22 @@ def test_every_statement_is_measured_and_counted_as_progress() -> None:
     assert "without 1/t, a small difference grows beyond N^(alpha beta) does not hold" in line
 
 
-def test_the_figures_are_drawn_from_results(tmp_path: Path) -> None:
-    plot_all(json.loads((ROOT / FIGURES / "theory.json").read_text(encoding="utf-8")), tmp_path)
-    drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {path.name for path in (ROOT / FIGURES).glob("theory_*.png")}
+def test_the_command_writes_everything_and_names_a_curve_that_leaves_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads((ROOT / FIGURES / "theory.json").read_text(encoding="utf-8"))
+    found["lemma 2"][4]["largest_ratio"] = 1.5
+    monkeypatch.setattr(program, "compute", lambda *_: found)
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / PAGE).read_text(encoding="utf-8"))
+    assert main(["--json", str(tmp_path / "theory.json"), "--figures", str(tmp_path), "--page", str(page)]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "lemma 2 kind orthogonal factor 0.75: the measured curve is 1.5 times its bound" in said
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        path.name for path in (ROOT / FIGURES).glob("theory_*.png")
+    }
+    assert json.loads((tmp_path / "theory.json").read_text())["seeds"] == found["seeds"]
+    assert "| orthogonal | 0.75 | 1.5 |" in page.read_text()
 
 
 def test_the_command_refuses_no_seeds(capsys: pytest.CaptureFixture[str]) -> None:
