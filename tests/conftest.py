@@ -43,6 +43,7 @@ TRAIN_FILES = [
         "models/test_parallel_scan.py",
         "models/test_spectral_limit.py",
         "research/test_stability_price.py",
+        "research/theory/test_theory.py",
         "training/audit/test_audit.py",
         "training/audit/test_served.py",
         "training/test_end_to_end.py",
