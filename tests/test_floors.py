@@ -173,12 +173,7 @@ release. The service uses websockets only through uvicorn."""
 
 
 def test_the_package_imports_no_private_module_of_its_server() -> None:
-    found = {
-        (name_of(path), module)
-        for path in sources()
-        for module in imports(path)
-        if module.startswith(PRIVATE)
-    }
+    found = {(name_of(path), module) for path in sources() for module in imports(path) if module.startswith(PRIVATE)}
     assert found == set()
 
 

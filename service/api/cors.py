@@ -1,7 +1,7 @@
 """Allows pages of other origins to call the server from a browser (CORS, https://fetch.spec.whatwg.org).
 
-Starlette's `CORSMiddleware` decides which requests are allowed. It cannot wrap the application, because most requests
-are dispatched without ASGI.
+Starlette's `CORSMiddleware` decides which requests are allowed. It does not wrap the application: `middleware.py` adds
+its headers together with the other headers of every response.
 """
 
 from __future__ import annotations

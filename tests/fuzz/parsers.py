@@ -32,7 +32,8 @@ from tests.service.engine_harness import name_vocabulary
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from wane.models.bundle import Bundle, BundleError
 from wane.models.vocabulary import Vocabulary
-from wane.service.api.exchange import WHOLE_BODY, RequestContext
+from wane.service.api.disconnect import WHOLE_BODY
+from wane.service.api.exchange import RequestContext
 from wane.service.api.infer_call import decoded_call, rows_of
 from wane.service.api.signature import EVENTS, INPUTS, LENGTHS, OUTPUTS, SOURCES
 from wane.service.app import Application, create_app

@@ -52,10 +52,12 @@ async def position(server: ServerHarness, session: str = "a") -> int:
 # Hot routes.
 
 
-async def test_every_hot_route_is_described(app: Application) -> None:
-    described = {path for path, operations in app.openapi()["paths"].items() if "post" in operations}
-    paths = {route.path for route in ROUTES if isinstance(route, Route) and route.endpoint in HOT}
-    assert len(paths) == len(HOT) and paths <= described
+async def test_every_route_is_described(app: Application) -> None:
+    described = {(path, method) for path, operations in app.openapi()["paths"].items() for method in operations}
+    routes = [route for route in ROUTES if isinstance(route, Route) and route.include_in_schema]
+    assert {(route.path_format, method.lower()) for route in routes for method in route.methods or ()} == described
+    hot = {route.path for route in routes if route.endpoint in HOT}
+    assert len(hot) == len(HOT) and {(path, "post") for path in hot} <= described
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])

@@ -1,4 +1,4 @@
-"""Generates the cases of `http_fuzz`. A case has the requests and WebSocket messages of one connection. Some of the
+"""Generates the cases of `http_record`. A case has the requests and WebSocket messages of one connection. Some of the
 bytes are mutated. The client sends the bytes whole, split or truncated."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOT = (
     "/v1/sessions/unknown/tokens",
     "/v1/sessions/%61/tokens",
 )
-"""The paths of the routes that the dispatcher answers without the ASGI application."""
+"""The paths of routes that are called before the framework's routing."""
 
 OTHERS = (
     "/v1/score",

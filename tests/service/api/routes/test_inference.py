@@ -265,7 +265,7 @@ async def test_keys_separate_the_sequences_of_their_owners() -> None:
 # With a real socket
 
 
-def test_a_binary_request_over_the_dispatcher(http: httpx.Client) -> None:
+def test_a_binary_request_in_one_packet(http: httpx.Client) -> None:
     name = http.get("/v1/models").json()["data"][0]["id"]
     head = json.dumps(
         {"inputs": [{"name": "tokens", "shape": [1, 2], "datatype": "INT64", "parameters": {"binary_data_size": 16}}]}
