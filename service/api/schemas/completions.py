@@ -11,6 +11,7 @@ from wane.service.api.schemas.common import (
     HISTORY,
     AtMost,
     Body,
+    IncludeUnknown,
     Integer,
     Name,
     Natural,
@@ -109,6 +110,7 @@ class CompletionBody(Body):
         "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
     )
     user: str | None = Field(default=None, description="ignored")
+    include_unknown: IncludeUnknown | None = None
     session: SessionId | None = Field(
         default=None,
         description="not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "
