@@ -56,7 +56,10 @@ def test_the_error_of_a_command_without_its_extra_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda module: None)
     assert cli.main([name, "--help"]) == 2
-    assert capsys.readouterr().err == f"wane {name} needs torch: pip install 'wane[train]'\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: wane {name} needs torch: in the checkout of Wane, run pip install '.[train]'\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import get_args
 from rich.console import Console
 from rich.markup import escape
 
+from wane.arguments import Parser
 from wane.models.bundle_checks import MANIFEST
 from wane.models.manifest import LARGEST_CACHE, LARGEST_WINDOW, Precision
 from wane.training.audit.audit import audit
@@ -30,7 +32,7 @@ REPLACE = "replace a bundle of the same name even if its version is the same or 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the commands' arguments. `wane/cli.py` documents the commands."""
-    parser = argparse.ArgumentParser(prog="wane")
+    parser = Parser(prog="wane")
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("train")
@@ -224,10 +226,10 @@ def main(arguments: Sequence[str]) -> int:
         _print_error(console, error)
         group.wait_for_end()
         return 1
-    except (TrainingError, FloatingPointError) as error:
+    except (TrainingError, FloatingPointError, OSError) as error:
         # In a group of processes, every process raises the same error. Only the first process prints it.
         if group.first:
-            _print_error(console, error)
+            _print_error(console, error, _advice(error, options))
         else:
             group.wait_for_end()
         return 2
@@ -288,8 +290,19 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
         )
 
 
-def _print_error(console: Console, error: Exception) -> None:
-    console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+def _print_error(console: Console, error: Exception, advice: str = "") -> None:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    console.print(f"[bold red]error:[/] {escape(text + advice)}", highlight=False, soft_wrap=True)
+
+
+def _advice(error: Exception, options: argparse.Namespace) -> str:
+    """Returns what to do about an error that is not about the input: a full disk."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    resumed = "; the run goes on from its last checkpoint" if _can_resume(options) else ""
+    return f": free space, and run the same command again{resumed}"
 
 
 def _as_typed(options: argparse.Namespace, group: Group) -> str:

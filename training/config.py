@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from wane.models.cell_registry import CELLS, Cell
 from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen, Start
@@ -363,7 +366,19 @@ class Experiment(Frozen):
         try:
             return cls.model_validate(record)
         except ValidationError as error:
-            faults = "; ".join(
-                f"{'.'.join(str(part) for part in fault['loc']) or 'file'}: {fault['msg']}" for fault in error.errors()
-            )
-            raise ConfigError(f"{path}: {faults}") from error
+            faults = error.errors()
+            unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+            # A misspelt key is often reported as missing, too, so only unknown keys are named if there are any.
+            raise ConfigError(f"{path}: {'; '.join(_fault(fault, faults) for fault in unknown or faults)}") from error
+
+
+def _fault(fault: ErrorDetails, faults: Sequence[ErrorDetails]) -> str:
+    """Returns the description of an invalid key. `faults` are all faults: a missing key is suggested for an unknown
+    one."""
+    *table, key = (str(part) for part in fault["loc"]) if fault["loc"] else ("file",)
+    name = ".".join((*table, key))
+    if fault["type"] != "extra_forbidden":
+        return f"{name}: {fault['msg']}"
+    known = [str(other["loc"][-1]) for other in faults if other["type"] == "missing" and [*other["loc"][:-1]] == table]
+    nearest = get_close_matches(key, known, n=1)
+    return f"{name}: there is no such key" + (f"; did you mean {nearest[0]}?" if nearest else " (docs/experiments.md)")

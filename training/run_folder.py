@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,12 @@ class RunFolder:
     def save(self, name: str, record: dict[str, Any]) -> None:
         """Writes a checkpoint or weights atomically to the file `name`."""
         partial = self.path / f"{name}.partial"
-        torch.save(record, partial)
+        with partial.open(
+            "wb"
+        ) as file:  # torch.save on a path reports a full disk as a RuntimeError without its reason
+            buffer = BytesIO()
+            torch.save(record, buffer)
+            file.write(buffer.getbuffer())
         partial.replace(self.path / name)
 
     def add_origin(self, origin: Origin) -> None:

@@ -9,7 +9,8 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import NamedTuple
 
-FAILED = 2
+from wane.arguments import FAILED
+
 INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 plus the signal number of SIGINT
 
 
@@ -63,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     missing = [module for module in NEEDED.get(command.extra or "", ()) if find_spec(module) is None]
     if missing:
-        return _fail(f"{name} needs {missing[0]}: pip install 'wane[{command.extra}]'", prefix="wane ")
-    module = import_module(command.module)
+        return _fail(f"wane {name} needs {missing[0]}: in the checkout of Wane, run pip install '.[{command.extra}]'")
     try:
-        status: int = module.main(given)
-    except module.FAILURES as error:
-        return _fail(str(error))
+        module = import_module(command.module)
+        try:
+            status: int = module.main(given)
+        except module.FAILURES as error:
+            return _fail(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
@@ -91,6 +93,6 @@ def usage() -> str:
     )
 
 
-def _fail(message: str, prefix: str = "error: ") -> int:
-    print(f"{prefix}{message}", file=sys.stderr)  # noqa: T201
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
     return FAILED

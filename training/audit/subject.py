@@ -86,6 +86,8 @@ def find_subject(options: AuditOptions) -> Subject:
         weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
         notes = _join(run.corpus, "valid")
         return Subject("run", run.network.architecture, weights, run.corpus, "valid", notes=notes)
+    if not options.file.exists():
+        raise RunError(f"{options.file}: No such file or directory")
     if options.data is None:
         raise RunError("no text: name a file or folder with --data")
     if options.file.is_dir():

@@ -87,7 +87,9 @@ class CompletionBody(Body):
     )
     temperature: Annotated[float, says(minimum=0)] | None = Field(default=None, description="default: 1")
     top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(default=None, description="default: 1")
-    n: Positive | None = Field(default=None, description="the number of samples of each prompt; default: 1")
+    n: Annotated[Positive, AtMost("max_batch_inputs")] | None = Field(
+        default=None, description="the number of samples of each prompt; default: 1"
+    )
     stream: bool | None = Field(default=None, description="true: answer with server-sent events")
     stream_options: Annotated[StreamOptions, WithJsonSchema(StreamOptions.model_json_schema())] | None = Field(
         default=None, description="only with `stream`"

@@ -360,7 +360,10 @@ def test_a_text_model_is_audited_on_a_folder_of_text(folder: Path) -> None:
         (["--data", "events.jsonl", "--vocabulary", "names.json", "--map", "x=y"], "--map x=y: expected NAME=THEIRS"),
         (["--data", "bad.jsonl", "--vocabulary", "names.json"], "bad.jsonl, line 2: not JSON"),
         (["--data", ".", "--vocabulary", "names.json"], "holds both text and events (such as bad.jsonl)"),
-        (["--data", "events.jsonl", "--vocabulary", "names.json", "--report", "model.pt"], "model.pt: the report cannot be written: File exists"),
+        (
+            ["--data", "events.jsonl", "--vocabulary", "names.json", "--report", "model.pt"],
+            "model.pt: the report cannot be written: File exists",
+        ),
         (["--tolerance", "2"], "'2' is not a number between 0 and 1"),
         (["--name", "a b"], "'a b' is not a name"),
         (["--max-window", "65537"], "argument --max-window: 65537 is more than 65536, the largest window"),
