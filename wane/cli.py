@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -55,9 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())  # noqa: T201
         return 0
     if name == "--version":
+        from importlib import metadata
+
         print(f"wane {metadata.version('wane')}")  # noqa: T201
         return 0
     if name not in COMMANDS:
+        from difflib import get_close_matches
+
         nearest = get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
         hint = f"did you mean `wane {nearest[0]}`?" if nearest else "`wane --help` lists the commands"
         return _fail(f"there is no command {name!r}; {hint}")
