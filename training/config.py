@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
@@ -369,16 +368,16 @@ class Experiment(Frozen):
             faults = error.errors()
             unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
             # A misspelt key is often reported as missing, too, so only unknown keys are named if there are any.
-            raise ConfigError(f"{path}: {'; '.join(_fault(fault, faults) for fault in unknown or faults)}") from error
+            named = [_unknown(fault) for fault in unknown] or [
+                f"{'.'.join(str(part) for part in fault['loc']) or 'file'}: {fault['msg']}" for fault in faults
+            ]
+            raise ConfigError(f"{path}: {'; '.join(named)}") from error
 
 
-def _fault(fault: ErrorDetails, faults: Sequence[ErrorDetails]) -> str:
-    """Returns the description of an invalid key. `faults` are all faults: a missing key is suggested for an unknown
-    one."""
-    *table, key = (str(part) for part in fault["loc"]) if fault["loc"] else ("file",)
-    name = ".".join((*table, key))
-    if fault["type"] != "extra_forbidden":
-        return f"{name}: {fault['msg']}"
-    known = [str(other["loc"][-1]) for other in faults if other["type"] == "missing" and [*other["loc"][:-1]] == table]
-    nearest = get_close_matches(key, known, n=1)
-    return f"{name}: there is no such key" + (f"; did you mean {nearest[0]}?" if nearest else " (docs/experiments.md)")
+def _unknown(fault: ErrorDetails) -> str:
+    """Returns the message for an unknown key, with the most similar key that exists."""
+    schema = Experiment.model_json_schema()
+    known = {key for part in (schema, *schema["$defs"].values()) for key in part.get("properties", ())}
+    nearest = get_close_matches(str(fault["loc"][-1]), known, n=1)
+    name = ".".join(str(part) for part in fault["loc"])
+    return f"{name}: there is no such key" + (f"; did you mean {nearest[0]}?" if nearest else "")

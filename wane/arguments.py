@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -25,7 +26,9 @@ class Parser(argparse.ArgumentParser):
             advice = f"did you mean {nearest[0]}?" if nearest else advice
         self.exit(FAILED, f"error: {message}; {advice}\n")
 
-    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Like `ArgumentParser.parse_args`, but a subcommand's parser reports the arguments that it lacks."""
         found, unknown = self.parse_known_args(sys.argv[1:] if args is None else args, namespace)
         if unknown:
@@ -35,6 +38,8 @@ class Parser(argparse.ArgumentParser):
     def _of(self, found: argparse.Namespace) -> Parser:
         """Returns the parser of the subcommand in `found`, or this parser if it has no subcommands."""
         for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction) and isinstance(action.choices, dict):
-                return action.choices.get(getattr(found, action.dest, None), self)
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices[getattr(found, action.dest)]
+                assert isinstance(chosen, Parser), "a subcommand has a parser of another class: this is a bug"
+                return chosen
         return self
