@@ -309,11 +309,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
         if last["storm_s"] is not None:
             axes.axvline(last["storm_s"], color=f"C{index}", linewidth=0.8, linestyle=":")
     axes.set(
-        xlabel="due time, seconds after the storm's start (dotted line: all parked sessions' states are rebuilt)",
-        ylabel=f"latency of a step, ms\n(in slices of {1e3 * SLICE_S:.0f} ms; line: median, shaded up to the longest)",
+        xlabel="due time, seconds after the storm's start (dotted: all parked states are rebuilt)",
+        ylabel=f"latency of a step, ms\n({1e3 * SLICE_S:.0f} ms slices: median, shaded to the longest)",
     )
     axes.set_title(f"{result['parked']} parked sessions return; other sessions: {result['steps_per_s']:g} steps/s")
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside lower center", ncols=len(WAYS))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)

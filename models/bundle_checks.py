@@ -125,7 +125,7 @@ def check_hash(path: Path, expected: str) -> None:
 def read_vocabulary(path: Path, manifest: Manifest) -> Vocabulary:
     file, info = path / manifest.tokenizer, manifest.vocabulary
     try:
-        vocabulary = Vocabulary.read(info.kind, file)
+        vocabulary = Vocabulary.read(info.kind, file, info.reserved)
     except (ValueError, OSError) as error:
         raise BundleError(f"{file}: {error}") from error
     for field, expected, found in (

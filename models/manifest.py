@@ -6,7 +6,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from wane.models.cell_registry import CELLS, Cell
 
@@ -168,6 +175,19 @@ class VocabularyInfo(Frozen):
     size: int = Field(ge=2)
     eos_id: int = Field(ge=0)
     sha256: Sha256
+    reserved: tuple[NotNegative, ...] | None = Field(
+        default=None,
+        description="the ids of the tokens that are never read, listed or drawn, such as padding and masks; absent: "
+        "those with the usual names of such tokens",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Omits `reserved` if it is absent, so that older versions of Wane read the manifest."""
+        found: dict[str, object] = serialize(self)
+        if self.reserved is None:
+            del found["reserved"]
+        return found
 
 
 class Perplexity(Frozen):

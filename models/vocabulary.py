@@ -10,6 +10,7 @@ Three kinds share one interface:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
@@ -18,6 +19,12 @@ from wane.models.manifest import VocabularyKind
 
 EOS = "<eos>"
 UNK = "<unk>"
+
+SPECIAL_NAMES = frozenset(
+    {"<pad>", "<PAD>", "[PAD]", "<|pad|>", "<mask>", "<MASK>", "[MASK]", "<|mask|>", "[CLS]", "[SEP]"}
+    | {"<s>", "<bos>", "<BOS>", "[BOS]", "<sos>", "<SOS>"}
+)
+"""Usual names of tokens that stand for no word and no event. A vocabulary reserves them by default."""
 
 LINES_AT_ONCE = 1024  # the number of lines that are encoded at once; other threads can run between two such batches
 
@@ -56,10 +63,12 @@ class Vocabulary:
     """Converts text or event names to token ids and back. The object is immutable, so threads can share it.
 
     `texts` and `partials`: the results of `token` and `partial_bytes`, by id. `partial_ids`: the ids of tokens that are
-    not valid UTF-8.
+    not valid UTF-8. `reserved`: the ids of tokens that stand for no word and no event, such as padding and masks. They
+    are never read, listed or drawn. `has_special`: whether a token has a name in SPECIAL_NAMES.
     """
 
-    def __init__(self, kind: VocabularyKind, tokenizer_json: str) -> None:
+    def __init__(self, kind: VocabularyKind, tokenizer_json: str, reserved: Iterable[int] | None = None) -> None:
+        """`reserved` None reserves the tokens with a name in SPECIAL_NAMES. Raises ValueError."""
         self.kind = kind
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
         self.size: int = self._tokenizer.get_vocab_size()
@@ -88,13 +97,21 @@ class Vocabulary:
         self.unk_id: int | None = self._ids.get(UNK)
         """The id of the token for unknown words or events. None: the vocabulary has no such token."""
         self._longest_bytes = max(map(len, self._bytes))
+        special = frozenset(self._ids[name] for name in SPECIAL_NAMES & self._ids.keys())
+        self.reserved = special if reserved is None else frozenset(reserved)
+        self.has_special = bool(special)
+        if not self.reserved <= set(range(self.size)) - {self.eos_id, self.unk_id}:
+            raise ValueError(
+                f"the reserved tokens are {sorted(self.reserved)}, but must be ids below {self.size} of tokens other "
+                f"than {EOS} and {UNK}"
+            )
 
     @classmethod
-    def read(cls, kind: VocabularyKind, path: Path) -> Vocabulary:
+    def read(cls, kind: VocabularyKind, path: Path, reserved: Iterable[int] | None = None) -> Vocabulary:
         """Reads a `tokenizer.json`. Raises ValueError if its content is invalid, OSError if it cannot be read."""
         text = path.read_text(encoding="utf-8")
         try:
-            return cls(kind, text)
+            return cls(kind, text, reserved)
         except ValueError:
             raise
         except Exception as error:  # tokenizers raises a bare Exception for a malformed file
@@ -107,23 +124,29 @@ class Vocabulary:
 
     @property
     def unlisted(self) -> tuple[int, ...]:
-        """The ids of the tokens that an answer does not list by default: `<eos>` and `<unk>` of a vocabulary of events,
-        because they are not events. Empty for a vocabulary of text."""
-        if self.kind != "events":
-            return ()
-        return (self.eos_id,) if self.unk_id is None else (self.eos_id, self.unk_id)
+        """The ids of the tokens that an answer does not list by default, ascending: `<unk>`, the reserved tokens and,
+        for a vocabulary of events, `<eos>`, because they are not words or events."""
+        ids = set(self.reserved)
+        if self.kind == "events":
+            ids.add(self.eos_id)
+        if self.unk_id is not None:
+            ids.add(self.unk_id)
+        return tuple(sorted(ids))
 
-    @property
-    def never_drawn(self) -> int | None:
-        """The id of the token that generation never draws: `<unk>` of a vocabulary of events, because `<unk>` is not an
-        event. None: every token may be drawn."""
-        return self.unk_id if self.kind == "events" else None
+    def never_drawn(self, *, include_unknown: bool = False) -> frozenset[int]:
+        """Returns the ids of the tokens that are not drawn: the reserved tokens and, unless `include_unknown`,
+        `<unk>`."""
+        return self.reserved if include_unknown or self.unk_id is None else self.reserved | {self.unk_id}
 
     def event_id(self, name: str) -> int | None:
-        """Returns the id of an event. Returns None for a name that the vocabulary lacks, and for `<unk>`, which is not
-        the name of an event."""
+        """Returns the id of an event. Returns None for a name that the vocabulary lacks, for `<unk>` and for a reserved
+        name, which are not names of events."""
         found = self._ids.get(name)
-        return None if found == self.unk_id else found
+        return None if found == self.unk_id or found in self.reserved else found
+
+    def is_reserved(self, name: str) -> bool:
+        """Whether `name` is the name of a reserved token."""
+        return self._ids.get(name) in self.reserved
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Returns the token ids of `text`. A line break is `<eos>`. The vocabulary must be of text, not of events.
@@ -165,19 +188,30 @@ class Vocabulary:
         """Like `encode_lines`, but returns encodings instead of lists of ids."""
         try:
             encodings: list[Encoding] = self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
-            return encodings
         except Exception as error:  # the library `tokenizers` raises a bare Exception
             raise ValueError(f"the text cannot be encoded: {error}") from error
+        if self.reserved:
+            self._check_not_reserved(index for encoding in encodings for index in encoding.ids)
+        return encodings
+
+    def _check_not_reserved(self, ids: Iterable[int]) -> None:
+        """Raises ValueError if a token is reserved."""
+        found = next((index for index in ids if index in self.reserved), None)
+        if found is not None:
+            raise ValueError(f"it contains {self.texts[found]!r}, which the vocabulary reserves for other purposes")
 
     def encode_events(self, names: list[str]) -> list[int]:
-        """Returns the token ids of event names. An unknown name becomes `<unk>`. Raises ValueError for an unknown name
-        if the vocabulary has no `<unk>`."""
+        """Returns the token ids of event names. An unknown name becomes `<unk>`. Raises ValueError for a reserved name,
+        and for an unknown name if the vocabulary has no `<unk>`."""
         unknown = self.unk_id
         if unknown is None:
             for name in names:
                 if name not in self._ids:
                     raise ValueError(f"the vocabulary has no event {name!r} and no {UNK}")
-        return [self._ids.get(name, unknown or 0) for name in names]
+        ids = [self._ids.get(name, unknown or 0) for name in names]
+        if self.reserved:
+            self._check_not_reserved(ids)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Returns the readable text of the tokens. An incomplete character becomes U+FFFD."""

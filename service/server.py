@@ -69,9 +69,9 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """Prints `ready` if the server listens and serves a model. Is called when the server starts to listen, and when
-        the default model is ready."""
-        if self._urls and self._registry.served and sys.stdout.isatty():
+        """Prints `ready` if the server listens and is ready. Is called when the server starts to listen, and when all
+        models are loaded."""
+        if self._urls and self._registry.ready and sys.stdout.isatty():
             # One write, so that no log line of another thread comes between the text and its line break.
             sys.stdout.write(f"ready: {' '.join(self._urls)}\n")
             sys.stdout.flush()
@@ -153,8 +153,8 @@ def run(settings: Settings) -> None:
         registry,
         metrics,
         on_load_failure=end,
-        on_default=announce,
-        on_ready=spare_the_collector,
+        on_default=spare_the_collector,
+        on_ready=announce,
         tracing=tracing,
     )
     announcer = Announcer(registry, app.state.keys)

@@ -115,13 +115,13 @@ class ScoreMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects the tokens that an answer may list (only for models of events). The filter does not change the tokens'
-    probabilities: they remain those of the whole distribution.
+    """Selects the tokens that an answer may list. The filter does not change the tokens' probabilities: they remain
+    those of the whole distribution. All fields except `include_unknown` are only for models of events.
 
     `exclude` are the ids of tokens that are not listed. If `exclude_seen`, the sequence's own tokens are not listed
     either, as far as the server knows them. If `candidates` is not None, only these ids are listed. `<eos>` is listed
-    only if `include_end`. `<unk>` is never listed. `unknown` are the names of the request's candidates that the
-    vocabulary lacks.
+    only if `include_end`, and `<unk>` only if `include_unknown`. `unknown` are the names of the request's candidates
+    that the vocabulary lacks.
     """
 
     exclude: tuple[int, ...] = ()
@@ -129,6 +129,7 @@ class Filter:
     candidates: tuple[int, ...] | None = None
     include_end: bool = False
     unknown: tuple[str, ...] = ()
+    include_unknown: bool = False
 
 
 NO_FILTER = Filter()
@@ -248,7 +249,8 @@ class ScoreRequest:
     of the error (total variation) that the method parallel adds. The method sequential adds no error. If `truncated`,
     the tokens are the end of a longer sequence. The start token is not fed, so the first token has no prediction.
     `PredictRequest` describes `cache`. `top_k` is the number of most probable tokens to list at the position of each
-    token. If `top_k` is None, no tokens are listed. `unknown`: see `PredictRequest`. `skipped` are the indexes of the
+    token. If `top_k` is None, no tokens are listed. `include_unknown` says whether the lists may contain `<unk>` where
+    it is not the token itself. `unknown`: see `PredictRequest`. `skipped` are the indexes of the
     skipped events in the request's list of events, ascending. The score has null at these indexes.
     """
 
@@ -261,6 +263,7 @@ class ScoreRequest:
     top_k: int | None = None
     unknown: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
+    include_unknown: bool = False
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens, self.unknown)
@@ -282,7 +285,8 @@ class GenerateRequest:
     `window` is the number of tokens in a window of mode window. If `truncated`, the tokens are the end of a longer
     sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`. `engine/logits.py`
     describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
-    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed.
+    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed. `<unk>` is drawn and
+    listed only if `include_unknown`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -305,6 +309,7 @@ class GenerateRequest:
     top_logprobs: int | None = None
     sample: int = 0
     unknown: tuple[str, ...] = ()
+    include_unknown: bool = False
 
     def __post_init__(self) -> None:
         if self.session is None:

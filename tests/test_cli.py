@@ -56,7 +56,10 @@ def test_the_error_of_a_command_without_its_extra_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda module: None)
     assert cli.main([name, "--help"]) == 2
-    assert capsys.readouterr().err == f"wane {name} needs torch: pip install 'wane[train]'\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: wane {name} needs torch: in the checkout of Wane, run pip install '.[train]'\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,3 +99,32 @@ def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "wane", "--version"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("wane ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--prot", "1"], "there is no option --prot; did you mean --port?"),
+        (["serve", "--xyzzy"], "there is no option --xyzzy; `wane serve --help` lists the arguments"),
+        (["audit", "--map"], "argument --map: expected one argument; `wane audit --help` lists the arguments"),
+        (["audit", "x", "--maximum-window"], "there is no option --maximum-window; did you mean --max-window?"),
+        (["compare"], "the following arguments are required: URL; `wane compare --help` lists the arguments"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_invalid_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_an_interrupt_while_a_command_is_imported_prints_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["serve"]) == 130
+    assert capsys.readouterr() == ("", "")

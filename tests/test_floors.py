@@ -24,7 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("service", "models", "training")
 PROGRAMS = ("benchmarks", "deploy", "examples", "research")
-ENTRY = ("wane/__init__.py", "wane/__main__.py", "wane/cli.py")
+ENTRY = ("wane/__init__.py", "wane/__main__.py", "wane/arguments.py", "wane/cli.py")
 MOST_FILES = 25
 
 ROOMS = (

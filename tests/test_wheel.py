@@ -142,7 +142,7 @@ def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path:
 @pytest.mark.parametrize("name", ["train", "evaluate", "export", "audit"])
 def test_a_training_command_without_the_train_extra_says_what_to_install(site: Path, name: str) -> None:
     ended = run(site / "bin" / "wane", name, "--help", cwd=site, status=2)
-    assert ended.stderr == f"wane {name} needs torch: pip install 'wane[train]'\n"
+    assert ended.stderr == f"error: wane {name} needs torch: in the checkout of Wane, run pip install '.[train]'\n"
 
 
 def test_a_plot_without_matplotlib_is_rejected_before_the_measurement(site: Path, tmp_path: Path) -> None:
@@ -154,4 +154,4 @@ def test_a_plot_without_matplotlib_is_rejected_before_the_measurement(site: Path
         str(tmp_path / "a.png"),
     ]
     ended = run(*command, cwd=site, status=2)
-    assert ended.stderr == "error: --plot needs matplotlib: pip install 'wane[plot]'\n"
+    assert ended.stderr == "error: --plot needs matplotlib: in the checkout of Wane, run pip install '.[plot]'\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ from typing import get_args
 from rich.console import Console
 from rich.markup import escape
 
+from wane.arguments import Parser
 from wane.models.bundle_checks import MANIFEST
 from wane.models.manifest import LARGEST_CACHE, LARGEST_WINDOW, Precision
 from wane.training.audit.audit import audit
 from wane.training.audit.subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
 from wane.training.audit.subject import POSITIONS as AUDITED
 from wane.training.bundle import export_bundle_again, fit_bundle_cache
-from wane.training.config import Experiment
+from wane.training.config import ColumnsConfig, Experiment
 from wane.training.errors import LostError, RunError, TrainingError
 from wane.training.evaluate import POSITIONS
 from wane.training.group import ALONE, Group
@@ -30,7 +32,7 @@ REPLACE = "replace a bundle of the same name even if its version is the same or 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the commands' arguments. `wane/cli.py` documents the commands."""
-    parser = argparse.ArgumentParser(prog="wane")
+    parser = Parser(prog="wane")
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("train")
@@ -108,7 +110,15 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "(torch.save or safetensors), or the folder of a bundle or a run.",
     )
     command.add_argument("file", type=Path, help="checkpoint file, bundle folder or run folder")
-    command.add_argument("--data", type=Path, help="file or folder of text, or of events (.jsonl: one list per line)")
+    command.add_argument(
+        "--data", type=Path, help="file or folder of text, or of events (.jsonl: one list per line; .csv, .tsv)"
+    )
+    command.add_argument(
+        "--columns",
+        type=_columns,
+        metavar="SESSION,TIME,ITEM",
+        help="names of the columns of a CSV file of events (default: session,time,item)",
+    )
     command.add_argument("--tokenizer", type=Path, help="tokenizer.json: byte-level BPE, or WordLevel")
     command.add_argument(
         "--vocabulary",
@@ -120,6 +130,21 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="TOKEN",
         help="token that begins a sequence and encodes a line break (default: found by its usual names); none: the "
         "model starts from the zero state, without a token",
+    )
+    command.add_argument(
+        "--ignore-token",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="padding or another token that is never read, listed or drawn (default: found by its usual names, or by a "
+        "row of zeros in the embedding); none: there is no such token",
+    )
+    command.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="safetensors file with `tokens`, the ids of a sequence, and `logits`, the model's own logits for them; "
+        "exits with an error if the imported model computes others",
     )
     command.add_argument(
         "--tolerance",
@@ -201,10 +226,10 @@ def main(arguments: Sequence[str]) -> int:
         _print_error(console, error)
         group.wait_for_end()
         return 1
-    except (TrainingError, FloatingPointError) as error:
+    except (TrainingError, FloatingPointError, OSError) as error:
         # In a group of processes, every process raises the same error. Only the first process prints it.
         if group.first:
-            _print_error(console, error)
+            _print_error(console, error, _advice(error, options))
         else:
             group.wait_for_end()
         return 2
@@ -265,8 +290,19 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
         )
 
 
-def _print_error(console: Console, error: Exception) -> None:
-    console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+def _print_error(console: Console, error: Exception, advice: str = "") -> None:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    console.print(f"[bold red]error:[/] {escape(text + advice)}", highlight=False, soft_wrap=True)
+
+
+def _advice(error: Exception, options: argparse.Namespace) -> str:
+    """Returns what to do about an error that is not about the input: a full disk."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    resumed = "; the run goes on from its last checkpoint" if _can_resume(options) else ""
+    return f": free space, and run the same command again{resumed}"
 
 
 def _as_typed(options: argparse.Namespace, group: Group) -> str:
@@ -283,11 +319,14 @@ def _audit_as_typed(options: argparse.Namespace) -> str:
     """Returns the `audit` command with the options that affect the result. Paths are replaced by the names of their
     files."""
     words = ["wane", "audit", options.file.name]
-    for option in ("data", "tokenizer", "vocabulary", "export"):
+    for option in ("data", "tokenizer", "vocabulary", "check", "export"):
         if (path := getattr(options, option)) is not None:
             words += [f"--{option}", path.name]
     words += [word for pair in options.mapping for word in ("--map", pair)]
     words += [word for pattern in options.ignore for word in ("--ignore", pattern)]
+    words += [word for token in options.ignore_token for word in ("--ignore-token", token)]
+    if options.columns is not None:
+        words += ["--columns", ",".join((options.columns.session, options.columns.time, options.columns.item))]
     for option in ("eos", "state_dict", "nonlinearity"):
         if (value := getattr(options, option)) is not None:
             words += [f"--{option.replace('_', '-')}", value]
@@ -300,6 +339,13 @@ def _can_resume(options: argparse.Namespace) -> bool:
     if options.command != "train":
         return False
     return RunFolder(options.run or Path("runs") / options.experiment.stem).begun
+
+
+def _columns(text: str) -> ColumnsConfig:
+    names = text.split(",")
+    if len(names) != 3 or not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the names of three columns: session,time,item")
+    return ColumnsConfig(session=names[0], time=names[1], item=names[2])
 
 
 def _positive(text: str) -> int:

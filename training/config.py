@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from wane.models.cell_registry import CELLS, Cell
 from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen, Start
@@ -363,7 +365,19 @@ class Experiment(Frozen):
         try:
             return cls.model_validate(record)
         except ValidationError as error:
-            faults = "; ".join(
-                f"{'.'.join(str(part) for part in fault['loc']) or 'file'}: {fault['msg']}" for fault in error.errors()
-            )
-            raise ConfigError(f"{path}: {faults}") from error
+            faults = error.errors()
+            unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+            # A misspelt key is often reported as missing, too, so only unknown keys are named if there are any.
+            named = [_unknown(fault) for fault in unknown] or [
+                f"{'.'.join(str(part) for part in fault['loc']) or 'file'}: {fault['msg']}" for fault in faults
+            ]
+            raise ConfigError(f"{path}: {'; '.join(named)}") from error
+
+
+def _unknown(fault: ErrorDetails) -> str:
+    """Returns the message for an unknown key, with the most similar key that exists."""
+    schema = Experiment.model_json_schema()
+    known = {key for part in (schema, *schema["$defs"].values()) for key in part.get("properties", ())}
+    nearest = get_close_matches(str(fault["loc"][-1]), known, n=1)
+    name = ".".join(str(part) for part in fault["loc"])
+    return f"{name}: there is no such key" + (f"; did you mean {nearest[0]}?" if nearest else "")

@@ -19,9 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from wane.models.manifest import Start
 from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
-from wane.training.config import TEXT_VOCABULARY, DataConfig
+from wane.training.config import TEXT_VOCABULARY, ColumnsConfig, DataConfig
 from wane.training.errors import DataError
 from wane.training.events import (
+    DELIMITERS,
     JSON_LINES,
     describe_events,
     encode_log,
@@ -119,24 +120,35 @@ def _lines(text: str) -> list[str]:
 
 
 def data_kind(path: Path) -> Literal["text", "events"]:
-    """Returns "events" if all files are .jsonl or .ndjson, and "text" if no file is. Raises DataError for a mixture."""
+    """Returns "events" if all files have the suffix of a format of events, and "text" if no file has. Raises DataError
+    for a mixture."""
     files = _files(path) if path.is_dir() else [path]
-    lines = [file for file in files if file.suffix in JSON_LINES]
-    if lines and len(lines) < len(files):
-        raise DataError(f"{path}: holds both text and events (JSON lines, such as {lines[0].name})")
-    return "events" if lines else "text"
+    events = [file for file in files if file.suffix in (*JSON_LINES, *DELIMITERS)]
+    if events and len(events) < len(files):
+        raise DataError(f"{path}: holds both text and events (such as {events[0].name})")
+    return "events" if events else "text"
 
 
-def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int, start: Start = "token") -> Corpus:
+def load_whole(
+    path: Path,
+    vocabulary: Vocabulary,
+    tokenizer_json: str,
+    tokens: int,
+    start: Start = "token",
+    columns: ColumnsConfig | None = None,
+) -> Corpus:
     """Reads text (or events, if the vocabulary is one of events) as one stream: the corpus's split `audit`. Reads
     sequences up to a total of `tokens` tokens.
 
     The whole first sequence is always read. A folder's files are read in name order. Events that a vocabulary without
-    `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. Raises DataError.
+    `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. `columns`: the names of a CSV file's
+    columns. Raises DataError.
     """
     files = _files(path) if path.is_dir() else [path]
+    if vocabulary.kind != "events" and data_kind(path) == "events":
+        raise DataError(f"{path}: holds events, but the vocabulary is of text")
     if vocabulary.kind == "events":
-        log = read_log(files)
+        log = read_log(files, columns)
         fitting = max(1, int(np.searchsorted(log.begins + np.arange(len(log.begins)), tokens, side="right")) - 1)
         part = encode_log(log.sessions(np.arange(min(fitting, len(log)))), vocabulary, "token")
         corpus = Corpus(

@@ -347,8 +347,9 @@ class EncodedLog:
 
 def encode_log(log: EventLog, vocabulary: Vocabulary, unknown: str) -> EncodedLog:
     """Converts sessions to token ids. Events that the vocabulary lacks become `<unk>`, or are left out if `unknown` is
-    "skip". A session all of whose events are left out is also left out."""
-    ids = {name: index for index, name in enumerate(vocabulary.texts)}
+    "skip". Reserved names, such as padding, are left out. A session all of whose events are left out is left out,
+    too."""
+    ids = {name: -1 if index in vocabulary.reserved else index for index, name in enumerate(vocabulary.texts)}
     absent = ids.get(UNK, -1) if unknown == "token" else -1
     table = np.array([ids.get(name, absent) for name in log.names], np.int64)
     tokens = table[log.events]

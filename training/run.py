@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -46,8 +47,10 @@ from wane.training.run_folder import RunFolder
 
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
-RANKINGS_WIDTH = 150
-"""The width of the table of rankings in characters, even if the terminal is narrower."""
+TABLE_WIDTH = 80
+"""The width of a table of rankings in characters, even if the terminal is narrower."""
+RANKED = (*(("recall", k) for k in CUTOFFS), *((metric, CUTOFFS[-1]) for metric in ("MRR", "NDCG", "hit_rate")))
+"""The metrics of the tables of rankings, each with its k. `rankings.json` has all metrics for every k."""
 LONGEST_WINDOW = 128
 """Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
@@ -91,22 +94,18 @@ def train(
     for note in corpus.notes:
         console.print(note, soft_wrap=True)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Bar(*columns, console=console) as bar:
         task = bar.add_task("training", total=trainer.end, completed=trainer.step, figures="")
         for progress in trainer.run():
-            figures = (
-                f"{progress.tokens_per_s:,.0f} tokens/s  loss {progress.loss:.3f}  "
-                f"perplexity {math.exp(min(progress.loss, 20)):.1f}"
-            )
+            # At most 80 columns with the bar: the perplexities of training and of the best validation.
+            figures = f"{progress.tokens_per_s:,.0f} tokens/s  train {math.exp(min(progress.loss, 20)):.1f}"
             if math.isfinite(progress.best_loss):
-                figures += f"  best valid {math.exp(progress.best_loss):.2f}"
+                figures += f"  best {math.exp(progress.best_loss):.1f}"
             bar.update(task, completed=progress.step, total=progress.steps, figures=figures)
             if progress.valid_loss is not None:
                 bar.console.print(
@@ -206,7 +205,8 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
     if rankings:
         run.folder.write_rankings(rankings)
         plot_rankings(name, found, rankings, plot)
-        console.print(rankings_table(name, "test", rankings["test"]), width=RANKINGS_WIDTH, crop=False)
+        for table in rankings_tables(name, "test", rankings["test"]):
+            console.print(table, width=TABLE_WIDTH, crop=False)
     else:
         plot_quality(name, found, plot)
     return found
@@ -221,24 +221,27 @@ def losses_of_split(
     return evaluate_split(network, corpus, split, windows, POSITIONS, advance, cache)
 
 
-def rankings_table(name: str, split: str, found: Rankings) -> Table:
-    """Returns a table of recall, MRR, NDCG and hit rate by method, each for every k in CUTOFFS."""
-    table = Table(
-        title=f"{name}: {split}, {found.positions:,} next events, of which {found.missed_share:.2%} are unknown",
-        caption=f"each at k = {', '.join(map(str, CUTOFFS))}; hit rate: any of the session's remaining events",
-    )
-    table.add_column("")
-    for title in ("recall@k", "MRR@k", "NDCG@k", "hit rate@k"):
-        table.add_column(title, justify="right")
+def rankings_tables(name: str, split: str, found: Rankings) -> list[Table]:
+    """Returns two tables of metrics, with a row for each method and a column for each metric: one of the model and the
+    baselines, one of the model's windows. A metric is "-" if no position was evaluated."""
+    counted = f"{found.positions:,} next events" + (f", {found.missed_share:.2%} unknown" if found.missed_share else "")
+    titles = (f"{name}: {split}, {counted}", f"{name}: {split}, the last k events of a session alone")
+    tables = [Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False) for title in titles]
+    tables[0].caption = "hit rate: any of the session's remaining events"
+    for table in tables:
+        table.add_column("")
+        for metric, k in RANKED:
+            table.add_column(f"{metric.replace('_', ' ')}\n@{k}", justify="right", no_wrap=True)
     for method, metrics in found.methods.items():
-        cells = (metrics.recall, metrics.mrr, metrics.ndcg, metrics.hit_rate)
-        table.add_row(method, *("  ".join(f"{by_k[k]:.3f}" for k in CUTOFFS) for by_k in cells))
-    return table
+        cells = [f"{getattr(metrics, metric.lower())[k]:.3f}" if found.positions else "-" for metric, k in RANKED]
+        tables[method.startswith("window ")].add_row(method, *cells)
+    return tables
 
 
 def quality_table(name: str, found: Quality) -> Table:
     """Returns a table of perplexity by window length k and split."""
-    table = Table(title=f"{name}: perplexity per token (per word)")
+    has_words = any(perplexity.per_word is not None for perplexity in found.recurrent.values())
+    table = Table(title=f"{name}: perplexity per token (per word)" if has_words else f"{name}: perplexity per event")
     table.add_column("")
     for split in found.window:
         table.add_column(split, justify="right")
@@ -290,7 +293,7 @@ def export_run(
         check_place(target, bundle_version, found, replace)
     if precision == "float32":
         found = found or evaluate_opened(run, POSITIONS, console)
-    with writing(target):
+    with writing(target), console.status("exporting: building the graphs, and checking them against torch and numpy"):
         manifest = export_bundle(
             target,
             architecture=network.architecture,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,14 @@ class RunFolder:
             log.write(json.dumps(record) + "\n")
 
     def save(self, name: str, record: dict[str, Any]) -> None:
-        """Writes a checkpoint or weights atomically to the file `name`."""
+        """Writes a checkpoint or weights atomically to the file `name`. Raises OSError with the file's path."""
         partial = self.path / f"{name}.partial"
-        torch.save(record, partial)
+        buffer = BytesIO()
+        torch.save(record, buffer)  # to a path, torch.save reports a full disk as a RuntimeError without its reason
+        try:
+            partial.write_bytes(buffer.getbuffer())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(partial)) from error
         partial.replace(self.path / name)
 
     def add_origin(self, origin: Origin) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
-FAILED = 2
+from wane.arguments import FAILED
+
 INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 plus the signal number of SIGINT
 
 
@@ -54,21 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())  # noqa: T201
         return 0
     if name == "--version":
+        from importlib import metadata
+
         print(f"wane {metadata.version('wane')}")  # noqa: T201
         return 0
     if name not in COMMANDS:
+        from difflib import get_close_matches
+
         nearest = get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
         hint = f"did you mean `wane {nearest[0]}`?" if nearest else "`wane --help` lists the commands"
         return _fail(f"there is no command {name!r}; {hint}")
     command = COMMANDS[name]
     missing = [module for module in NEEDED.get(command.extra or "", ()) if find_spec(module) is None]
     if missing:
-        return _fail(f"{name} needs {missing[0]}: pip install 'wane[{command.extra}]'", prefix="wane ")
-    module = import_module(command.module)
+        return _fail(f"wane {name} needs {missing[0]}: in the checkout of Wane, run pip install '.[{command.extra}]'")
     try:
-        status: int = module.main(given)
-    except module.FAILURES as error:
-        return _fail(str(error))
+        module = import_module(command.module)
+        try:
+            status: int = module.main(given)
+        except module.FAILURES as error:
+            return _fail(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
@@ -91,6 +96,6 @@ def usage() -> str:
     )
 
 
-def _fail(message: str, prefix: str = "error: ") -> int:
-    print(f"{prefix}{message}", file=sys.stderr)  # noqa: T201
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
     return FAILED

@@ -161,6 +161,7 @@ def report(results: Results, folder: Path, page: Path | None) -> None:
     tables.show(results, console)
     results.write(folder / "bench.json")
     plot.save(results, folder / "bench.png")
+    plot.save_two(results, folder / "steps.png")
     if page is not None:
         put_all(page, tables.page_tables(results))
     console.print(f"{folder / 'bench.json'}, {folder / 'bench.png'}")

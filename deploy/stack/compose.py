@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -25,7 +27,7 @@ class Mount:
     @property
     def is_volume(self) -> bool:
         """True if the source is a named volume."""
-        return not self.source.startswith(".")
+        return not self.source.startswith((".", "/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def _service(name: str, body: Mapping[str, Any]) -> Service:
         command=(*body.get("entrypoint", ()), *body.get("command", ())),
         environment={key: str(value) for key, value in body.get("environment", {}).items() if value is not None},
         mounts=tuple(mount for mount in mounts if mount.target != SECRETS),
-        ports=(*(int(port) for port in body.get("expose", ())), *published),
+        ports=tuple(dict.fromkeys([*map(int, body.get("expose", ())), *published])),
         published=published,
         after=frozenset(body.get("depends_on", ())),
         secrets=secrets[0] if secrets else None,
@@ -79,7 +81,11 @@ def _service(name: str, body: Mapping[str, Any]) -> Service:
 
 
 def _mount(entry: str | Mapping[str, Any]) -> Mount:
-    """Parses an entry of `volumes`, in the short or the long syntax of the specification."""
+    """Parses an entry of `volumes`, in the short or the long syntax of the specification. In the long syntax, a source
+    `${NAME:-default}` is the value of an environment variable."""
     if isinstance(entry, str):
         return Mount(*entry.split(":")[:2])
-    return Mount(entry["source"], entry["target"])
+    source: str = entry["source"]
+    if (variable := re.fullmatch(r"\$\{(\w+):-(.+)\}", source)) is not None:
+        source = os.environ.get(variable[1]) or variable[2]
+    return Mount(source if source.startswith((".", "/")) else f"./{source}", entry["target"])

@@ -1,9 +1,10 @@
 """Runs a service of the compose file as a local process, with the same program, configuration and variables.
 
-The process differs from the container in six ways. In variables, commands and mounted files, the address of a service
+The process differs from the container in seven ways. In variables, commands and mounted files, the address of a service
 becomes a port of 127.0.0.1. The trusted proxy is 127.0.0.1. The path of the secrets becomes a local folder. A mounted
 file is read from the checkout. If the file contains an address of a service or a path of secrets, a changed copy is
-read instead. A volume is a local folder, which is also the working directory of the process. Memory is not limited.
+read instead. A volume is a local folder, which is also the working directory of the process. The bundles are read from
+their local folder. Memory is not limited.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ SERVER = "wane"
 """The name of the image that is built from this checkout."""
 
 PROXIES = "WANE_TRUSTED_PROXIES"
+BUNDLES = "WANE_BUNDLES"
 REDIS = "redis-server"
 PROMETHEUS = "prometheus"
 ELSEWHERE = frozenset({"grafana/grafana"})
@@ -58,6 +60,9 @@ def command(service: Service, place: Place) -> Command:
         environment |= {"WANE_HOST": "127.0.0.1", "WANE_PORT": str(port)}
         if PROXIES in environment:
             environment[PROXIES] = "127.0.0.1"
+        for mount in service.mounts:
+            if environment.get(BUNDLES) == mount.target:
+                environment[BUNDLES] = str(ROOT / mount.source)
         return Command((sys.executable, "-m", "wane", "serve"), environment, ROOT)
     program, *rest = service.command
     arguments = [_located(_mounted(argument, service, place), service, place) for argument in rest]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,6 +68,7 @@ def export_bundle(
     cache: CacheModel | None = None,
     unknown: Unknown = "refuse",
     start: Start = "token",
+    reserved: Iterable[int] | None = None,
 ) -> Manifest:
     """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
@@ -75,14 +76,14 @@ def export_bundle(
     check. `precision` is the number format of the products with weights. int8 graphs are faster, but their results
     differ slightly, and they have no certificate. `cache` is the cache language model that the server mixes with the
     network. `unknown` is what the server does with a word or an event that the vocabulary lacks. `start` is what the
-    model reads first: `<eos>`, or the first token of the sequence (see `Start`). `replace` allows the replacement of a
-    bundle of the same or a higher version.
+    model reads first: `<eos>`, or the first token of the sequence (see `Start`). `reserved`: see `Vocabulary`.
+    `replace` allows the replacement of a bundle of the same or a higher version.
 
     Raises BundleExistsError if an existing bundle may not be replaced. Raises ExportError if the arguments do not fit
     together, or if the graphs, the oracle and `torch_network` differ. On an error nothing is written.
     """
     tokenizer_json = with_decoder(vocabulary_kind, tokenizer_json)
-    vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
+    vocabulary = Vocabulary(vocabulary_kind, tokenizer_json, reserved)
     try:
         check_weights(architecture, weights)
     except WeightsError as error:
@@ -159,7 +160,7 @@ def export_again(
         )
     quantised = precision != before.precision
     tokenizer_json = with_decoder(before.vocabulary.kind, (source.path / before.tokenizer).read_text(encoding="utf-8"))
-    vocabulary = Vocabulary(before.vocabulary.kind, tokenizer_json)
+    vocabulary = Vocabulary(before.vocabulary.kind, tokenizer_json, before.vocabulary.reserved)
     weights_data = encode_weights(source.weights())
     bounded = precision == "float32" and _has_radius(source)
     request = source.request_bound() if bounded else None
@@ -195,8 +196,14 @@ def _has_radius(bundle: Bundle) -> bool:
 
 
 def _vocabulary_info(vocabulary: Vocabulary) -> VocabularyInfo:
+    """Returns the manifest's part on the vocabulary. It lists the reserved tokens, unless there are none and none would
+    be reserved by their names."""
     return VocabularyInfo(
-        kind=vocabulary.kind, size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
+        kind=vocabulary.kind,
+        size=vocabulary.size,
+        eos_id=vocabulary.eos_id,
+        sha256=vocabulary.sha256,
+        reserved=tuple(sorted(vocabulary.reserved)) if vocabulary.reserved or vocabulary.has_special else None,
     )
 
 

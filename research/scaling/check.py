@@ -265,10 +265,18 @@ def rebuilt_by_kills(kills: Result) -> float:
 def rows(real: Result, model: Result) -> list[list[str]]:
     """Returns table rows of measured figures, simulated figures (medians over the seeds) and their differences."""
     made = []
+    for what, unit, measured, simulated in pairs(real, model):
+        off = 100 * (simulated.median / measured - 1) if measured else float("nan")
+        made.append([what, f"{measured:,.1f} {unit}", f"{simulated:,.1f} {unit}", f"{off:+.0f} %"])
+    return made
+
+
+def pairs(real: Result, model: Result) -> list[tuple[str, str, float, Spread]]:
+    """Returns each compared figure: its name, its unit, the measured value and the simulated one."""
+    made: list[tuple[str, str, float, Spread]] = []
 
     def row(what: str, unit: str, measured: float, simulated: Result) -> None:
-        off = 100 * (simulated["median"] / measured - 1) if measured else float("nan")
-        made.append([what, f"{measured:,.1f} {unit}", f"{Spread(**simulated):,.1f} {unit}", f"{off:+.0f} %"])
+        made.append((what, unit, measured, Spread(**simulated)))
 
     for key, unit in (("steps_per_s", "steps/s"), ("p50_ms", "ms"), ("p99_ms", "ms")):
         middle = statistics.median(one[key] for one in real["closed"])

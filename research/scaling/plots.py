@@ -40,7 +40,7 @@ def saturation(result: Result, path: Path) -> None:
     axes.set(xlabel="step interval of a session, seconds", ylabel="sessions at saturation")
     load = 100 * result["limits"]["load"]
     axes.set_title(f"Saturation (processors at {load:.0f} %). The lowest line saturates first", fontsize=10)
-    axes.legend(fontsize=8, loc="upper left")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     save(figure, axes, path)
 
 
@@ -95,12 +95,12 @@ def storms(result: Result, path: Path) -> None:
         )
     left.set(
         xlabel="seconds after the loss",
-        ylabel="p99 of steps with resident states, per two seconds, ms",
-        title="a remaining replica after the loss of a third of all replicas",
+        ylabel="p99 of resident steps in two seconds, ms",
+        title="a remaining replica after the loss of a third",
     )
-    right.set(xlabel="seconds after the start", title="a new replica without states (Redis keeps last tokens only)")
+    right.set(xlabel="seconds after the start", title="a new replica without states (tail)")
     for axes in (left, right):
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
         axes.grid(alpha=0.3, which="both")
     save(figure, left, path)
 
@@ -153,10 +153,10 @@ def comparison(result: Result, checked: Result, path: Path) -> None:
     """Plots measured and simulated latencies."""
     from research.scaling import check
 
-    rows = [row for row in check.rows(checked, result["check"]) if row[1].endswith(" ms")]
+    rows = [row for row in check.pairs(checked, result["check"]) if row[1] == "ms"]
     names = [row[0] for row in rows]
-    measured = [float(row[1].split()[0].replace(",", "")) for row in rows]
-    simulated = [float(row[2].split()[0].replace(",", "")) for row in rows]
+    measured = [row[2] for row in rows]
+    simulated = [row[3].median for row in rows]
     figure, axes = plt.subplots(figsize=(8.5, 5), layout="constrained")
     y = np.arange(len(rows))
     axes.plot(measured, y, "o", color="C0", label="measured")
@@ -166,7 +166,7 @@ def comparison(result: Result, checked: Result, path: Path) -> None:
     axes.set_yticks(y, names, fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="ms")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2)
     save(figure, axes, path)
 
 

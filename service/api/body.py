@@ -499,7 +499,8 @@ async def tokens_of(
 
 def filter_of(engine: Engine, body: RankedBody) -> Filter:
     """Returns the filter that selects the tokens that the answer may list. Raises InvalidRequest."""
-    if body.exclude is None and body.candidates is None and not (body.exclude_seen or body.include_end):
+    flags = body.exclude_seen or body.include_end or body.include_unknown
+    if body.exclude is None and body.candidates is None and not flags:
         return NO_FILTER
     return engine.events.filter(
         body.exclude,
@@ -507,6 +508,7 @@ def filter_of(engine: Engine, body: RankedBody) -> Filter:
         body.unknown,
         exclude_seen=body.exclude_seen,
         include_end=body.include_end,
+        include_unknown=body.include_unknown,
     )
 
 

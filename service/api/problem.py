@@ -20,10 +20,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Scope
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
@@ -108,8 +109,18 @@ def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
     return described(scope, error).body(context(scope).request_id)
 
 
+UNAUTHORIZED_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Wane: a key is needed</title>
+<h1>This page needs an API key</h1>
+<p>{detail}. A browser asks for a name and a password: give any name, and the key as the password.</p></html>
+"""
+
+
 def problem(failure: Failure, request_id: str) -> Response:
-    """Returns a problem document."""
+    """Returns a problem document, or a page if a browser opened a page without a valid key."""
+    if failure.headers.get("www-authenticate") == BASIC:
+        page = UNAUTHORIZED_PAGE.format(detail=escape(failure.detail))
+        return HTMLResponse(page, failure.status, failure.headers)
     return Response(json.dumps(failure.body(request_id)), failure.status, failure.headers, PROBLEM_TYPE)
 
 

@@ -3,7 +3,6 @@ and the agreement of the two modes."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from wane.arguments import Parser
 from wane.service.cli import render
 from wane.service.cli.client import Client, ClientError, CommandError, traced
 from wane.service.cli.compared_input import read_input
@@ -24,7 +24,7 @@ FAILURES = (CommandError, ClientError, OSError, UnicodeError)
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. `arguments[0]` is the command's name."""
-    parser = argparse.ArgumentParser("wane compare", description=__doc__)
+    parser = Parser("wane compare", description=__doc__)
     parser.add_argument("url", metavar="URL", help="the server's address, such as http://127.0.0.1:8000")
     parser.add_argument(
         "--file",
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot is not None and options.plot.suffix not in render.FORMATS:
         raise CommandError(f"--plot is {options.plot}, but must end in {', '.join(render.FORMATS)}")
     if options.plot is not None and find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'wane[plot]'")
+        raise CommandError("--plot needs matplotlib: in the checkout of Wane, run pip install '.[plot]'")
     screen = Console(stderr=True)
     bar = Progress(console=screen, transient=True, disable=not screen.is_terminal)
     with traced() as tracing, Client(options.url, tracing=tracing) as client, bar as progress:

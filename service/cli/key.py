@@ -6,10 +6,10 @@ to standard error. The key cannot be shown again.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from wane.arguments import Parser
 from wane.service.auth.keys import KeysError, make_key
 
 FAILURES = (KeysError, OSError)
@@ -17,7 +17,7 @@ FAILURES = (KeysError, OSError)
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. `arguments[0]` is the command's name."""
-    parser = argparse.ArgumentParser("wane key", description=__doc__)
+    parser = Parser("wane key", description=__doc__)
     parser.add_argument(
         "name", metavar="NAME", help="the key's owner; all keys with the same name share the same sessions"
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from wane.arguments import Parser
 from wane.service.cli.client import Client, ClientError, CommandError, Document, traced
 from wane.service.cli.merge_reports import MergeError, merge
 from wane.service.cli.render import report_tables
@@ -17,7 +17,7 @@ FAILURES = (CommandError, ClientError, MergeError, OSError)
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. `arguments[0]` is the command's name."""
-    parser = argparse.ArgumentParser("wane report", description=__doc__)
+    parser = Parser("wane report", description=__doc__)
     parser.add_argument("urls", nargs="+", metavar="URL", help="a server's address, such as http://127.0.0.1:8000")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments[1:])

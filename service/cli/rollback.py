@@ -11,6 +11,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from wane.arguments import Parser
 from wane.service.registry.repository import Repository, RepositoryError
 from wane.service.settings import Settings, SettingsError
 
@@ -19,7 +20,7 @@ FAILURES = (RepositoryError, SettingsError, OSError)
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. `arguments[0]` is the command's name."""
-    parser = argparse.ArgumentParser("wane rollback", description=__doc__)
+    parser = Parser("wane rollback", description=__doc__)
     parser.add_argument("model", metavar="NAME", help="the model's name")
     parser.add_argument(
         "--bundles",

@@ -279,6 +279,7 @@ class StepColumns:
         self._vocabulary = vocabulary
         self._ranking = ranking
         self._size = vocabulary.size
+        self._reserved = vocabulary.reserved
         self._unlisted = vocabulary.unlisted
         self._state_cache = state_cache
         self._slots = state_cache.order
@@ -325,6 +326,7 @@ class StepColumns:
             slot is None
             or not self._buffered[slot]
             or not 0 <= token < self._size
+            or token in self._reserved
             or not 0 < top_k <= self._most_predictions
             or (expected_position is not None and not 0 <= expected_position <= MAX_POSITION)
             or len(self._rows) >= self._max_queue
@@ -571,9 +573,20 @@ class StepColumns:
     ) -> tuple[NDArray[np.int64], NDArray[Float]]:
         """Removes the U tokens that are never listed. `ids` and `values` have the K most probable tokens of each of B
         rows: (B, K). Returns the first K - U remaining tokens of each row, in the same order: (B, K - U)."""
-        is_unlisted = np.isin(ids, self._unlisted)
-        order = np.argsort(is_unlisted, axis=1, kind="stable")[:, : ids.shape[1] - len(self._unlisted)]
-        return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+        most = ids.shape[1] - len(self._unlisted)
+        is_unlisted = ids == self._unlisted[0]
+        for token in self._unlisted[1:]:  # faster than np.isin for the usual one or two tokens
+            is_unlisted |= ids == token
+        if not is_unlisted.any():
+            return ids[:, :most], values[:, :most]
+        if len(ids) == 1:
+            kept = np.flatnonzero(~is_unlisted[0])[:most]
+            return ids[:, kept], values[:, kept]
+        changed = np.flatnonzero(is_unlisted.any(axis=1))
+        order = np.argsort(is_unlisted[changed], axis=1, kind="stable")[:, :most]
+        listed_ids, listed_values = ids[:, :most].copy(), values[:, :most].copy()
+        listed_ids[changed], listed_values[changed] = ids[changed[:, None], order], values[changed[:, None], order]
+        return listed_ids, listed_values
 
     def _proved(
         self,

@@ -141,7 +141,7 @@ class Engine:
         self.retired = False
         self._runner = runner
         self._max_batch = settings.max_batch_size
-        self._limits = Limits(manifest, settings, vocabulary.never_drawn)
+        self._limits = Limits(manifest, settings, vocabulary)
         self.events = EventNames(manifest, vocabulary, settings)
         cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
         self.state_cache = pool = StateCache(

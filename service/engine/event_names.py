@@ -12,7 +12,7 @@ from wane.models.manifest import Manifest, Unknown
 from wane.models.vocabulary import UNK, Vocabulary
 from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.settings import Settings
-from wane.service.types import NO_FILTER, Filter
+from wane.service.types import Filter
 
 TEXTS = ("prompt",)
 """Fields that hold a text with one event name in each line. Their routes have no field `unknown`."""
@@ -117,6 +117,7 @@ class EventNames:
         *,
         exclude_seen: bool,
         include_end: bool,
+        include_unknown: bool = False,
     ) -> Filter:
         """Returns the filter of a request. The arguments are the request's fields of the same names. If the
         vocabulary lacks a name in `candidates`, this method raises InvalidRequest if `unknown`, or else the manifest's
@@ -133,26 +134,27 @@ class EventNames:
         }
         first = next((name for name, is_given in given.items() if is_given), None)
         if first is None:
-            return NO_FILTER
+            return Filter(include_unknown=include_unknown)
         self.check_events(first)
         for name, events in (("exclude", exclude), ("candidates", candidates)):
             if events is not None and len(events) > self._most:
                 raise InvalidRequest(f"{name} holds {len(events)} values, but must hold at most {self._most}", name)
         excluded = self._find(exclude or (), "refuse" if unknown == "refuse" else "skip", "exclude", is_input=False)
         if candidates is None:
-            return Filter(excluded.tokens, exclude_seen, None, include_end, excluded.unknown)
+            return Filter(excluded.tokens, exclude_seen, None, include_end, excluded.unknown, include_unknown)
         policy: Unknown = "refuse" if (unknown or self._unknown) == "refuse" else "skip"
         allowed = self._find(candidates, policy, "candidates", is_input=False)
-        return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, excluded.unknown + allowed.unknown)
+        names = excluded.unknown + allowed.unknown
+        return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, names, include_unknown)
 
     def _find(
         self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0, *, is_input: bool = True
     ) -> EventTokens:
         """Returns the tokens of events. `field` is the name of the request's list that contains these events. Error
         messages name it. `first` is the index, in that list, of the first of these events. If `is_input` is true, the
-        events are a sequence for the model, in which <eos> and <unk> are not names of events."""
+        events are a sequence for the model, in which <eos> is not the name of an event."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
-        reserved = self._vocabulary.unlisted if is_input else ()
+        end = self._vocabulary.eos_id if is_input else None
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is 'token', but the vocabulary of {self._model} has no {UNK}", "unknown")
         tokens: list[int] = []
@@ -161,13 +163,15 @@ class EventNames:
         for place, event in enumerate(events, first):
             name = event if isinstance(event, str) else str(event)
             token = find(name)
-            if token is not None and token not in reserved:
+            if token is not None and token != end:
                 tokens.append(token)
                 continue
-            if unknown == "refuse":
+            is_reserved = self._vocabulary.is_reserved(name)
+            if unknown == "refuse" or (is_reserved and unknown == "token"):  # padding is not an unknown event
                 advice = "" if field in TEXTS else '; with "unknown": "skip" such events are skipped'
+                verb = "reserves" if is_reserved else "lacks"
                 raise InvalidRequest(
-                    f"{field}[{place}] is {truncate_repr(name)}, which the vocabulary of {self._model} lacks{advice}",
+                    f"{field}[{place}] is {truncate_repr(name)}, which the vocabulary of {self._model} {verb}{advice}",
                     f"{field}[{place}]",
                 )
             names.append(name)

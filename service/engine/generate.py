@@ -246,8 +246,8 @@ async def generate(
     `RunResult.mix`."""
     preferences: Preferences | None = None
     bias = dict(request.logit_bias or {})
-    if vocabulary.never_drawn is not None:
-        bias[vocabulary.never_drawn] = FORBID
+    never_drawn = vocabulary.never_drawn(include_unknown=request.include_unknown)
+    bias.update(dict.fromkeys(never_drawn, FORBID))
     if request.presence_penalty or request.frequency_penalty or bias:
         preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
@@ -278,7 +278,7 @@ async def generate(
             bytes=None if partial is None else tuple(partial),
             predictions=None
             if request.top_logprobs is None
-            else most_probable(logprobs, request.top_logprobs, token, vocabulary),
+            else most_probable(logprobs, request.top_logprobs, token, vocabulary, never_drawn),
         )
         share.progress(len(stream.tokens) / request.max_tokens)
         if is_last or stream.stopped:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wane.models.manifest import Manifest
-from wane.service.engine.logits import FORBID
+from wane.models.vocabulary import Vocabulary
+from wane.service.engine.logits import FORBID, FORCE
 from wane.service.errors import InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types import GenerateRequest, ScoreRequest
@@ -15,9 +16,8 @@ from wane.service.types import GenerateRequest, ScoreRequest
 class Limits:
     """Checks requests against the model's manifest and the settings."""
 
-    def __init__(self, manifest: Manifest, settings: Settings, never_drawn: int | None) -> None:
-        """`never_drawn` is the id of the token that generation never draws, or None if there is no such token."""
-        self._never_drawn = frozenset(() if never_drawn is None else (never_drawn,))
+    def __init__(self, manifest: Manifest, settings: Settings, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._manifest = manifest
         self._settings = settings
         self._size = manifest.vocabulary.size
@@ -26,16 +26,25 @@ class Limits:
         self.window = min(manifest.window, self.max_window)
 
     def tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Raises TooLarge if there are too many tokens. Raises InvalidRequest if a token is not in the vocabulary.
+        """Raises TooLarge if there are too many tokens. Raises InvalidRequest if a token is not in the vocabulary, or
+        is reserved.
 
         A `document` is input for scoring, for which the limit is higher."""
-        size = self._size
-        if len(tokens) == 1 and 0 <= tokens[0] < size:
+        size, reserved = self._size, self._vocabulary.reserved
+        if len(tokens) == 1 and 0 <= tokens[0] < size and tokens[0] not in reserved:
             return
         self.length(len(tokens), document=document)
-        if not tokens or (min(tokens) >= 0 and max(tokens) < size):
+        if not tokens or (min(tokens) >= 0 and max(tokens) < size and reserved.isdisjoint(tokens)):
             return
-        index, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < size)
+        index, token = next(
+            (at, token) for at, token in enumerate(tokens) if not 0 <= token < size or token in reserved
+        )
+        if token in reserved:
+            raise InvalidRequest(
+                f"{field}[{index}] is {token}, which is {self._vocabulary.token(token)!r}, a token that the vocabulary "
+                "reserves",
+                field,
+            )
         raise InvalidRequest(
             f"{field}[{index}] is {truncate_repr(token)}, but the vocabulary has {size} tokens (0..{size - 1})", field
         )
@@ -72,7 +81,7 @@ class Limits:
 
     def preferences(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest if `logit_bias` contains a token that is not in the vocabulary, if `logit_bias` forbids
-        every token, or if `top_logprobs` is over the limit."""
+        every token or forces one that is never drawn, or if `top_logprobs` is over the limit."""
         if request.top_logprobs is not None and request.top_logprobs > self._settings.top_k_limit:
             raise InvalidRequest(
                 f"top_logprobs is {request.top_logprobs}, but must be at most {self._settings.top_k_limit}",
@@ -86,7 +95,13 @@ class Limits:
                     f"(0..{self._size - 1})",
                     "logit_bias",
                 )
-        forbidden = {token for token, value in bias.items() if value <= FORBID} | self._never_drawn
+        never_drawn = self._vocabulary.never_drawn(include_unknown=request.include_unknown)
+        if forced := [token for token, value in bias.items() if value >= FORCE and token in never_drawn]:
+            raise InvalidRequest(
+                f"logit_bias forces the token {forced[0]}, {self._vocabulary.token(forced[0])!r}, which is never drawn",
+                "logit_bias",
+            )
+        forbidden = {token for token, value in bias.items() if value <= FORBID} | never_drawn
         if len(forbidden) == self._size:
             raise InvalidRequest("logit_bias forbids every token of the vocabulary", "logit_bias")
 

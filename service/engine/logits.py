@@ -116,6 +116,8 @@ class Ranking:
 
     def _kept(self, found: Largest) -> Largest:
         """Returns `found` without the excluded tokens."""
+        if self._excluded.isdisjoint(found.ids):
+            return found
         kept = [place for place, token in enumerate(found.ids) if token not in self._excluded]
         return Largest(
             [found.ids[place] for place in kept],
@@ -132,10 +134,12 @@ class Rankings:
         size, unlisted = vocabulary.size, frozenset(vocabulary.unlisted)
         self._size = size
         self._eos_id = vocabulary.eos_id
+        self._unk_id = vocabulary.unk_id
         self._unlisted = unlisted
         self.of_all = Ranking(size)
         self.default = Ranking(size, unlisted) if unlisted else self.of_all
-        """The ranking for a request without a filter. For a model of events, it lists neither `<unk>` nor `<eos>`."""
+        """The ranking for a request without a filter. It lists neither `<unk>` nor reserved tokens and, for a model of
+        events, not `<eos>`."""
 
     def of(self, wanted: Filter, known: Sequence[int]) -> Ranking:
         """Returns the ranking for the filter `wanted`. `known` are the tokens of the sequence that the server knows,
@@ -145,6 +149,8 @@ class Rankings:
         excluded = set(self._unlisted)
         if wanted.include_end:
             excluded.discard(self._eos_id)
+        if wanted.include_unknown and self._unk_id is not None:
+            excluded.discard(self._unk_id)
         excluded.update(wanted.exclude)
         if wanted.exclude_seen:
             # `<eos>` is not an event. Only `include_end` decides whether `<eos>` is listed.
@@ -167,15 +173,19 @@ def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Predicti
 
 
 def most_probable(
-    logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
+    logprobs: NDArray[np.float64],
+    count: int,
+    also: int,
+    vocabulary: Vocabulary,
+    omitted: frozenset[int] = frozenset(),
 ) -> tuple[Prediction, ...]:
     """Returns the `count` most probable tokens, as in `largest`, and the token `also` at the end if it is not one of
-    them. `logprobs`: the log-probabilities, float64 (V). For a vocabulary of events, the result contains `<unk>` only
-    if `also` is `<unk>`."""
-    if vocabulary.never_drawn is not None and vocabulary.never_drawn != also:
+    them. `logprobs`: the log-probabilities, float64 (V). The result contains a token of `omitted` only if it is
+    `also`."""
+    if omitted := omitted - {also}:
         logprobs = logprobs.copy()
-        logprobs[vocabulary.never_drawn] = -np.inf
-        count = min(count, len(logprobs) - 1)
+        logprobs[list(omitted)] = -np.inf
+        count = min(count, len(logprobs) - len(omitted))
     count = min(count, len(logprobs))
     ids: list[int] = []
     if count:

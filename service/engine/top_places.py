@@ -69,6 +69,7 @@ class TopPlaces:
         from which the scoring run predicted these tokens. If `hiddens` is None, the tokens run as steps."""
         assert request.top_k is not None, "the score request has no top_k: this is a bug"
         cache = self._cache if request.cache else None
+        omitted = self._vocabulary.never_drawn(include_unknown=request.include_unknown)
         starts = 0 if request.truncated else self._start_tokens  # the cache does not contain the start token
         lists: list[tuple[Prediction, ...]] = []
         results = self._steps(input_ids, first, len(scored), ticket)
@@ -81,7 +82,7 @@ class TopPlaces:
                     history = input_ids[max(starts, place - cache.length) : place]
                     result = result.mix(cache, history, place - starts + request.truncated)
                 token, logprob = int(input_ids[place]), scored.item(len(lists))
-                found = most_probable(log_softmax(result.logits), request.top_k, token, self._vocabulary)
+                found = most_probable(log_softmax(result.logits), request.top_k, token, self._vocabulary, omitted)
                 lists.append(with_own(found, token, logprob))
         return lists
 

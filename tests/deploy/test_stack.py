@@ -12,7 +12,7 @@ import yaml
 
 from deploy.stack import secrets
 from deploy.stack.compose import SECRETS, Service, read
-from deploy.stack.local import ELSEWHERE, PROMETHEUS, PROXIES, ROOT, SERVER
+from deploy.stack.local import BUNDLES, ELSEWHERE, PROMETHEUS, PROXIES, ROOT, SERVER
 from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
 from wane.service.settings import Settings
 
@@ -74,7 +74,8 @@ def test_a_process_reads_the_files_that_its_container_mounts(stack: Stack, name:
     process = stack.processes[name]
     mounts = [mount for mount in process.service.mounts if not mount.is_volume]
     if process.service.image == SERVER:
-        assert not mounts, "a server must mount no file, because it serves the bundles of the package"
+        assert [mount.source for mount in mounts] == ["./models/bundles"]
+        assert process.command.environment[BUNDLES] == str(ROOT / "models" / "bundles")
         return
     (mount,) = mounts
     configuration = ROOT / CONFIGURATION[name]
@@ -133,7 +134,9 @@ def test_a_process_has_its_containers_variables_with_local_addresses(stack: Stac
     names = "|".join(map(re.escape, RUN))
     for variable, value in given.items():
         address = re.search(rf"({names}|\*):(\d+)", value)
-        if variable == PROXIES:
+        if variable == BUNDLES:
+            assert (value, found[variable]) == ("/bundles", str(ROOT / "models" / "bundles"))
+        elif variable == PROXIES:
             assert found[variable] == "127.0.0.1"
         elif SECRETS in value:
             assert in_the_container(stack, name, found[variable]) == value
@@ -218,3 +221,15 @@ services:
     assert (b.name, b.command, b.ports, b.published, b.after) == ("b", (), (80,), {80: 9000}, frozenset({"a"}))
     assert (a.secrets, b.secrets) == ("word", None)
     assert isinstance(b, Service)
+
+
+@pytest.mark.parametrize("given", ["own", "./own", "/somewhere/own"])
+def test_own_bundles_are_mounted_by_a_variable(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BUNDLES, given)
+    for process in Stack(tmp_path).replicas:
+        assert process.command.environment[BUNDLES] == str(ROOT / given)
+
+
+def test_every_replica_has_a_port_of_its_own_for_reports() -> None:
+    ports = [body["ports"] for body in RUN.values() if body["image"] == SERVER]
+    assert ports == [[f"127.0.0.1:{8011 + number}:8000"] for number in range(3)]

@@ -38,7 +38,7 @@ def test_each_layout_on_the_page_is_audited_and_exported(tmp_path: Path) -> None
         )
         assert ended.returncode == 0, f"{spelt}\n{ended.stdout}"
     exported = sorted(path.name for path in (tmp_path / "audited").iterdir())
-    assert exported == ["awd", "gru4rec", "named", "one", "projected", "several", "shop", "usual"]
+    assert exported == ["awd", "checked", "gru4rec", "named", "one", "projected", "several", "shop", "usual"]
     manifests = {name: Bundle.read(tmp_path / "audited" / name).manifest for name in exported}
     assert all(manifest.name == name for name, manifest in manifests.items())
     assert {name for name, manifest in manifests.items() if manifest.start == "zero"} == {"gru4rec"}

@@ -201,7 +201,8 @@ def test_a_missing_device_ends_the_process(live: LiveServer, http: httpx.Client)
 def test_a_port_in_use_ends_the_process(live: LiveServer) -> None:
     ended = run("serve", "--port", str(httpx.URL(live.url).port))
     assert ended.returncode != 0
-    assert "address already in use" in ended.stderr
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "Address already in use; stop the other server, or give another --port" in ended.stderr
 
 
 def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +270,7 @@ def test_the_line_for_a_terminal_is_one_write(monkeypatch: pytest.MonkeyPatch) -
             return len(text)
 
     monkeypatch.setattr(sys, "stdout", Terminal())
-    registry: Any = SimpleNamespace(served=True)
+    registry: Any = SimpleNamespace(ready=True)
     Announcer(registry, KeySource(Settings())).listening([("127.0.0.1", 8000)])
     assert Terminal.writes == ["ready: http://127.0.0.1:8000\n"]
 

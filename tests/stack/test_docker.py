@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 LABEL = "wane.test"
 PROJECT = "wane-test"
-PYTHON = "python:3.11-slim"
+PYTHON = "python:3.11-slim-bookworm"
 SERVICES = run_here()
 NAMES = [service.name for service in SERVICES]
 LIMITS = {name: body["mem_limit"] for name, body in yaml.safe_load(COMPOSE.read_text())["services"].items()}

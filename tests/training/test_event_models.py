@@ -125,8 +125,12 @@ def test_a_run_on_events_is_evaluated_and_exported(tmp_path: Path, capsys: pytes
     trained(tmp_path / "run", tmp_path / "clicks.csv", model, "zero", steps=6, batch=8)
     assert main(["evaluate", str(tmp_path / "run"), "--positions", "200"]) == 0
     printed = capsys.readouterr().out
-    for text in ("V-SkNN", "last item", "window 8", "recall@k", "NDCG@k", "next events, of which 0.00% are unknown"):
+    for text in ("V-SkNN", "last item", "window 8", "recall", "NDCG", "next events", "perplexity per event"):
         assert text in printed
+    assert "per word" not in printed and "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    (row,) = [line for line in printed.splitlines() if line.startswith("Markov ")]
+    assert len(row.split()) == 8  # the method, and one number for each metric
     saved = json.loads((tmp_path / "run" / "rankings.json").read_text())
     assert saved.keys() == {"valid", "test"}
     assert set(saved["test"]["methods"]["Markov"]["recall"]) == {"1", "5", "10", "20"}

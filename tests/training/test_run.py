@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from tests.training.corpora import experiment
 from wane.cli import main
 from wane.training.config import ModelConfig
 from wane.training.run import train
+from wane.training.run_folder import RunFolder
+
+EXPERIMENT = Path(__file__).parents[2] / "training" / "experiments" / "shop.toml"
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +152,23 @@ def test_an_export_is_refused_before_the_run_is_evaluated(
     (tmp_path / "tiny" / "manifest.json").write_text("{}")
     assert main(["export", str(run_folder), "--bundles", str(tmp_path)]) == 2
     assert "the existing bundle cannot be read" in capsys.readouterr().out
+
+
+def test_a_full_disk_ends_the_training_in_one_line_and_keeps_the_last_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.save("last.pt", {"step": 1})
+    (tmp_path / "last.pt.partial").symlink_to("/dev/full")
+
+    def full(*_: object) -> None:
+        folder.save("last.pt", {"step": 2, "weights": torch.zeros(1000)})
+
+    monkeypatch.setattr("wane.training.cli.train", full)
+    assert main(["train", str(EXPERIMENT), "--run", str(tmp_path)]) == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        f"error: {tmp_path}/last.pt.partial: No space left on device: free space, and run the same"
+    )
+    assert printed.count("\n") == 1
+    assert torch.load(tmp_path / "last.pt", weights_only=True) == {"step": 1}

@@ -4,9 +4,11 @@ window length k."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import torch
@@ -46,6 +48,9 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     if options.export is not None:
         with writing(options.export / name):
             check_place(options.export / name, options.version, None, options.replace)
+    folder = options.report or Path("audits") / name
+    with _writing_report(folder), TemporaryFile(dir=folder):
+        pass
     subject = find_subject(options)
     network = Network(subject.architecture)
     network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
@@ -93,7 +98,6 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
         recommended=_recommend(options.tolerance, certificate, found),
     )
     show(report, console)
-    folder = options.report or Path("audits") / name
     written = ", ".join(str(path) for path in _write(report, folder))
     console.print(f"written: {written}", highlight=False, soft_wrap=True)
     if options.export is not None:
@@ -135,18 +139,27 @@ def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) ->
     )
 
 
+@contextmanager
+def _writing_report(folder: Path) -> Iterator[None]:
+    """Creates the report's folder. Raises RunError for an OSError, also of the code in the context."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{folder}: the report cannot be written: {error.strerror}; name a folder with --report"
+        ) from error
+
+
 def _write(report: AuditReport, folder: Path) -> list[Path]:
     """Writes the report and, if the report has measurements, its plot. Deletes the plot of an earlier audit. Returns
     the paths of the written files."""
     json, plot = folder / "audit.json", folder / "audit.png"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing_report(folder):
         json.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
         plot.unlink(missing_ok=True)
         if report.unmeasured is None:
             plot_audit(report, plot)
-    except OSError as error:
-        raise RunError(f"{folder}: {error.strerror}") from error
     return [json] if report.unmeasured is not None else [json, plot]
 
 
@@ -183,6 +196,7 @@ def _export(
             torch_network=network,
             replace=options.replace,
             start=subject.corpus.start,
+            reserved=subject.corpus.vocabulary.reserved,
         )
     _print_bundle(manifest, target, recommended, report, console)
 

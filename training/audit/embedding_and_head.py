@@ -84,7 +84,12 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
     if bias is None:
         tensors.notes.append("the head has no bias: it is assumed to be zero")
     else:
-        tensors.expect(bias, (vocabulary,))
+        tensors.expect(bias, (vocabulary,) if len(tensors.shape(bias)) == 1 else _column(tensors, bias, vocabulary))
+    tensors.assumptions += [
+        "the embedding's rows are assumed to reach the bottom layer as they are",
+        *(["no activation is assumed between the top layer and the head"] if projection is None else []),
+        "the head's output is assumed to be the logits, without another function on it",
+    ]
     return EmbeddingAndHead(embedding, head, bias, projection)
 
 
@@ -226,14 +231,24 @@ def _without_embedding(
 def _head_bias(tensors: TensorMap, head: str | None, embedding: Linear | None, vocabulary: int) -> str | None:
     """Marks the head's bias as assigned, and returns its name. The bias is the vector that belongs to the head's matrix
     in the file (to the embedding's matrix, if the two are tied). If there is none, the bias is the only unassigned
-    vector of length `vocabulary` whose name contains a usual word for a head. Returns None if there is no bias."""
+    vector of length `vocabulary` whose name contains a usual word for a head, or else the only unassigned matrix of
+    shape (V, 1) or (1, V), as in the GRU4Rec authors' program. Returns None if there is no bias."""
     matrix = head or (embedding.weight if embedding is not None else "")
     if (own := _own_bias(tensors, matrix)) is not None:
         return own
     vectors = [name for name in tensors.unassigned if tensors.shape(name) == (vocabulary,) and kind(name) is HEADS]
+    if not vectors:
+        vectors = [name for name in tensors.unassigned if tensors.shape(name) in ((vocabulary, 1), (1, vocabulary))]
+        if len(vectors) == 1:
+            tensors.notes.append(f"{vectors[0]} is assumed to be the head's bias, by its shape")
     name = vectors[0] if len(vectors) == 1 else None
     tensors.unassigned -= {name} if name else set()
     return name
+
+
+def _column(tensors: TensorMap, bias: str, vocabulary: int) -> tuple[int, int]:
+    """Returns the shape that a bias with two axes must have: the one of (V, 1) and (1, V) that is nearer."""
+    return (1, vocabulary) if tensors.shape(bias)[0] == 1 else (vocabulary, 1)
 
 
 def outer_weights(tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers, weights: dict[str, Array]) -> None:
@@ -256,7 +271,7 @@ def outer_weights(tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers, w
     else:
         tensors.names["head.weight"] = tensors.names["embedding.weight"].partition(" + ")[0]
     assert matrix is not None, "neither a head nor an embedding was found: this is a bug"
-    bias = np.zeros(len(embedding), np.float32) if outer.bias is None else tensors.take("head.bias", outer.bias)
+    bias = np.zeros(len(embedding), np.float32) if outer.bias is None else tensors.take("head.bias", outer.bias).ravel()
     if outer.projection is not None:
         matrix, bias = _project(tensors, outer.projection, matrix, bias)
     matrix = np.pad(matrix, ((0, 0), (0, hidden - layers.sizes[-1])))

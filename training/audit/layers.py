@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,6 +17,9 @@ TORCH_CELLS: dict[int, Cell] = {
 }
 """The cells that also exist in `torch.nn`, by the number of row blocks of the recurrent matrix. An RNN has one block,
 whether its nonlinearity is tanh or relu. The key 1 maps to the tanh cell."""
+
+GRU4REC_ONE_HOT = re.compile(r"(^|\.)(Wx0\.weight|Wh0|Wrz0|Bh0)$")
+"""Matches the tensors of the layer `GRUEmbedding` in the GRU4Rec authors' PyTorch program."""
 
 Names = dict[str, str]
 """The names, in the file, of one layer's tensors, by part (`weight_ih`, `bias_hh`, ...)."""
@@ -52,6 +56,12 @@ def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
             tensors.notes.append(f"{name} is assumed to be {raw} after dropout, and is not used")
             tensors.unassigned.discard(name)
     names = _arranged(tensors, found)
+    if not names and (one_hot := [name for name in sorted(tensors.unassigned) if GRU4REC_ONE_HOT.search(name)]):
+        raise tensors.error(
+            f"{tensors.describe(one_hot)}: the one-hot input of the GRU4Rec authors' program, whose first GRU layer is "
+            "not stored as torch.nn.GRUCell. Wane cannot read this layout. It reads models that the program trains "
+            "with a constrained or a separate embedding"
+        )
     if not names:
         raise tensors.error(
             "no recurrent layer: no tensor has a name like those of torch.nn.RNN, GRU or LSTM (weight_ih_l0, "
@@ -89,7 +99,10 @@ def _arranged(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[N
         else:
             known = ", ".join(sorted(modules)) or "none"
             raise tensors.error(f"--map {ours}={theirs}: no recurrent module has that name; known: {known}")
-    layers = layers or dict(enumerate(_ordered(tensors, found)))
+    if not layers:
+        layers = dict(enumerate(_ordered(tensors, found)))
+        for below, above in pairwise(dict.fromkeys(prefix.rstrip("._") for prefix, _ in sorted(found, key=_place))):
+            tensors.assumptions.append(f"{above} is assumed to read the output of {below}, not to run beside it")
     for number, parts in replaced.items():
         layers[number] = layers.get(number, {}) | parts
     if sorted(layers) != list(range(len(layers))):
@@ -108,10 +121,12 @@ def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Na
             "set it: --map layers.0=MODULE --map layers.1=MODULE"
         )
 
-    def place(key: tuple[str, int]) -> tuple[list[int], int]:
-        return [int(number) for number in re.findall(r"\d+", key[0])], key[1]
+    return [found[key] for key in sorted(found, key=_place)]
 
-    return [found[key] for key in sorted(found, key=place)]
+
+def _place(key: tuple[str, int]) -> tuple[list[int], int]:
+    """Returns the sort key of a layer: the numbers in its module's name, and its number in the module."""
+    return [int(number) for number in re.findall(r"\d+", key[0])], key[1]
 
 
 def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -> Layers:

@@ -27,12 +27,14 @@ IMPOSSIBLE = 104.0
 
 @dataclass(frozen=True, slots=True)
 class ForeignModel:
-    """The architecture and the weights, named as in `models/weights.py`. `tensors`: each weight's name in the file."""
+    """The architecture and the weights, named as in `models/weights.py`. `tensors`: each weight's name in the file.
+    `assumptions`: what the file does not record (see `TensorMap`)."""
 
     architecture: Architecture
     weights: dict[str, Array]
     tensors: dict[str, str]
     notes: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
 
 def import_model(
@@ -71,7 +73,7 @@ def import_model(
         )
     except ValidationError as error:
         raise tensors.error(f"Wane cannot serve this model: {error.errors()[0]['msg']}") from error
-    return ForeignModel(architecture, weights, tensors.names, tuple(tensors.notes))
+    return ForeignModel(architecture, weights, tensors.names, tuple(tensors.notes), tuple(tensors.assumptions))
 
 
 def add_unused_tokens(model: ForeignModel, count: int) -> ForeignModel:

@@ -133,7 +133,7 @@ def show(report: AuditReport, console: Console) -> None:
         highlight=False,
     )
     for note in model.notes:
-        console.print(f"  [dim]- {escape(note)}[/]", highlight=False)
+        console.print(f"  [dim]- {escape(note)}[/]", highlight=False, soft_wrap=True)
     words = "" if text.words is None else f", {text.words:,} words"
     console.print(
         f"text: {text.tokens:,} tokens{words} of {len(text.files)} file(s), {text.unknown / text.tokens:.2%} unknown"

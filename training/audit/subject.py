@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Architecture, Rounding
 from wane.models.weights import Weights
+from wane.training.audit.check import NOT_CHECKED, check_logits
 from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import add_unused_tokens, import_model
 from wane.training.audit.tensor_names import parse_mapping
-from wane.training.audit.vocabulary import read_names, read_tokenizer
+from wane.training.audit.vocabulary import read_names, read_tokenizer, reserve
+from wane.training.config import ColumnsConfig
 from wane.training.data import Corpus, data_kind, load_whole
 from wane.training.errors import ForeignError, RunError
 from wane.training.run import open_run
@@ -40,6 +42,9 @@ class AuditOptions:
     state_dict: str | None = None
     mapping: Sequence[str] = ()
     ignore: Sequence[str] = ()
+    ignore_token: Sequence[str] = ()
+    columns: ColumnsConfig | None = None
+    check: Path | None = None
     nonlinearity: str | None = None
     tolerance: float = TOLERANCE
     positions: int = POSITIONS
@@ -81,6 +86,8 @@ def find_subject(options: AuditOptions) -> Subject:
         weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
         notes = _join(run.corpus, "valid")
         return Subject("run", run.network.architecture, weights, run.corpus, "valid", notes=notes)
+    if not options.file.exists():
+        raise RunError(f"{options.file}: No such file or directory")
     if options.data is None:
         raise RunError("no text: name a file or folder with --data")
     if options.file.is_dir():
@@ -91,7 +98,7 @@ def find_subject(options: AuditOptions) -> Subject:
             raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
         json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
         manifest = bundle.manifest
-        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens, manifest.start)
+        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens, manifest.start, options.columns)
         return Subject(
             "bundle",
             manifest.architecture,
@@ -107,6 +114,7 @@ def find_subject(options: AuditOptions) -> Subject:
 def _foreign(options: AuditOptions, data: Path) -> Subject:
     checkpoint = read_checkpoint(options.file, options.state_dict)
     model = import_model(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
+    checked = check_logits(options.check, model) if options.check is not None else NOT_CHECKED
     kind = data_kind(data)
     if (options.tokenizer is None) == (options.vocabulary is None):
         raise ForeignError(
@@ -120,12 +128,16 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     size = read.vocabulary.size - read.added
     if size != model.architecture.vocabulary_size:
         source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
+        rows = model.architecture.vocabulary_size
         raise ForeignError(
-            f"{path} has {size} tokens, but {options.file}: {source} has "
-            f"{model.architecture.vocabulary_size} rows: the model was trained with another vocabulary"
+            f"{path} has {size} tokens, but {options.file}: {source} has {rows} rows: the model was trained with "
+            "another vocabulary"
+            + ("; if the first row is padding, put [PAD] before the first name" if rows == size + 1 else "")
         )
+    zero_rows = np.flatnonzero(~model.weights["embedding.weight"].any(axis=1)).tolist()
+    read = reserve(read, path, options.ignore_token, checkpoint.padding, zero_rows)
     model = add_unused_tokens(model, read.added)
-    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens, read.start)
+    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens, read.start, options.columns)
     return Subject(
         "checkpoint",
         model.architecture,
@@ -134,7 +146,7 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
         "audit",
         checkpoint.sha256,
         model.tensors,
-        (*model.notes, *read.notes, *_join(corpus, "audit")),
+        (*model.notes, *read.notes, *_join(corpus, "audit"), *model.assumptions, checked),
     )
 
 

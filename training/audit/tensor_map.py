@@ -18,7 +18,7 @@ Array = NDArray[np.float32]
 class TensorMap:
     """Records which tensor of the file corresponds to which of Wane's tensors. `unassigned`: the names of the file's
     tensors that are not assigned yet, so have no place in the imported model. `names`: for each of Wane's tensors, its
-    name in the file."""
+    name in the file. `assumptions`: what the file does not record and no option states."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path
@@ -27,6 +27,8 @@ class TensorMap:
         self.unassigned = {name for name in self._tensors if not any(fnmatchcase(name, pattern) for pattern in ignore)}
         self.names: dict[str, str] = {}
         self.notes = [f"the tensors were read from {checkpoint.inside}"] if checkpoint.inside else []
+        self.notes += checkpoint.notes
+        self.assumptions: list[str] = []
         if ignored := sorted(self._tensors.keys() - self.unassigned):
             self.notes.append(f"ignored because of --ignore: {', '.join(ignored)}")
         self._dtypes: set[torch.dtype] = set()

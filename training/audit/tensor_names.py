@@ -20,13 +20,13 @@ OUTER = ("embedding", "embedding.bias", "projection", "projection.bias", "head",
 """The names that --map gives to the tensors before and after the layers."""
 
 EMBEDDINGS = frozenset(
-    {"encoder", "lookup", "lut", "wte"}
+    {"encoder", "lookup", "lut", "wte", "e"}
     | {"emb", "embed", "embedder", "embedding", "embeddings", "embed_tokens", "input_embedding"}
     | {"tok_emb", "tok_embeddings", "token_embedding", "token_embeddings", "word_embedding", "word_embeddings"}
 )
 HEADS = frozenset(
     {"decoder", "head", "lm_head", "fc", "fc_out", "out", "output", "output_layer", "linear", "dense", "classifier"}
-    | {"proj", "projection", "out_proj", "output_projection", "logits", "to_logits", "h2o"}
+    | {"proj", "projection", "out_proj", "output_projection", "logits", "to_logits", "h2o", "wy"}
 )
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from wane.models.manifest import Start, VocabularyKind
-from wane.models.vocabulary import EOS, UNK, Vocabulary
+from wane.models.vocabulary import EOS, SPECIAL_NAMES, UNK, Vocabulary
 from wane.training.errors import ForeignError
 
 LINE_BREAK = "\u010a"
@@ -27,11 +27,9 @@ LINE_BREAK = "\u010a"
 
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
-SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
-"""Usual names of special tokens, which do not occur as words in a text."""
-
 NO_START = "none"
-"""The value of --eos for a model that starts from the zero state, without a token before the first event."""
+"""The value of --eos for a model that starts from the zero state, without a token before the first event, and of
+--ignore-token for a model without padding."""
 
 DataKind = Literal["text", "events"]
 
@@ -40,13 +38,44 @@ DataKind = Literal["text", "events"]
 class ForeignVocabulary:
     """A vocabulary that Wane serves. `notes`: the assumptions and changes. `start`: "token" if a sequence begins with
     `<eos>`, "zero" if it begins without a token. `added`: the number of tokens, 0 or 1, that were added at the end of
-    the vocabulary."""
+    the vocabulary. `padding`: the ids of padding tokens that a tokenizer.json names."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
     notes: tuple[str, ...]
     start: Start = "token"
     added: int = 0
+    padding: frozenset[int] = frozenset()
+
+
+def reserve(
+    read: ForeignVocabulary, path: Path, ignored: Sequence[str], padding: Collection[int], zero_rows: Sequence[int]
+) -> ForeignVocabulary:
+    """Reserves the tokens that are never read, listed or drawn, and adds notes: those named `ignored` (the option
+    --ignore-token), those with a usual name of such a token, `padding` (the ids that the checkpoint names), and the
+    only one of `zero_rows`, the ids of tokens whose row of the embedding is zero, as
+    torch.nn.Embedding(padding_idx=...) leaves it. If `ignored` is ["none"], reserves none. Raises ForeignError."""
+    vocabulary = read.vocabulary
+    ordinary = set(range(vocabulary.size - read.added)) - {vocabulary.eos_id, vocabulary.unk_id}
+    why: dict[int, str] = {}
+    if list(ignored) != [NO_START]:
+        for name in ignored:
+            found = next((index for index in ordinary if vocabulary.token(index) == name), None)
+            if found is None:
+                raise ForeignError(f"{path}: --ignore-token {name}: there is no such token, or it is {EOS} or {UNK}")
+            why[found] = "as --ignore-token says"
+        for index in sorted(ordinary & vocabulary.reserved):
+            why.setdefault(index, "by its name")
+        for index in sorted(ordinary & {*padding, *read.padding}):
+            why.setdefault(index, "because the file names it as padding")
+        for index in zero_rows if len(zero_rows) == 1 else ():
+            if index in ordinary:
+                why.setdefault(index, "because its row of the embedding is zero, as padding_idx leaves it")
+    notes = [f"{vocabulary.token(index)!r} is never read, listed or drawn, {reason}" for index, reason in why.items()]
+    if why and not ignored:
+        notes.append("--ignore-token none makes these tokens ordinary ones")
+    reserved = Vocabulary(vocabulary.kind, read.tokenizer_json, why)
+    return replace(read, vocabulary=reserved, notes=(*read.notes, *notes))
 
 
 def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
@@ -85,8 +114,11 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
         if "merges" in model:  # lines are encoded without line breaks, so merges that contain a line break never apply
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
             model["merges"] = [pair for pair in merges if old not in pair and "".join(pair) != old]
+    padding = record.get("padding")
     record |= {"truncation": None, "padding": None, "post_processor": None}
-    return _made(path, own, json.dumps(record, ensure_ascii=False), [*why, *_notes(renamed)], eos, lacks_end)
+    made = _made(path, own, json.dumps(record, ensure_ascii=False), [*why, *_notes(renamed)], eos, lacks_end)
+    named = padding.get("pad_token") if isinstance(padding, dict) else None
+    return replace(made, padding=frozenset({names[named]})) if named in names else made
 
 
 def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:

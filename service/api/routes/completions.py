@@ -415,6 +415,7 @@ def generation(
         logit_bias=bias_of(body.logit_bias),
         top_logprobs=body.logprobs,
         sample=sample,
+        include_unknown=bool(body.include_unknown),
     )
 
 
@@ -425,7 +426,9 @@ async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...
         return Prompt(tokens)
     score: Score | None = None
     if body.logprobs is not None:
-        score = await engine.score(ScoreRequest(tokens, deadline=until, top_k=body.logprobs))
+        score = await engine.score(
+            ScoreRequest(tokens, deadline=until, top_k=body.logprobs, include_unknown=bool(body.include_unknown))
+        )
     return Prompt(tokens, engine.vocabulary.decode(list(tokens)), score)
 
 

@@ -60,6 +60,7 @@ async def generate(request: Request) -> Response:
             logit_bias=bias_of(body.logit_bias),
             top_logprobs=body.top_logprobs,
             unknown=given.unknown,
+            include_unknown=body.include_unknown,
         )
         generated = await engine.generate(wanted)
         if not body.stream:

@@ -63,7 +63,7 @@ from wane.service.api.tensors import ENCODING, HEADER_LENGTH
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
-from wane.service.types import Answer, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
+from wane.service.types import Answer, Filter, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
 
 Version = Annotated[str, Path(examples=["2"], description="the served version")]
 
@@ -369,6 +369,7 @@ def _prediction(request: Request, engine: Engine, asked: InferCall, given: Event
         truncated=bool(parameters.truncated),
         logits=LOGITS in asked.names,
         unknown=given.unknown,
+        filter=Filter(include_unknown=bool(parameters.include_unknown)),
     )
 
 
@@ -424,6 +425,7 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
         logits=LOGITS in asked.names,
         token_logprobs=asked.is_scored,
         unknown=rows[0].unknown,
+        filter=Filter(include_unknown=bool(parameters.include_unknown)),
     )
     if start:
         with until_hangup(request):

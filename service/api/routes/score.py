@@ -46,6 +46,7 @@ async def score(request: Request) -> Response:
             body.top_k,
             given.unknown,
             given.skipped,
+            body.include_unknown,
         )
         if not body.stream:
             return await encode.long_reply(await engine.score(wanted))

@@ -46,7 +46,7 @@ router = APIRouter(tags=["models"])
 @router.get("/v1/models/{name}/vocabulary", response_model=VocabularyDocument, openapi_extra=DESCRIBED)
 async def vocabulary(request: Request, name: str) -> Response:
     """Lists the names and ids of a model's events, or the texts and ids of a text model's tokens, by ascending id.
-    Omits `<eos>` and `<unk>`."""
+    Omits `<eos>`, `<unk>` and reserved tokens."""
     given = request.query_params
     if unknown := given.keys() - PARAMETERS:
         field = min(unknown)
@@ -62,7 +62,7 @@ def page(vocabulary: Vocabulary, prefix: str, after: int, limit: int) -> Vocabul
     events: list[VocabularyEntry] = []
     for index in range(after + 1, vocabulary.size):
         name = vocabulary.token(index)
-        if not name.startswith(prefix) or name in (EOS, UNK):
+        if not name.startswith(prefix) or name in (EOS, UNK) or index in vocabulary.reserved:
             continue
         if len(events) == limit:
             return {"events": events, "next": events[-1]["id"]}

@@ -250,9 +250,18 @@ class SequenceBody(Body):
         return self.input if self.input is not None else self.tokens or []
 
 
+IncludeUnknown = Annotated[
+    bool,
+    Field(
+        description="true: <unk>, which stands for every word that the vocabulary lacks, may be listed and drawn. "
+        "Probabilities do not change"
+    ),
+]
+
+
 class RankedBody(SequenceBody):
-    """A body whose answer lists tokens. `exclude`, `exclude_seen`, `candidates` and `include_end` filter the list, and
-    are only for models of events."""
+    """A body whose answer lists tokens. `exclude`, `exclude_seen`, `candidates`, `include_end` and `include_unknown`
+    filter the list. All but `include_unknown` are only for models of events."""
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates", "exclude")}
 
@@ -270,3 +279,4 @@ class RankedBody(SequenceBody):
     include_end: bool = Field(
         default=False, description="true: the answer of a model of events may list <eos>, the end of the session"
     )
+    include_unknown: IncludeUnknown = False

@@ -11,6 +11,7 @@ from wane.service.api.schemas.common import (
     HISTORY,
     AtMost,
     Body,
+    IncludeUnknown,
     Integer,
     Name,
     Natural,
@@ -86,7 +87,9 @@ class CompletionBody(Body):
     )
     temperature: Annotated[float, says(minimum=0)] | None = Field(default=None, description="default: 1")
     top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(default=None, description="default: 1")
-    n: Positive | None = Field(default=None, description="the number of samples of each prompt; default: 1")
+    n: Annotated[Positive, AtMost("max_batch_inputs")] | None = Field(
+        default=None, description="the number of samples of each prompt; default: 1"
+    )
     stream: bool | None = Field(default=None, description="true: answer with server-sent events")
     stream_options: Annotated[StreamOptions, WithJsonSchema(StreamOptions.model_json_schema())] | None = Field(
         default=None, description="only with `stream`"
@@ -109,6 +112,7 @@ class CompletionBody(Body):
         "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
     )
     user: str | None = Field(default=None, description="ignored")
+    include_unknown: IncludeUnknown | None = None
     session: SessionId | None = Field(
         default=None,
         description="not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "

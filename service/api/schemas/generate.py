@@ -11,6 +11,7 @@ from wane.service.api.schemas.common import (
     HISTORY,
     AtMost,
     Cache,
+    IncludeUnknown,
     Model,
     Natural,
     Positive,
@@ -127,6 +128,7 @@ class GenerateBody(SequenceBody):
     window: Window | None = None
     truncated: Truncated = False
     cache: Cache = True
+    include_unknown: IncludeUnknown = False
     stream: bool = Field(
         default=False, description="answer with server-sent events: `token` for each token, then `finish` or `error`"
     )

@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.service.api.schemas.common import Body, Natural, Tolerance, UnknownEvents, Window, WireMode, says
+from wane.service.api.schemas.common import (
+    Body,
+    IncludeUnknown,
+    Natural,
+    Tolerance,
+    UnknownEvents,
+    Window,
+    WireMode,
+    says,
+)
 
 LARGEST_ID = 2**64 - 1
 SHAPE = WithJsonSchema({"type": "array", "minItems": 1, "maxItems": 2, "items": {"type": "integer", "minimum": 1}})
@@ -63,6 +72,7 @@ class InferParameters(Body):
         description="the sequence's position before the request; a repeated request gets the same answer",
     )
     unknown: UnknownEvents | None = None
+    include_unknown: IncludeUnknown | None = None
     priority: Natural | None = Field(
         default=None, description="must be valid, but has no effect: all requests wait in one queue"
     )

@@ -11,6 +11,7 @@ from wane.service.api.schemas.common import (
     AtMost,
     Cache,
     Events,
+    IncludeUnknown,
     Model,
     Natural,
     SequenceBody,
@@ -46,6 +47,7 @@ class ScoreBody(SequenceBody):
         "The token at the position is always listed, too; 0: only this token. With this field, `method` is sequential",
     )
     cache: Cache = True
+    include_unknown: IncludeUnknown = False
     stream: bool = Field(
         default=False, description="answer with server-sent events: `progress` and `tokens`, then `finish` or `error`"
     )

@@ -186,6 +186,10 @@ async def test_a_key_as_a_password_may_only_read(client: httpx.AsyncClient) -> N
     html = {"accept": "text/html,*/*"}
     asked = await client.get("/", headers=html)
     assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic ")
+    page = await client.get("/docs", headers=html)
+    assert page.status_code == 401 and page.headers["content-type"].startswith("text/html")
+    assert "This page needs an API key" in page.text and "the key as the password" in page.text
+    assert (await client.get("/docs")).headers["content-type"] == "application/problem+json"
     basic = {"authorization": f"Basic {b64encode(f'me:{ALICE}'.encode()).decode()}"}
     for path in ("/", "/docs", "/openapi.json", "/v1/models"):
         assert (await client.get(path, headers=basic | html)).status_code == 200

@@ -19,6 +19,7 @@ from wane.service.engine.agreement import FLOAT32_ROUNDING
 from wane.service.types import Answer, Filter, Mode, PredictRequest, StepRequest
 
 EVERYTHING = 11
+ALL = Filter(include_unknown=True)
 ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind", "prompt")
 
 
@@ -65,7 +66,9 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
     async def step(count: int, mode: Mode) -> None:
         some = tuple(random.integers(EVERYTHING, size=count).tolist())
         tokens.extend(some)
-        tally.check(small, tokens, await engine.submit(StepRequest(session, some, mode=mode, top_k=EVERYTHING)))
+        tally.check(
+            small, tokens, await engine.submit(StepRequest(session, some, mode=mode, top_k=EVERYTHING, filter=ALL))
+        )
 
     await step(int(random.integers(20, 60)), Mode.RECURRENT)
     for action in actions:
@@ -76,7 +79,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 await step(1, Mode(action))
             case "recall":
                 k = int(random.integers(1, 25))
-                asked = PredictRequest(session=session, mode=Mode.BOTH, window=min(k, 16), top_k=EVERYTHING)
+                asked = PredictRequest(session=session, mode=Mode.BOTH, window=min(k, 16), top_k=EVERYTHING, filter=ALL)
                 tally.check(small, tokens, await engine.submit(asked))
             case "evict":
                 engine.state_cache.drop(session)
@@ -88,21 +91,23 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
             case "prompt":
                 k = int(random.integers(1, 25))
                 for mode, window in ((Mode.WINDOW, k), (Mode.AUTO, None)):
-                    request = PredictRequest(tuple(tokens), mode=mode, window=window, top_k=EVERYTHING)
+                    request = PredictRequest(tuple(tokens), mode=mode, window=window, top_k=EVERYTHING, filter=ALL)
                     tally.check(small, tokens, await engine.submit(request))
                 tolerance = float(10.0 ** -random.integers(0, 6))
-                request = PredictRequest(tuple(tokens), tolerance=tolerance, top_k=EVERYTHING)
+                request = PredictRequest(tuple(tokens), tolerance=tolerance, top_k=EVERYTHING, filter=ALL)
                 answer = await engine.submit(request)
                 assert answer.error_bound is not None and answer.error_bound <= tolerance
                 tally.check(small, tokens, answer)
                 known = tuple(tokens[-int(random.integers(1, len(tokens))) :])
                 for mode, window in ((Mode.RECURRENT, None), (Mode.WINDOW, k), (Mode.BOTH, k), (Mode.AUTO, None)):
-                    request = PredictRequest(known, mode=mode, window=window, top_k=EVERYTHING, truncated=True)
+                    request = PredictRequest(
+                        known, mode=mode, window=window, top_k=EVERYTHING, filter=ALL, truncated=True
+                    )
                     tally.check(small, tokens, await engine.submit(request))
-                request = PredictRequest(known, tolerance=tolerance, top_k=EVERYTHING, truncated=True)
+                request = PredictRequest(known, tolerance=tolerance, top_k=EVERYTHING, filter=ALL, truncated=True)
                 tally.check(small, tokens, await engine.submit(request))
     view = await engine.get_session(session)
-    answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING))
+    answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING, filter=ALL))
     if view.error_bound is not None:  # the answer must have this bound or a smaller one
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     report: Any = await engine.report()
@@ -148,13 +153,15 @@ LISTS = (
     Filter(candidates=(3, 8)),
     Filter(candidates=(0, 4, 9), include_end=True),
     Filter(candidates=(6,)),
+    Filter(include_unknown=True),
 )
 
 
 def allowed_by(wanted: Filter, known: list[int]) -> list[int]:
     """Returns the tokens that an answer with the filter `wanted` may list. `known` are the tokens of the sequence that
     the engine knows."""
-    excluded = {1, *wanted.exclude, *(known if wanted.exclude_seen else ())} - {0}
+    unknown = () if wanted.include_unknown else (1,)
+    excluded = {*unknown, *wanted.exclude, *(known if wanted.exclude_seen else ())} - {0}
     candidates = range(EVERYTHING) if wanted.candidates is None else wanted.candidates
     return [one for one in candidates if one not in excluded and (one or wanted.include_end)]
 
@@ -169,7 +176,13 @@ async def check_lists(small: Small, past: list[int], known: list[int]) -> int:
         allowed = allowed_by(wanted, known)
         for prove in (False, True):
             request = PredictRequest(
-                tuple(known), Mode.WINDOW, window=16, truncated=True, filter=wanted, prove=prove, top_k=EVERYTHING
+                tuple(known),
+                Mode.WINDOW,
+                window=16,
+                truncated=True,
+                filter=wanted,
+                prove=prove,
+                top_k=EVERYTHING,
             )
             answer = await small.engine.submit(request)
             assert {one.token_id for one in answer.predictions} == set(allowed)

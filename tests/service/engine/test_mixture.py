@@ -31,7 +31,7 @@ from wane.service.types import (
     StepRequest,
 )
 
-EOS = 0
+EOS, UNK = 0, 1
 LENGTH = 12
 CACHE = random_cache(Random(5), LENGTH)
 LEAST_NETWORK = min(weights[0] for weights in CACHE.weights)
@@ -61,11 +61,12 @@ def expected(harness: EngineHarness, seen: Sequence[int], history: Sequence[int]
 
 
 def assert_is(predictions: Sequence[Prediction], distribution: NDArray[np.float64]) -> None:
-    """Checks the tokens, order, probabilities and log-probabilities of predictions."""
+    """Checks the tokens, order, probabilities and log-probabilities of predictions, which do not list `<unk>`."""
     ids = [one.token_id for one in predictions]
     assert [one.probability for one in predictions] == pytest.approx(distribution[ids], abs=CLOSE)
     assert [one.logprob for one in predictions] == pytest.approx(np.log(distribution[ids]), abs=1e-4)
-    assert sorted(distribution, reverse=True)[: len(ids)] == pytest.approx(distribution[ids], abs=CLOSE)
+    assert UNK not in ids
+    assert sorted(np.delete(distribution, UNK), reverse=True)[: len(ids)] == pytest.approx(distribution[ids], abs=CLOSE)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, LENGTH, 40])

@@ -22,11 +22,14 @@ from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import CompareRequest, Mode, PredictRequest
+from wane.service.types import CompareRequest, Filter, Mode, PredictRequest
 
 VOCABULARY = 11
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
 PASTS, LONGEST_PAST, CLIMBS = 32, 20, 4
+
+
+ALL = Filter(include_unknown=True)
 
 
 def model(seed: int, layers: int, front: bool, block: str = "residual", beside: bool = True) -> Small:
@@ -45,7 +48,7 @@ def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True
         found = []
         for window in windows:
             tokens = (0, *window.tolist())
-            request = PredictRequest(tokens, mode=Mode.WINDOW, window=len(window), top_k=1, prove=prove)
+            request = PredictRequest(tokens, mode=Mode.WINDOW, window=len(window), prove=prove, filter=ALL)
             answer = await small.engine.submit(request)
             found.append(answer.predictions[0].token_id if answer.top1_proved else None)
         return found

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -24,6 +25,7 @@ from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
 from wane.service.runners.onnx import OnnxRunner
 from wane.training.audit.report import AuditReport
+from wane.training.audit.vocabulary import read_names
 from wane.training.config import ModelConfig
 from wane.training.data import data_kind, load_whole
 from wane.training.errors import DataError
@@ -357,8 +359,11 @@ def test_a_text_model_is_audited_on_a_folder_of_text(folder: Path) -> None:
         ),
         (["--data", "events.jsonl", "--vocabulary", "names.json", "--map", "x=y"], "--map x=y: expected NAME=THEIRS"),
         (["--data", "bad.jsonl", "--vocabulary", "names.json"], "bad.jsonl, line 2: not JSON"),
-        (["--data", ".", "--vocabulary", "names.json"], "holds both text and events (JSON lines, such as bad.jsonl)"),
-        (["--data", "events.jsonl", "--vocabulary", "names.json", "--report", "model.pt"], "model.pt: File exists"),
+        (["--data", ".", "--vocabulary", "names.json"], "holds both text and events (such as bad.jsonl)"),
+        (
+            ["--data", "events.jsonl", "--vocabulary", "names.json", "--report", "model.pt"],
+            "model.pt: the report cannot be written: File exists",
+        ),
         (["--tolerance", "2"], "'2' is not a number between 0 and 1"),
         (["--name", "a b"], "'a b' is not a name"),
         (["--max-window", "65537"], "argument --max-window: 65537 is more than 65536, the largest window"),
@@ -462,3 +467,86 @@ def test_file_names_distinguish_events_from_text(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("x")
     with pytest.raises(DataError, match="holds both text and events"):
         data_kind(tmp_path)
+
+
+def test_a_csv_file_holds_events(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", Plain("gru").state_dict())
+    rows = [
+        f"v{visit},{visit * 100 + click},{NAMES[2 + (3 * visit + click) % 11]}"
+        for visit in range(40)
+        for click in range(5)
+    ]
+    (folder / "events.csv").write_text("\n".join(["visit,at,name", *rows]))
+    command = ["audit", "model.pt", "--data", "events.csv", "--vocabulary", "names.json", "--threads", "1"]
+    command += ["--positions", "8", "--max-window", "8", "--export", "bundles", "--replace"]
+    assert main(command) == 2
+    assert "visit" in capsys.readouterr().out  # the error names the columns that the file has
+    assert main([*command, "--columns", "visit,at,name"]) == 0
+    report = AuditReport.model_validate_json((folder / "audits" / "model" / "audit.json").read_text())
+    assert (report.text.unknown, report.text.tokens) == (0, 240)
+    assert Bundle.read(folder / "bundles" / "model").vocabulary.kind == "events"
+    assert (
+        main(["audit", "bundles/model", "--data", "events.csv", "--columns", "visit,at,name", "--max-window", "8"]) == 0
+    )
+
+
+def test_a_text_model_refuses_events(folder: Path) -> None:
+    vocabulary = read_names(folder / "names.json", "text", None)
+    with pytest.raises(DataError, match=r"events.jsonl: holds events, but the vocabulary is of text"):
+        load_whole(folder / "events.jsonl", vocabulary.vocabulary, vocabulary.tokenizer_json, 100)
+
+
+def test_padding_in_the_data_is_left_out_and_the_manifest_reserves_it(folder: Path) -> None:
+    module = Plain("gru")
+    saved(folder / "model.pt", {"state_dict": module.state_dict(), "hyper_parameters": {"padding_idx": 2}})
+    write_events(folder / "events.jsonl", [["a", "a", "b", "c", "d", "e", "f"]] * 30)
+    report = audited(folder, "--export", str(folder / "bundles"))
+    assert "'a' is never read, listed or drawn, because the file names it as padding" in report.model.notes
+    assert report.text.tokens == 30 * 6
+    manifest = json.loads((folder / "bundles" / "model" / "manifest.json").read_text())
+    assert manifest["vocabulary"]["reserved"] == [2]
+    assert Bundle.read(folder / "bundles" / "model").vocabulary.reserved == {2}
+    report = audited(folder, "--ignore-token", "none", "--export", str(folder / "others"))
+    assert report.text.tokens == 30 * 8
+    assert Bundle.read(folder / "others" / "model").vocabulary.reserved == set()
+    names = ["</s>", "<unk>", "[PAD]", *NAMES[3:]]
+    (folder / "names.json").write_text(json.dumps(names))
+    audited(folder, "--ignore-token", "none", "--export", str(folder / "kept"))
+    manifest = json.loads((folder / "kept" / "model" / "manifest.json").read_text())
+    assert manifest["vocabulary"]["reserved"] == []  # and not absent, which would reserve [PAD] by its name
+
+
+def test_a_check_is_in_the_report_or_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = Plain("gru")
+    saved(folder / "model.pt", module.state_dict())
+    assert audited(folder).model.notes[-1].startswith("these assumptions were not checked")
+    tokens = torch.arange(9)
+    with torch.no_grad():
+        save_file(
+            {"tokens": tokens, "logits": module(tokens[:, None])[:, 0].contiguous()}, folder / "check.safetensors"
+        )
+    assert (
+        audited(folder, "--check", str(folder / "check.safetensors")).model.notes[-1].startswith("checked with check.")
+    )
+    save_file({"tokens": tokens, "logits": torch.zeros(9, VOCABULARY)}, folder / "check.safetensors")
+    command = [
+        "audit",
+        "model.pt",
+        "--data",
+        "events.jsonl",
+        "--vocabulary",
+        "names.json",
+        "--check",
+        "check.safetensors",
+    ]
+    assert main([*command, "--report", "none"]) == 2
+    assert "the imported model is another than the one that wrote these logits" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(folder / "model.pt", Plain("gru").state_dict())
+    (folder / "file").write_text("")
+    assert main(["audit", "model.pt", "--data", "no such file", "--report", "file/report"]) == 2
+    assert "file/report: the report cannot be written" in capsys.readouterr().out

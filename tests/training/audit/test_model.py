@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
@@ -24,6 +25,7 @@ from tests.training.audit.foreign_models import (
     some_tokens,
 )
 from wane.models.cell_registry import Cell
+from wane.training.audit.check import check_logits
 from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.tensor_names import parse_mapping
 from wane.training.errors import ForeignError
@@ -480,3 +482,123 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes) ->
 def test_the_error_names_a_missing_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"none.pt: No such file or directory"):
         read_checkpoint(tmp_path / "none.pt")
+
+
+def test_an_onnx_file_is_refused_with_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x08\x12\x07pytorch")
+    with pytest.raises(
+        ForeignError, match=r"model.onnx: an ONNX file, which Wane does not read; it reads a state_dict"
+    ):
+        read_checkpoint(tmp_path / "model.onnx")
+
+
+def test_numbers_and_arrays_of_numpy_beside_tensors_are_allowed(tmp_path: Path) -> None:
+    module = Plain()
+    beside = {
+        "loss": np.float32(1.5),
+        "epoch": np.int64(3),
+        "best": np.bool_(True),
+        "history": np.arange(4.0),
+        "ids": np.array([[1, 2]], np.int32),
+        "config": {"lr": np.float64(1e-3), "padding_idx": 0},
+    }
+    path = saved(tmp_path / "model.pt", {"model": module.state_dict(), **beside})
+    assert_same(path, module)
+    assert read_checkpoint(path).padding == {0}
+    path = saved(tmp_path / "model.pt", {"model": module.state_dict(), "names": np.array(["a", Trap()], object)})
+    with pytest.raises(ForeignError):
+        read_checkpoint(path)
+    assert not Path("trapped").exists()
+
+
+def test_the_layouts_of_the_gru4rec_authors_program(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    hidden, width = 6, 5
+    for embedding in (None, nn.Embedding(VOCABULARY, width), nn.Embedding(VOCABULARY, hidden)):
+        module = _AuthorsGru4Rec(embedding, hidden)
+        notes = assert_same(saved(tmp_path / "model.pt", module.state_dict()), module)
+        assert "By.weight is assumed to be the head's bias, by its shape" in notes
+    path = saved(tmp_path / "mapped.pt", {name.replace("By", "z"): one for name, one in module.state_dict().items()})
+    assert_same(path, module, mapping=parse_mapping(["head.bias=z.weight"]))
+    one_hot = {"GE.Wx0.weight": torch.ones(VOCABULARY, 18), "GE.Wh0": torch.ones(6, 18), "GE.Bh0": torch.zeros(18)}
+    path = saved(tmp_path / "one_hot.pt", one_hot | {"Wy.weight": torch.ones(VOCABULARY, 6)})
+    with pytest.raises(ForeignError, match=r"GE.Wh0 \[6, 18\].*the one-hot input of the GRU4Rec authors' program"):
+        imported(path)
+
+
+class _AuthorsGru4Rec(nn.Module):
+    """GRU4Rec with the modules of its authors' PyTorch program: an embedding of its own, or the output layer's."""
+
+    def __init__(self, embedding: nn.Embedding | None, hidden: int) -> None:
+        super().__init__()
+        self.E = embedding
+        self.G = nn.ModuleList([nn.GRUCell(hidden if embedding is None else embedding.embedding_dim, hidden)])
+        self.Wy = nn.Embedding(VOCABULARY, hidden)
+        self.By = nn.Embedding(VOCABULARY, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (T, B) -> logits (T, B, V)."""
+        state, outputs = None, []
+        for x in (self.Wy if self.E is None else self.E)(tokens):
+            state = self.G[0](x, state)
+            outputs.append(state @ self.Wy.weight.T + self.By.weight.T)
+        return torch.stack(outputs)
+
+
+def test_the_assumptions_are_listed(tmp_path: Path) -> None:
+    module = Plain()
+    model = imported(saved(tmp_path / "plain.pt", module.state_dict()))
+    assert model.assumptions == (
+        "the embedding's rows are assumed to reach the bottom layer as they are",
+        "no activation is assumed between the top layer and the head",
+        "the head's output is assumed to be the logits, without another function on it",
+    )
+    two = module.state_dict() | {name.replace("rnn", "rnn2"): one for name, one in module.rnn.named_parameters("rnn")}
+    model = imported(saved(tmp_path / "two.pt", {name.replace("rnn.", "rnn1."): one for name, one in two.items()}))
+    assert model.assumptions[0] == "rnn2 is assumed to read the output of rnn1, not to run beside it"
+
+
+@pytest.mark.parametrize("last_only", [True, False])
+def test_a_check_compares_with_the_models_own_logits(tmp_path: Path, last_only: bool) -> None:
+    module, path = Plain("gru", num_layers=2), tmp_path / "check.safetensors"
+    model = imported(saved(tmp_path / "model.pt", module.state_dict()))
+    tokens = some_tokens()[:, :1].contiguous()
+
+    def write(logits: Tensor) -> None:
+        save_file({"tokens": tokens, "logits": logits[-1:].contiguous() if last_only else logits.contiguous()}, path)
+
+    with torch.no_grad():
+        states = module.rnn(module.embedding(tokens))[0]
+        write(module.fc(states))
+        assert "checked with check.safetensors: log-probabilities differ by at most" in check_logits(path, model)
+        write(module.fc(states).log_softmax(-1))
+        check_logits(path, model)
+        others = (module.fc(states.relu()), module.fc(states) / 0.7, torch.tanh(module.fc(states)))
+        for other in others:
+            write(other)
+            with pytest.raises(ForeignError, match=r"another than the one that wrote these logits.*no activation"):
+                check_logits(path, model)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"tokens": torch.ones(3, dtype=torch.long)}, "expected the tensors tokens and logits, found tokens"),
+        ({"tokens": torch.ones(3), "logits": torch.ones(3, VOCABULARY)}, "expected the ids of one sequence"),
+        ({"tokens": torch.ones(3, 2, dtype=torch.long), "logits": torch.ones(6, VOCABULARY)}, "one sequence"),
+        ({"tokens": torch.full((3,), VOCABULARY), "logits": torch.ones(3, VOCABULARY)}, "outside of the vocabulary"),
+        ({"tokens": torch.ones(3, dtype=torch.long), "logits": torch.ones(2, VOCABULARY)}, r"logits has shape \[2, 13"),
+        ({"tokens": torch.ones(3, dtype=torch.long), "logits": torch.full((3, VOCABULARY), torch.nan)}, "not finite"),
+    ],
+    ids=["missing", "floats", "batch", "range", "shape", "not finite"],
+)
+def test_a_wrong_check_file_is_refused(tmp_path: Path, tensors: Tensors, message: str) -> None:
+    model = imported(saved(tmp_path / "model.pt", Plain().state_dict()))
+    save_file(tensors, tmp_path / "check.safetensors")
+    with pytest.raises(ForeignError, match=message):
+        check_logits(tmp_path / "check.safetensors", model)
+    with pytest.raises(ForeignError, match=r"none.safetensors: "):
+        check_logits(tmp_path / "none.safetensors", model)
+    (tmp_path / "text").write_text("tokens")
+    with pytest.raises(ForeignError, match=r"text: not a safetensors file"):
+        check_logits(tmp_path / "text", model)

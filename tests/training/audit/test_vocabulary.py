@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from wane.training.audit.vocabulary import read_names, read_tokenizer
+from wane.training.audit.vocabulary import ForeignVocabulary, read_names, read_tokenizer, reserve
 from wane.training.errors import ForeignError
 
 TEXT = ["the cat sat on the mat", "the dog sat on the log", "a café, 日本"] * 3
@@ -253,3 +253,35 @@ def test_the_error_for_a_missing_start_token_mentions_the_zero_start(tmp_path: P
     path.write_text("view\nbuy", encoding="utf-8")
     with pytest.raises(ForeignError, match="use --eos none if the model starts from the zero state"):
         read_names(path, "events", None)
+
+
+def _reserved(
+    read: ForeignVocabulary, *ignored: str, padding: tuple[int, ...] = (), zero: tuple[int, ...] = ()
+) -> set[int]:
+    found = reserve(read, Path("names"), ignored, padding, zero)
+    assert len([note for note in found.notes if "is never read, listed or drawn" in note]) == len(
+        found.vocabulary.reserved
+    )
+    return set(found.vocabulary.reserved)
+
+
+def test_padding_is_reserved_by_its_name_its_row_of_zeros_the_checkpoint_or_an_option(tmp_path: Path) -> None:
+    (tmp_path / "names").write_text("\n".join(["none", "[PAD]", "<eos>", "a", "[MASK]"]))
+    read = read_names(tmp_path / "names", "events", None)
+    assert _reserved(read) == {1, 4}
+    assert _reserved(read, zero=(0,)) == {0, 1, 4}
+    assert _reserved(read, zero=(0, 3)) == {1, 4}  # several rows of zeros are not padding
+    assert _reserved(read, zero=(2,)) == {1, 4}  # <eos> is read
+    assert _reserved(read, padding=(0, 17)) == {0, 1, 4}
+    assert _reserved(read, "a") == {1, 3, 4}
+    assert _reserved(read, "none", padding=(0,), zero=(0,)) == set()
+    for wrong in ("b", "<eos>"):
+        with pytest.raises(ForeignError, match=f"--ignore-token {wrong}: there is no such token"):
+            _reserved(read, "a", wrong)
+
+
+def test_a_tokenizer_names_its_padding(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"nothing": 0, "<eos>": 1, "a": 2}, unk_token="<unk>"))
+    tokenizer.enable_padding(pad_id=0, pad_token="nothing")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert _reserved(read_tokenizer(tmp_path / "tokenizer.json", "events", None)) == {0}

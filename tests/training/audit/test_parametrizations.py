@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from tests.training.audit.foreign_models import Plain, imported, saved
+from tests.training.audit.test_model import assert_same
+from wane.training.errors import ForeignError
+
+WEIGHTS = [("rnn", "weight_hh_l0"), ("rnn", "weight_ih_l0"), ("fc", "weight"), ("embedding", "weight")]
+
+
+def _spectral(module: nn.Module, name: str) -> None:
+    parametrizations.spectral_norm(module, name, n_power_iterations=3)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=".".join)
+@pytest.mark.parametrize(
+    ("how", "note"),
+    [
+        (parametrizations.weight_norm, "weight norm"),
+        (lambda module, name: parametrizations.weight_norm(module, name, dim=1), "weight norm"),
+        (lambda module, name: parametrizations.weight_norm(module, name, dim=None), "weight norm"),
+        (_spectral, "spectral norm"),
+        (lambda module, name: prune.l1_unstructured(module, name, 0.3), "pruning"),
+    ],
+    ids=["weight norm", "weight norm of columns", "weight norm of the whole", "spectral norm", "pruning"],
+)
+def test_a_weight_that_is_stored_as_a_product_is_multiplied_out(
+    tmp_path: Path, how: Callable[[nn.Module, str], object], note: str, weight: tuple[str, str]
+) -> None:
+    module = Plain("gru")
+    part, name = weight
+    how(module.get_submodule(part), name)
+    if note == "weight norm":
+        with torch.no_grad():  # as if training had changed the norms
+            module.get_submodule(part).get_parameter(f"parametrizations.{name}.original0").mul_(1.7)
+    module.eval()
+    notes = assert_same(saved(tmp_path / "model.pt", module.state_dict()), module)
+    assert [one for one in notes if one.startswith(f"{part}.{name} is computed from ") and note in one]
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight norm", "spectral norm"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_old_names_of_weight_norm_and_spectral_norm_are_known(
+    tmp_path: Path, norm: Callable[[nn.Module], nn.Module]
+) -> None:
+    module = Plain("lstm")
+    norm(module.get_submodule("fc"))
+    module(torch.zeros(2, 1, dtype=torch.long))
+    assert_same(saved(tmp_path / "model.pt", module.eval().state_dict()), module)
+
+
+def test_another_parametrisation_is_named(tmp_path: Path) -> None:
+    module = Plain("gru")
+    parametrizations.orthogonal(module.get_submodule("fc"), "weight")
+    with pytest.raises(ForeignError, match=r"fc.parametrizations.weight.*cannot multiply out.*\(fc, 'weight'\)"):
+        imported(saved(tmp_path / "model.pt", module.state_dict()))

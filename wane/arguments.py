@@ -1,0 +1,45 @@
+"""The parser of the commands' arguments. Invalid arguments are reported in one line, like every other invalid input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+FAILED = 2
+"""The exit status of a command whose input is invalid."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an invalid argument in one line: `error: `, what is wrong, and what to do."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits with the status 2."""
+        words = message.removeprefix("unrecognized arguments: ").split()
+        advice = f"`{self.prog} --help` lists the arguments"
+        if message.startswith("unrecognized arguments: -"):
+            options = [option for action in self._actions for option in action.option_strings]
+            nearest = get_close_matches(words[0].partition("=")[0], options, n=1)
+            message = f"there is no option {words[0]}"
+            advice = f"did you mean {nearest[0]}?" if nearest else advice
+        self.exit(FAILED, f"error: {message}; {advice}\n")
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Like `ArgumentParser.parse_args`, but a subcommand's parser reports the arguments that it lacks."""
+        found, unknown = self.parse_known_args(sys.argv[1:] if args is None else args, namespace)
+        if unknown:
+            self._of(found).error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found
+
+    def _of(self, found: argparse.Namespace) -> Parser:
+        """Returns the parser of the subcommand in `found`, or this parser if it has no subcommands."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices[getattr(found, action.dest)]
+                assert isinstance(chosen, Parser), "a subcommand has a parser of another class: this is a bug"
+                return chosen
+        return self
