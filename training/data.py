@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from wane.models.event_files.event_log import JSON_LINES
 from wane.models.manifest import Start
 from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
 from wane.training.config import TEXT_VOCABULARY, DataConfig
 from wane.training.errors import DataError
 from wane.training.events import (
-    JSON_LINES,
     describe_events,
     encode_log,
     event_tokenizer,
@@ -243,10 +243,12 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
     files = _files(path) if path.is_dir() else [path]
     by_split = {file.stem: file for file in files}
     if path.is_dir() and sorted(by_split) == sorted(SPLITS) and len(files) == len(SPLITS):
-        logs = {split: read_log([by_split[split]], config.columns, config.session_gap_s) for split in SPLITS}
+        logs = {split: read_log([by_split[split]], config) for split in SPLITS}
+        read = tuple(f"{split}: {note}" for split, log in logs.items() for note in log.notes)
         how = "by the files of the folder"
     else:
-        logs = split_log(read_log(files, config.columns, config.session_gap_s), config, path)
+        logs = split_log(log := read_log(files, config), config, path)
+        read = log.notes
         how = "at random by session" if config.split == "session" else "by the end of the sessions"
     if tokenizer_json is None:
         tokenizer_json = event_tokenizer(logs["train"], config)
@@ -262,7 +264,7 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
         _hashes(files, path),
         start=config.start,
         missed={split: part.missed for split, part in encoded.items()},
-        notes=describe_events(logs, vocabulary, how),
+        notes=(*read, *describe_events(logs, vocabulary, how)),
     )
     return _checked(corpus, path)
 
