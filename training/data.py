@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from wane.models.event_files.event_log import JSON_LINES
+from wane.models.event_files.event_log import JSON_LINES, EventLog
+from wane.models.event_files.format import EventFormat
 from wane.models.manifest import Start
 from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
 from wane.training.config import TEXT_VOCABULARY, DataConfig
@@ -90,11 +91,21 @@ def _stream(sequences: list[list[int]], eos_id: int) -> NDArray[np.int64]:
     return np.asarray(flat, dtype=np.int64)
 
 
-def _checked(corpus: Corpus, path: Path) -> Corpus:
+def _checked(corpus: Corpus, path: Path, logs: dict[str, EventLog] | None = None) -> Corpus:
+    """Raises DataError if a split has fewer than two tokens. `logs`: the sessions of the splits, if they are events."""
     for split, stream in corpus.streams.items():
         tokens = int(np.count_nonzero(stream != corpus.vocabulary.eos_id))
-        if tokens < 2:
+        if tokens >= 2:
+            continue
+        if corpus.vocabulary.kind != "events":
             raise DataError(f"{path}: the {split} split has {tokens} token(s) besides {EOS}; at least 2 are needed")
+        message = f"{path}: the {split} split has {tokens} known event(s), and at least 2 are needed"
+        if logs is not None:
+            log = logs[split]
+            message += f": the vocabulary lacks the others of its {len(log.events):,} events in {len(log):,} sessions"
+            if split != "train":
+                message += f" (give it more sessions with data.{split}_share, or data.split = 'session')"
+        raise DataError(message)
     return corpus
 
 
@@ -127,21 +138,28 @@ def data_kind(path: Path) -> Literal["text", "events"]:
     return "events" if lines else "text"
 
 
-def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int, start: Start = "token") -> Corpus:
+def load_whole(
+    path: Path,
+    vocabulary: Vocabulary,
+    tokenizer_json: str,
+    tokens: int,
+    start: Start = "token",
+    form: EventFormat | None = None,
+) -> Corpus:
     """Reads text (or events, if the vocabulary is one of events) as one stream: the corpus's split `audit`. Reads
     sequences up to a total of `tokens` tokens.
 
     The whole first sequence is always read. A folder's files are read in name order. Events that a vocabulary without
-    `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. Raises DataError.
+    `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. `form`: how files of events are read.
+    Raises DataError.
     """
     files = _files(path) if path.is_dir() else [path]
     if vocabulary.kind == "events":
-        log = read_log(files)
+        log = read_log(files, form)
         fitting = max(1, int(np.searchsorted(log.begins + np.arange(len(log.begins)), tokens, side="right")) - 1)
         part = encode_log(log.sessions(np.arange(min(fitting, len(log)))), vocabulary, "token")
-        corpus = Corpus(
-            vocabulary, tokenizer_json, {"audit": part.stream}, {}, _hashes(files, path), start, {"audit": part.missed}
-        )
+        streams, missed = {"audit": part.stream}, {"audit": part.missed}
+        corpus = Corpus(vocabulary, tokenizer_json, streams, {}, _hashes(files, path), start, missed, log.notes)
         return _checked(corpus, path)
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []
@@ -266,7 +284,12 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
         missed={split: part.missed for split, part in encoded.items()},
         notes=(*read, *describe_events(logs, vocabulary, how)),
     )
-    return _checked(corpus, path)
+    return _checked(corpus, path, logs)
+
+
+def source_hashes(path: Path) -> dict[str, str]:
+    """Returns the SHA-256 of a file, or of each file of a folder, by name, as in `Corpus.hashes`. Raises DataError."""
+    return _hashes(_files(path) if path.is_dir() else [path], path)
 
 
 def _hashes(files: list[Path], path: Path) -> dict[str, str]:

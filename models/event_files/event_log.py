@@ -81,8 +81,8 @@ def read_log(paths: Sequence[Path], form: EventFormat) -> EventLog:
         count += lines
     if form.session_gap_s is not None and rows.timed is False:
         raise EventFileError(f"{paths[0]}: data.session_gap_s needs times, which these JSON lines do not have")
-    if notes and not len(rows):
-        raise EventFileError(f"{'; '.join(notes)}: no event is left")
+    if not len(rows):
+        raise EventFileError(": ".join([f"{paths[0]}", *notes, "the file has no events"]))
     log, more = _grouped(rows, form)
     first = f"read {len(log.events):,} events of {len(log):,} sessions from {count:,} lines"
     of_files = "" if len(paths) == 1 else f" of {len(paths):,} files"

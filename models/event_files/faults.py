@@ -62,7 +62,8 @@ class Faults:
 
     def describe(self) -> str:
         """Returns the reasons in the order of their first lines, each with its lines and the text of the first one."""
-        return "; ".join(_described(reason) for reason in self._reasons.values())
+        ordered = sorted(self._reasons.values(), key=lambda reason: reason.lines[0])
+        return "; ".join(map(_described, ordered))
 
 
 def _described(reason: _Reason) -> str:

@@ -204,8 +204,8 @@ def _layout(path: Path, suffix: str, line: str, form: EventFormat) -> Layout:
         if form.header is None and numbered and not all(str(column) in names for column in wanted):
             header = False
         known = list(form.fields) if form.fields is not None else names if header else []
-        if suffix == ".inter":
-            known += [TYPED.sub("", name) for name in known]
+        if suffix == ".inter" and not any(column in known for column in wanted):
+            known = [TYPED.sub("", name) for name in known]
         at = [_index(column, known, len(names)) for column in wanted]
         if None not in at and (form.fields is None or len(form.fields) == len(names)):
             _check_once(path, wanted, known)
@@ -214,7 +214,7 @@ def _layout(path: Path, suffix: str, line: str, form: EventFormat) -> Layout:
                 _is_quoting(separator, form),
                 header,
                 len(names),
-                tuple(index % len(names) for index in at if index is not None),
+                tuple(index for index in at if index is not None),
             )
     raise EventFileError(_no_layout(path, tried, headers, form, numbered))
 
@@ -261,7 +261,7 @@ def _no_layout(
 ) -> str:
     """Returns a message that says why no separator gives a layout."""
     names = max(headers, key=len)
-    if not names:
+    if not names or (len(names) == 1 and [] in headers):
         return f"{path}: the first line: {OPEN}"
     if form.fields is not None and all(len(form.fields) != len(header) for header in headers):
         return f"{path}: the first line has {len(names)} columns, but data.fields has {len(form.fields)}"
