@@ -248,8 +248,7 @@ def rankings_table(name: str, split: str, found: Rankings) -> Table:
         table.add_column(title, justify="right")
     for method, metrics in found.methods.items():
         cells = (metrics.recall, metrics.mrr, metrics.ndcg, metrics.hit_rate)
-        figures = ("  ".join(f"{by_k[k]:.3f}" if found.measured else "-" for k in CUTOFFS) for by_k in cells)
-        table.add_row(method, *figures)
+        table.add_row(method, *("  ".join(f"{by_k[k]:.3f}" for k in CUTOFFS) for by_k in cells))
     return table
 
 

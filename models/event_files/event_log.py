@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.event_files.faults import EventFileError, Faults
+from wane.models.event_files.faults import EventFileError, Faults, counted
 from wane.models.event_files.format import EventFormat
 from wane.models.event_files.forms import describe_forms
 from wane.models.event_files.json_lines import read_json_lines
@@ -84,8 +84,8 @@ def read_log(paths: Sequence[Path], form: EventFormat) -> EventLog:
     if not len(rows):
         raise EventFileError(": ".join([f"{paths[0]}", *notes, "the file has no events"]))
     log, more = _grouped(rows, form)
-    first = f"read {len(log.events):,} events of {len(log):,} sessions from {count:,} lines"
-    of_files = "" if len(paths) == 1 else f" of {len(paths):,} files"
+    first = f"read {counted(len(log.events), 'event')} of {counted(len(log), 'session')} from {counted(count, 'line')}"
+    of_files = "" if len(paths) == 1 else f" of {counted(len(paths), 'file')}"
     unit = rows.clock.describe()
     notes = [first + of_files + (f"; {unit}" if unit else ""), *notes, *more, *_forms(rows)]
     return EventLog(log.names, log.events, log.begins, log.ends, tuple(notes))
@@ -101,9 +101,9 @@ def _check(path: Path, lines: int, rows: Rows, form: EventFormat) -> list[str]:
         raise EventFileError(f"{path}, {rows.faults.describe()} ({how_many})")
     notes = []
     if wrong:
-        notes.append(f"{path.name}: {wrong:,} of {lines:,} lines are left out: {rows.faults.describe()}")
+        notes.append(f"{path.name}: left out {wrong:,} of {counted(lines, 'line')}: {rows.faults.describe()}")
     if unnamed := rows.left_out.count:
-        notes.append(f"{path.name}: {unnamed:,} events are left out for their names: {rows.left_out.describe()}")
+        notes.append(f"{path.name}: left out {counted(unnamed, 'event')} for their names: {rows.left_out.describe()}")
     return notes
 
 
@@ -124,14 +124,14 @@ def _grouped(rows: Rows, form: EventFormat) -> tuple[EventLog, list[str]]:
     notes = []
     repeats = _repeats(tied, events)
     if count := int(np.count_nonzero(repeats)):
-        note = f"{count:,} events repeat another of the same session, time and item"
+        note = f"{counted(count, 'event')} repeat{'s' * (count == 1)} another of the same session, time and item"
         if form.duplicates == "drop":
-            notes.append(f"{note}: they are left out")
+            notes.append(f"{note}, and {'is' if count == 1 else 'are'} left out")
             owners, times, events = owners[~repeats], times[~repeats], events[~repeats]
             tied = (owners[1:] == owners[:-1]) & (times[1:] == times[:-1])
             tied &= True if orders is None else np.diff(orders[~repeats]) == 0
         else:
-            notes.append(f"{note} (data.duplicates = 'drop' leaves them out)")
+            notes.append(f"{note} (data.duplicates = 'drop' leaves out all but the first)")
     if count := int(np.count_nonzero(tied)):
         neighbours = int(np.count_nonzero(owners[1:] == owners[:-1]))
         notes.append(
@@ -168,7 +168,7 @@ def _repeats(tied: NDArray[np.bool_], events: NDArray[np.int32]) -> NDArray[np.b
 
 def _forms(rows: Rows) -> list[str]:
     """Returns sentences about names and ids that differ in form only."""
-    notes = [f"{rows.stripped:,} names are read without the blanks around them or their line breaks"]
+    notes = [f"{counted(rows.stripped, 'name')} read without the blanks around them or their line breaks"]
     counts = np.bincount(rows.events, minlength=len(rows.names))
     sessions = np.bincount(rows.owners, minlength=rows.session_count)
     index = np.fromiter(rows.sessions.values(), np.int64, len(rows.sessions))

@@ -27,6 +27,11 @@ class BadLine(ValueError):
             self.text = self.text.replace("{}", shown(value), 1)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 line" or "1,200 lines"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """Returns a short form of a value for a message. It can be printed in every encoding of Unicode."""
     if isinstance(value, str):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.event_files.faults import shown
+from wane.models.event_files.faults import counted, shown
 
 INTEGER = re.compile(r"([+-]?)0*([0-9]+)(?:\.0*)?")
 UNUSUAL = re.compile(r"(?m)^[+-]|^0[0-9]|\.0*$|[^\S\n]")
@@ -46,8 +46,8 @@ def describe_forms(kind: str, names: Sequence[str], counts: NDArray[np.int64]) -
     others = [(same, index) for index, form in enumerate(forms) if (same := first.setdefault(form, index)) != index]
     one, other = max(others, key=lambda pair: min(counts[pair[0]], counts[pair[1]]))
     differing = {index for pair in others for index in pair}
+    example = " and ".join(f"{shown(names[at])} ({counted(int(counts[at]), 'event')})" for at in (one, other))
     return [
-        f"{len(differing):,} {kind} differ from another one in form only, such as {shown(names[one])} "
-        f"({counts[one]:,} events) and {shown(names[other])} ({counts[other]:,} events): they are read as different "
-        f"{kind}"
+        f"{len(differing):,} {kind} differ from another one in form only, such as {example}: "
+        f"they are read as different {kind}"
     ]

@@ -148,6 +148,6 @@ def test_a_published_layout_is_read_by_one_command(
     printed = capsys.readouterr().out
     assert "read 11 events of 4 sessions from" in printed
     if name == "REES46":
-        assert "2019-Oct.csv.gz: 1 of 13 lines are left out: line 13: the value of 'user_session' is empty" in printed
+        assert "2019-Oct.csv.gz: left out 1 of 13 lines: line 13: the value of 'user_session' is empty" in printed
     found = load_corpus(Experiment.read(experiment).data.model_copy(update={"path": path}))
     assert decoded(found) == SESSIONS

@@ -38,14 +38,14 @@ def test_bad_lines_are_left_out_by_an_option_and_counted_by_reason(tmp_path: Pat
     assert sessions(log) == [["x", "y", "z"]]
     assert log.names == ["x", "y", "z"]
     assert log.notes == (
-        "read 3 events of 1 sessions from 10 lines; the times are read as seconds since 1970, by their size",
-        f"clicks.csv: 6 of 10 lines are left out: {reasons}",
+        "read 3 events of 1 session from 10 lines; the times are read as seconds since 1970, by their size",
+        f"clicks.csv: left out 6 of 10 lines: {reasons}",
     )
 
 
 def test_a_file_of_bad_lines_only_is_refused_even_if_they_are_skipped(tmp_path: Path) -> None:
     path = written(tmp_path / "clicks.csv", "session,time,item", f",{TIME},x")
-    with pytest.raises(EventFileError, match=r"1 of 2 lines are left out: line 2: .*: the file has no events"):
+    with pytest.raises(EventFileError, match=r"left out 1 of 2 lines: line 2: .*: the file has no events"):
         read(path, on_bad_line="skip")
 
 
@@ -59,10 +59,10 @@ def test_bad_names_are_refused_left_out_or_stripped(tmp_path: Path) -> None:
     ) in str(caught.value)
     skipped = read(path, on_bad_name="skip")
     assert sessions(skipped) == [["a"], ["b"]]
-    assert "clicks.csv: 4 events are left out for their names: lines 3, 4 and 7: the event name" in skipped.notes[1]
+    assert "clicks.csv: left out 4 events for their names: lines 3, 4 and 7: the event name" in skipped.notes[1]
     stripped = read(path, on_bad_name="strip", on_bad_line="skip")
     assert sessions(stripped) == [["a", "a", "two lines"], ["b", "b"]]
-    assert stripped.notes[-1] == "3 names are read without the blanks around them or their line breaks"
+    assert stripped.notes[-1] == "3 names read without the blanks around them or their line breaks"
 
 
 def test_a_bad_name_leaves_out_an_event_and_not_its_session(tmp_path: Path) -> None:
@@ -101,13 +101,14 @@ def test_repeated_events_are_counted_and_dropped_by_an_option(tmp_path: Path) ->
     kept = read(path)
     assert sessions(kept) == [["x", "y", "x", "x", "x"], ["x", "x"]]
     assert kept.notes[1:] == (
-        "3 events repeat another of the same session, time and item (data.duplicates = 'drop' leaves them out)",
+        "3 events repeat another of the same session, time and item "
+        "(data.duplicates = 'drop' leaves out all but the first)",
         "4 of 5 neighbouring events of a session have the same time: they keep the order of the file "
         "(data.columns.order names a column that orders them)",
     )
     dropped = read(path, duplicates="drop")
     assert sessions(dropped) == [["x", "y", "x"], ["x"]]
-    assert dropped.notes[1] == "3 events repeat another of the same session, time and item: they are left out"
+    assert dropped.notes[1] == "3 events repeat another of the same session, time and item, and are left out"
     assert dropped.notes[2].startswith("1 of 2 neighbouring events of a session have the same time")
 
 
@@ -140,7 +141,7 @@ def test_ids_that_differ_in_form_only_are_noted_with_counts(tmp_path: Path, one:
     notes = read(path).notes[1:]
     if same:
         assert notes == (
-            f"2 items differ from another one in form only, such as {one!r} (2 events) and {other!r} (1 events): "
+            f"2 items differ from another one in form only, such as {one!r} (2 events) and {other!r} (1 event): "
             "they are read as different items",
         )
     else:
@@ -155,4 +156,4 @@ def test_files_of_several_kinds_of_tables_are_one_log(tmp_path: Path) -> None:
     two = written(tmp_path / "b.tsv", "item\ttime\tsession", f"y\t{TIME + 1}\ta")
     log = read_log([one, two], EventFormat())
     assert sessions(log) == [["x", "y"]]
-    assert log.notes[0].startswith("read 2 events of 1 sessions from 4 lines of 2 files")
+    assert log.notes[0].startswith("read 2 events of 1 session from 4 lines of 2 files")

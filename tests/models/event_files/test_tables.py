@@ -58,7 +58,7 @@ def test_a_quoted_cell_that_does_not_end_as_it_should_is_named_by_the_line_where
     assert ", line 4: a quoted cell begins here and does not end as it should" in refused(path)
     skipped = read(path, on_bad_line="skip")
     assert sessions(skipped) == [["a", "b"], ["d"] * 3, ["d"] * 3]
-    assert "clicks.csv: 1 of 10 lines are left out: line 4: a quoted cell" in skipped.notes[1]
+    assert "clicks.csv: left out 1 of 10 lines: line 4: a quoted cell" in skipped.notes[1]
 
 
 @pytest.mark.parametrize("closing", ['Loud"', '"Loud"', 'Loud"er'])
