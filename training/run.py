@@ -73,13 +73,14 @@ def train(
     """
     folder = RunFolder(run or Path("runs") / experiment.name)
     experiment = _with_data(experiment, data)
-    corpus = group.from_first(
-        lambda: (
-            _load_again(folder, experiment)
-            if folder.begun
-            else load_corpus(experiment.data, _read_tokenizer(tokenizer))
+    with console.status("reading the data"):
+        corpus = group.from_first(
+            lambda: (
+                _load_again(folder, experiment)
+                if folder.begun
+                else load_corpus(experiment.data, _read_tokenizer(tokenizer))
+            )
         )
-    )
     trainer = Trainer(experiment, corpus, folder, group)
     if group.first:
         folder.add_origin(describe_origin(command, trainer.device, group.size))

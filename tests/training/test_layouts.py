@@ -151,3 +151,27 @@ def test_a_published_layout_is_read_by_one_command(
         assert "2019-Oct.csv.gz: left out 1 of 13 lines: line 13: the value of 'user_session' is empty" in printed
     found = load_corpus(Experiment.read(experiment).data.model_copy(update={"path": path}))
     assert decoded(found) == SESSIONS
+
+
+def test_the_message_about_other_data_names_the_file_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = tmp_path / "layout.toml"
+    experiment.write_text(EXPERIMENT, encoding="utf-8")
+    for name, item in (("monday", "a"), ("tuesday", "a"), ("other", "b")):
+        rows = [f"s{at // 3},{START_S + at + len(name)},{item}{at % 3}" for at in range(24)]
+        put(tmp_path / f"{name}.csv", ["session,time,item", *rows])
+    command = ["train", str(experiment), "--run", str(tmp_path / "run"), "--data"]
+    assert main([*command, str(tmp_path / "monday.csv")]) == 0
+    for name in ("tuesday", "other"):  # the vocabulary of the run has no event of other.csv
+        capsys.readouterr()
+        assert main([*command, str(tmp_path / f"{name}.csv")]) == 2
+        told = f"other data: {name}.csv is not the file on which the run was trained (monday.csv)"
+        assert told in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "other.csv")]) == 2
+    assert told in capsys.readouterr().out
+    put(tmp_path / "monday.csv", ["session,time,item", *rows])
+    assert main([*command, str(tmp_path / "monday.csv")]) == 2
+    assert (
+        "monday.csv is not the file on which the run was trained (its content has changed)" in capsys.readouterr().out
+    )
