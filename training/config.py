@@ -107,7 +107,7 @@ class DataConfig(EventFormat):
 
     kind: Literal["wikitext-2", "text", "events"] = Field(
         description="`text`: UTF-8 files; `events`: JSON lines (`.jsonl`, `.ndjson`), tables (`.csv`, `.tsv`, "
-        "`.inter`, `.dat`, `.txt`), both also compressed (`.gz`), or Parquet files (`.parquet`, `.pq`)"
+        "`.inter`, `.dat`, `.data`, `.txt`), both also compressed (`.gz`), or Parquet files (`.parquet`, `.pq`)"
     )
     path: Path | None = Field(
         default=None,

@@ -23,7 +23,7 @@ from wane.models.event_files.tables import read_table
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
-TABLES = (".csv", ".tsv", ".inter", ".txt", ".dat")
+TABLES = (".csv", ".tsv", ".inter", ".txt", ".dat", ".data")
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,11 @@ def _layout(path: Path, suffix: str, line: str, form: EventFormat) -> Layout:
         at = [_index(column, known, len(names)) for column in wanted]
         if None not in at and (form.fields is None or len(form.fields) == len(names)):
             _check_once(path, wanted, known)
+            if form.header is None and not header and not re.search(r"\d", names[at[1] or 0]):
+                raise EventFileError(
+                    f"{path}: the first line has no time, but {shown(names[at[1] or 0])}: if it is a header, set "
+                    "data.header = true"
+                )
             return Layout(
                 separator,
                 _is_quoting(separator, form),

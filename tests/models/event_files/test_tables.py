@@ -149,7 +149,16 @@ def test_a_column_name_that_stands_twice_in_the_header_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "separator"),
-    [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.txt", "\t"), ("a.txt", ","), ("a.dat", "::"), ("a.tsv", ",")],
+    [
+        ("a.csv", ";"),
+        ("a.csv", "\t"),
+        ("a.csv", "|"),
+        ("a.txt", "\t"),
+        ("a.txt", ","),
+        ("a.dat", "::"),
+        ("u.data", "\t"),
+        ("a.tsv", ","),
+    ],
 )
 def test_the_usual_separators_are_found_in_the_header(tmp_path: Path, name: str, separator: str) -> None:
     rows = [["kind", "session", "time", "item"], ["view", "a", f"{TIME}", "x"], ["view", "a", f"{TIME + 1}", "y"]]
@@ -186,6 +195,12 @@ def test_the_error_says_what_to_set_for_a_column_that_is_not_found(tmp_path: Pat
     assert refused(path, columns=numbers) == (
         f": no column 5: the first line has 3 columns (a, {TIME}, x): set data.columns.item or data.separator"
     )
+    written(path, "visitor,at,name", f"a,{TIME},x")
+    numbers["item"] = 3
+    assert refused(path, columns=numbers) == (
+        ": the first line has no time, but 'at': if it is a header, set data.header = true"
+    )
+    assert sessions(read(path, columns=numbers, header=True)) == [["x"]]
     assert refused(path, fields=["a", "b"]) == ": the first line has 3 columns, but data.fields has 2"
 
 
