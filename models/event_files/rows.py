@@ -132,7 +132,10 @@ class Rows:
         """Adds the events of the session with the index `owner`. `times` is None if they have none. Raises BadLine."""
         if self.timed not in (None, times is not None):
             raise BadLine("the events of some lines have times, and those of others have none")
-        events = [self._event(line, name) for name in names]
+        try:
+            events: list[int | None] = [self._ids[name] for name in names]  # type: ignore[index]
+        except (KeyError, TypeError):  # a new name, an integer, or no name
+            events = [self._event(line, name) for name in names]
         if times is None and orders is None:
             self.timed = False
             kept = [event for event in events if event is not None]
