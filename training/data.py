@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from wane.models.event_files.event_log import JSON_LINES, EventLog
+from wane.models.event_files.event_log import EVENTS_ONLY, EventLog, suffix_of
 from wane.models.event_files.format import EventFormat
 from wane.models.manifest import Start
 from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
@@ -130,12 +130,13 @@ def _lines(text: str) -> list[str]:
 
 
 def data_kind(path: Path) -> Literal["text", "events"]:
-    """Returns "events" if all files are .jsonl or .ndjson, and "text" if no file is. Raises DataError for a mixture."""
+    """Returns "events" if all files have the suffix of a format of events, and "text" if no file has. Raises DataError
+    for a mixture."""
     files = _files(path) if path.is_dir() else [path]
-    lines = [file for file in files if file.suffix in JSON_LINES]
-    if lines and len(lines) < len(files):
-        raise DataError(f"{path}: holds both text and events (JSON lines, such as {lines[0].name})")
-    return "events" if lines else "text"
+    events = [file for file in files if suffix_of(file) in EVENTS_ONLY]
+    if events and len(events) < len(files):
+        raise DataError(f"{path}: holds both text and events (such as {events[0].name})")
+    return "events" if events else "text"
 
 
 def load_whole(

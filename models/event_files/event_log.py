@@ -24,6 +24,8 @@ from wane.models.event_files.tables import read_table
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
 TABLES = (".csv", ".tsv", ".inter", ".txt", ".dat", ".data")
+EVENTS_ONLY = (*JSON_LINES, *PARQUET, ".csv", ".tsv", ".inter")
+"""The suffixes of files that have events, and not text."""
 
 
 @dataclass(frozen=True, slots=True)
