@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from wane.models.event_files.format import EventColumns, EventFormat
 from wane.models.manifest import Front
 from wane.service.settings import NOT_AN_OPTION, PREFIX, UNITS, Settings
 from wane.training.config import (
-    ColumnsConfig,
     DataConfig,
     Experiment,
     ExportConfig,
@@ -56,7 +56,12 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("[model]", "The network.", ModelConfig),
     ("[model.front]", "Causal convolutions before the first layer. Their memory is finite.", Front),
     ("[data]", "The corpus. [Training on events](event_training.md) explains the fields of events.", DataConfig),
-    ("[data.columns]", "The names of the columns of a CSV file of events.", ColumnsConfig),
+    (
+        "[data], for files of events",
+        "How the files are read. [Training on events](event_training.md) has these fields for published data sets.",
+        EventFormat,
+    ),
+    ("[data.columns]", "The columns of a table of events, by name or by number from 1.", EventColumns),
     (
         "[training]",
         "The optimisation of the weights. After `warmup` steps, the schedule `constant` keeps the learning rate, "
@@ -135,6 +140,8 @@ def experiments_page() -> str:
             lines += [about, ""]
         lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
         for name, field in model.model_fields.items():
+            if name not in model.__annotations__:
+                continue  # the field is inherited, and its class has its own section
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 continue  # the field is a table, which has its own section
             default = "required" if field.is_required() else "absent" if field.default is None else f"`{_toml(field)}`"

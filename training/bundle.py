@@ -231,7 +231,7 @@ def corpus_of(bundle: Bundle, data: Path | None) -> Corpus:
                 return corpus
     if data is None:
         raise RunError(f"{bundle.path} does not name a corpus that Wane can download: give --data")
-    whole = load_whole(data, bundle.vocabulary, tokenizer_json, LARGEST_STREAM, manifest.start)
+    whole = load_whole(data, bundle.vocabulary, tokenizer_json, LARGEST_STREAM, manifest.start, config)
     (stream,) = whole.streams.values()
     ends = np.flatnonzero(stream == bundle.vocabulary.eos_id)
     middle = int(ends[np.searchsorted(ends, len(stream) // 2).clip(max=len(ends) - 1)])

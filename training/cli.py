@@ -20,7 +20,7 @@ from wane.training.audit.audit import audit
 from wane.training.audit.subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
 from wane.training.audit.subject import POSITIONS as AUDITED
 from wane.training.bundle import export_bundle_again, fit_bundle_cache
-from wane.training.config import ColumnsConfig, Experiment
+from wane.training.config import Experiment
 from wane.training.errors import LostError, RunError, TrainingError
 from wane.training.evaluate import POSITIONS
 from wane.training.group import ALONE, Group
@@ -114,10 +114,10 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--data", type=Path, help="file or folder of text, or of events (.jsonl: one list per line; .csv, .tsv)"
     )
     command.add_argument(
-        "--columns",
-        type=_columns,
-        metavar="SESSION,TIME,ITEM",
-        help="names of the columns of a CSV file of events (default: session,time,item)",
+        "--experiment",
+        type=Path,
+        metavar="FILE",
+        help="experiment file; its table [data] says how files of events are read, such as the columns of a CSV file",
     )
     command.add_argument("--tokenizer", type=Path, help="tokenizer.json: byte-level BPE, or WordLevel")
     command.add_argument(
@@ -319,14 +319,12 @@ def _audit_as_typed(options: argparse.Namespace) -> str:
     """Returns the `audit` command with the options that affect the result. Paths are replaced by the names of their
     files."""
     words = ["wane", "audit", options.file.name]
-    for option in ("data", "tokenizer", "vocabulary", "check", "export"):
+    for option in ("data", "experiment", "tokenizer", "vocabulary", "check", "export"):
         if (path := getattr(options, option)) is not None:
             words += [f"--{option}", path.name]
     words += [word for pair in options.mapping for word in ("--map", pair)]
     words += [word for pattern in options.ignore for word in ("--ignore", pattern)]
     words += [word for token in options.ignore_token for word in ("--ignore-token", token)]
-    if options.columns is not None:
-        words += ["--columns", ",".join((options.columns.session, options.columns.time, options.columns.item))]
     for option in ("eos", "state_dict", "nonlinearity"):
         if (value := getattr(options, option)) is not None:
             words += [f"--{option.replace('_', '-')}", value]
@@ -339,13 +337,6 @@ def _can_resume(options: argparse.Namespace) -> bool:
     if options.command != "train":
         return False
     return RunFolder(options.run or Path("runs") / options.experiment.stem).begun
-
-
-def _columns(text: str) -> ColumnsConfig:
-    names = text.split(",")
-    if len(names) != 3 or not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the names of three columns: session,time,item")
-    return ColumnsConfig(session=names[0], time=names[1], item=names[2])
 
 
 def _positive(text: str) -> int:

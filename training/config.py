@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from wane.models.cell_registry import CELLS, Cell
+from wane.models.event_files.format import EventFormat
 from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen, Start
 from wane.training.errors import ConfigError
 
@@ -103,24 +104,12 @@ class ModelConfig(Frozen):
         return self
 
 
-class ColumnsConfig(Frozen):
-    """The keys of the table `[data.columns]`: the names of the columns of a CSV file of events."""
-
-    session: str = Field(default="session", min_length=1, description="column of the session's id, or of the user's id")
-    time: str = Field(
-        default="time",
-        min_length=1,
-        description="column of the event's time: seconds since 1970, or ISO 8601 such as `2026-01-31T12:00:00Z`",
-    )
-    item: str = Field(default="item", min_length=1, description="column of the event's name or number")
-
-
-class DataConfig(Frozen):
-    """The keys of the table `[data]`: the corpus."""
+class DataConfig(EventFormat):
+    """The keys of the table `[data]`: the corpus. Those of `EventFormat` say how files of events are read."""
 
     kind: Literal["wikitext-2", "text", "events"] = Field(
-        description="`text`: UTF-8 files; `events`: JSON lines (`.jsonl`, `.ndjson`), each a list of event names or "
-        '`{"session": ..., "events": [...]}`, or CSV files (`.csv`, `.tsv`) with a header'
+        description="`text`: UTF-8 files; `events`: JSON lines (`.jsonl`, `.ndjson`), tables (`.csv`, `.tsv`, "
+        "`.inter`, `.dat`, `.data`, `.txt`), both also compressed (`.gz`), or Parquet files (`.parquet`, `.pq`)"
     )
     path: Path | None = Field(
         default=None,
@@ -158,14 +147,6 @@ class DataConfig(Frozen):
         description="events: `time`: the test has the sessions that end last; `session`: the sessions of each "
         "split are drawn at random",
     )
-    session_gap_s: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="CSV: largest time between successive events of a session, in seconds; after a longer time, a new "
-        "session starts; absent: no limit",
-    )
-    columns: ColumnsConfig = ColumnsConfig()
     valid_share: float = Field(
         default=0.05, gt=0, lt=0.5, description="share of the data for validation, if the data is not split already"
     )
@@ -182,7 +163,7 @@ class DataConfig(Frozen):
                 "<unk>"
             )
         if self.kind != "events":
-            for key in ("min_count", "unknown", "start", "split", "session_gap_s", "columns"):
+            for key in ("min_count", "unknown", "start", "split", *EventFormat.model_fields):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} needs kind = 'events'")
         return self

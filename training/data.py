@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from wane.models.event_files.event_log import EVENTS_ONLY, EventLog, suffix_of
+from wane.models.event_files.format import EventFormat
 from wane.models.manifest import Start
 from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
-from wane.training.config import TEXT_VOCABULARY, ColumnsConfig, DataConfig
+from wane.training.config import TEXT_VOCABULARY, DataConfig
 from wane.training.errors import DataError
 from wane.training.events import (
-    DELIMITERS,
-    JSON_LINES,
     describe_events,
     encode_log,
     event_tokenizer,
@@ -91,11 +91,21 @@ def _stream(sequences: list[list[int]], eos_id: int) -> NDArray[np.int64]:
     return np.asarray(flat, dtype=np.int64)
 
 
-def _checked(corpus: Corpus, path: Path) -> Corpus:
+def _checked(corpus: Corpus, path: Path, logs: dict[str, EventLog] | None = None) -> Corpus:
+    """Raises DataError if a split has fewer than two tokens. `logs`: the sessions of the splits, if they are events."""
     for split, stream in corpus.streams.items():
         tokens = int(np.count_nonzero(stream != corpus.vocabulary.eos_id))
-        if tokens < 2:
+        if tokens >= 2:
+            continue
+        if corpus.vocabulary.kind != "events":
             raise DataError(f"{path}: the {split} split has {tokens} token(s) besides {EOS}; at least 2 are needed")
+        message = f"{path}: the {split} split has {tokens} known event(s), and at least 2 are needed"
+        if logs is not None:
+            log = logs[split]
+            message += f": the vocabulary lacks the others of its {len(log.events):,} events in {len(log):,} sessions"
+            if split != "train":
+                message += f" (give it more sessions with data.{split}_share, or data.split = 'session')"
+        raise DataError(message)
     return corpus
 
 
@@ -123,7 +133,7 @@ def data_kind(path: Path) -> Literal["text", "events"]:
     """Returns "events" if all files have the suffix of a format of events, and "text" if no file has. Raises DataError
     for a mixture."""
     files = _files(path) if path.is_dir() else [path]
-    events = [file for file in files if file.suffix in (*JSON_LINES, *DELIMITERS)]
+    events = [file for file in files if suffix_of(file) in EVENTS_ONLY]
     if events and len(events) < len(files):
         raise DataError(f"{path}: holds both text and events (such as {events[0].name})")
     return "events" if events else "text"
@@ -135,25 +145,24 @@ def load_whole(
     tokenizer_json: str,
     tokens: int,
     start: Start = "token",
-    columns: ColumnsConfig | None = None,
+    form: EventFormat | None = None,
 ) -> Corpus:
     """Reads text (or events, if the vocabulary is one of events) as one stream: the corpus's split `audit`. Reads
     sequences up to a total of `tokens` tokens.
 
     The whole first sequence is always read. A folder's files are read in name order. Events that a vocabulary without
-    `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. `columns`: the names of a CSV file's
-    columns. Raises DataError.
+    `<unk>` lacks are left out. `start`: the value of the corpus's field `start`. `form`: how files of events are read.
+    Raises DataError.
     """
     files = _files(path) if path.is_dir() else [path]
     if vocabulary.kind != "events" and data_kind(path) == "events":
         raise DataError(f"{path}: holds events, but the vocabulary is of text")
     if vocabulary.kind == "events":
-        log = read_log(files, columns)
+        log = read_log(files, form)
         fitting = max(1, int(np.searchsorted(log.begins + np.arange(len(log.begins)), tokens, side="right")) - 1)
         part = encode_log(log.sessions(np.arange(min(fitting, len(log)))), vocabulary, "token")
-        corpus = Corpus(
-            vocabulary, tokenizer_json, {"audit": part.stream}, {}, _hashes(files, path), start, {"audit": part.missed}
-        )
+        streams, missed = {"audit": part.stream}, {"audit": part.missed}
+        corpus = Corpus(vocabulary, tokenizer_json, streams, {}, _hashes(files, path), start, missed, log.notes)
         return _checked(corpus, path)
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []
@@ -255,10 +264,12 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
     files = _files(path) if path.is_dir() else [path]
     by_split = {file.stem: file for file in files}
     if path.is_dir() and sorted(by_split) == sorted(SPLITS) and len(files) == len(SPLITS):
-        logs = {split: read_log([by_split[split]], config.columns, config.session_gap_s) for split in SPLITS}
+        logs = {split: read_log([by_split[split]], config) for split in SPLITS}
+        read = tuple(f"{split}: {note}" for split, log in logs.items() for note in log.notes)
         how = "by the files of the folder"
     else:
-        logs = split_log(read_log(files, config.columns, config.session_gap_s), config, path)
+        logs = split_log(log := read_log(files, config), config, path)
+        read = log.notes
         how = "at random by session" if config.split == "session" else "by the end of the sessions"
     if tokenizer_json is None:
         tokenizer_json = event_tokenizer(logs["train"], config)
@@ -274,9 +285,14 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
         _hashes(files, path),
         start=config.start,
         missed={split: part.missed for split, part in encoded.items()},
-        notes=describe_events(logs, vocabulary, how),
+        notes=(*read, *describe_events(logs, vocabulary, how)),
     )
-    return _checked(corpus, path)
+    return _checked(corpus, path, logs)
+
+
+def source_hashes(path: Path) -> dict[str, str]:
+    """Returns the SHA-256 of a file, or of each file of a folder, by name, as in `Corpus.hashes`. Raises DataError."""
+    return _hashes(_files(path) if path.is_dir() else [path], path)
 
 
 def _hashes(files: list[Path], path: Path) -> dict[str, str]:

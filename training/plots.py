@@ -49,7 +49,9 @@ def plot_rankings(name: str, quality: Quality, rankings: dict[str, Rankings], pa
     others = {method: metrics for method, metrics in found.methods.items() if not method.startswith("window ")}
     for index, (method, metrics) in enumerate(others.items()):
         recall = metrics.recall[LARGEST_CUTOFF]
-        right.axhline(recall, color=f"C{index}", linestyle="--", label=f"{method}: {recall:.3f}")
+        right.axhline(
+            recall, color=f"C{index}", linestyle="--", label=f"{method}: {f'{recall:.3f}' if found.measured else '-'}"
+        )
     right.set(xscale="log", xlabel="window k (tokens)", ylabel=f"recall@{LARGEST_CUTOFF}, test", title="next event")
     right.set_xticks(list(windows), [str(k) for k in windows])
     right.minorticks_off()

@@ -50,6 +50,11 @@ class Rankings(Frozen):
     missed_share: float = Field(ge=0, le=1)
     methods: dict[str, RankingMetrics]
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is a next event, which may be unknown. Otherwise the metrics are 0 but mean nothing."""
+        return self.positions > 0 or self.missed_share > 0
+
 
 def ranks_of(scores: NDArray[np.floating], ids: NDArray[np.int64], excluded: list[int]) -> NDArray[np.int64]:
     """Returns the rank of one event per row, from 1: int64 (n,). scores: (n, V). ids: int64 (n,), the event of each

@@ -34,8 +34,8 @@ from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision,
 from wane.models.networks import Network
 from wane.training.baselines import baselines_of
 from wane.training.config import Experiment
-from wane.training.data import Corpus, load_corpus
-from wane.training.errors import RunError
+from wane.training.data import Corpus, load_corpus, source_hashes
+from wane.training.errors import DataError, RunError
 from wane.training.evaluate import POSITIONS, WINDOWS, Advance, SplitLosses, evaluate_split, evaluation_steps, quality
 from wane.training.evaluate_events import evaluate_events, sessions_of
 from wane.training.group import ALONE, Group
@@ -76,9 +76,14 @@ def train(
     """
     folder = RunFolder(run or Path("runs") / experiment.name)
     experiment = _with_data(experiment, data)
-    corpus = group.from_first(
-        lambda: load_corpus(experiment.data, folder.tokenizer_json() if folder.begun else _read_tokenizer(tokenizer))
-    )
+    with console.status("reading the data"):
+        corpus = group.from_first(
+            lambda: (
+                _load_again(folder, experiment)
+                if folder.begun
+                else load_corpus(experiment.data, _read_tokenizer(tokenizer))
+            )
+        )
     trainer = Trainer(experiment, corpus, folder, group)
     if group.first:
         folder.add_origin(describe_origin(command, trainer.device, group.size))
@@ -123,6 +128,18 @@ def train(
     return folder.path
 
 
+def _load_again(folder: RunFolder, experiment: Experiment) -> Corpus:
+    """Reads the data of a run with the run's vocabulary. Raises DataError. Raises ResumeError instead if the files are
+    not those on which the run was trained, because the vocabulary may lack their words and events."""
+    try:
+        return load_corpus(experiment.data, folder.tokenizer_json())
+    except DataError:
+        path = experiment.data.path
+        if path is not None and path.exists() and experiment.data.kind != "wikitext-2":
+            folder.check_data(folder.load("checkpoint.pt"), source_hashes(path))
+        raise
+
+
 def peak_memory_gib() -> float:
     """Returns the largest resident memory of this process so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux reports `ru_maxrss` in KiB
@@ -156,9 +173,9 @@ def open_run(path: Path, data: Path | None) -> Trained:
     experiment = _with_data(folder.experiment(), data)
     if experiment.training.threads is not None:
         torch.set_num_threads(experiment.training.threads)
-    corpus = load_corpus(experiment.data, folder.tokenizer_json())
+    corpus = _load_again(folder, experiment)
     best = folder.load("best.pt")
-    folder.check_data(folder.load("checkpoint.pt"), corpus)
+    folder.check_data(folder.load("checkpoint.pt"), corpus.hashes)
     network = Network(experiment.model.architecture(corpus.vocabulary.size))
     try:
         network.load_weights(best["weights"])

@@ -78,7 +78,7 @@ class RunFolder:
                         f"{self.path} holds a run with {part}.{key} = {before[part][key]!r}, not {value!r}"
                     )
         checkpoint = self.load("checkpoint.pt")
-        self.check_data(checkpoint, corpus)
+        self.check_data(checkpoint, corpus.hashes)
         if experiment.training.steps < checkpoint["step"]:
             raise ResumeError(
                 f"{self.path} is at step {checkpoint['step']}, past training.steps = {experiment.training.steps}"
@@ -145,14 +145,19 @@ class RunFolder:
             raise ResumeError(f"{self.path / name} is damaged: {error}") from error
         return saved
 
-    def check_data(self, checkpoint: dict[str, Any], corpus: Corpus) -> None:
-        """Raises ResumeError unless the run was trained on `corpus`."""
+    def check_data(self, checkpoint: dict[str, Any], hashes: dict[str, str]) -> None:
+        """Raises ResumeError unless the run was trained on the files with these names and SHA-256 hashes."""
         trained_on = dict(checkpoint["data"])
-        for name in sorted(trained_on.keys() | corpus.hashes.keys()):
-            if trained_on.get(name) != corpus.hashes.get(name):
-                raise ResumeError(
-                    f"{self.path} holds a run on other data: {name} is not the file on which the run was trained"
-                )
+        other = sorted(name for name, sha256 in hashes.items() if trained_on.get(name) != sha256)
+        absent = sorted(trained_on.keys() - hashes.keys())
+        if other:
+            before = "its content has changed" if other[0] in trained_on else ", ".join(absent or sorted(trained_on))
+            fault = f"{other[0]} is not the file on which the run was trained ({before})"
+        elif absent:
+            fault = f"{absent[0]}, on which the run was trained, is missing"
+        else:
+            return
+        raise ResumeError(f"{self.path} holds a run on other data: {fault}")
 
     def write_quality(self, found: Quality, best_step: int, positions: int) -> None:
         """Writes the evaluation of the weights after step `best_step`. `positions`: the requested number of window

@@ -30,8 +30,14 @@ def main(arguments: Sequence[str]) -> int:
         "--file",
         type=Path,
         metavar="FILE",
-        help="UTF-8 text; default: a short sample. For a model of events, a file of sessions (required): "
-        'each line is a JSON list of events, or {"session": ..., "events": [...]}',
+        help="UTF-8 text; default: a short sample. For a model of events, a file of events, as `wane train` reads it "
+        "(required)",
+    )
+    parser.add_argument(
+        "--experiment",
+        type=Path,
+        metavar="TOML",
+        help="experiment file; its table [data] says how the file of events is read, such as the columns of a CSV file",
     )
     parser.add_argument("--model", metavar="NAME", help="model to compare (default: the server's default model)")
     parser.add_argument(
@@ -60,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     with traced() as tracing, Client(options.url, tracing=tracing) as client, bar as progress:
         card = choose(client, options.model)
         k = card["k"] if options.window is None else options.window
-        found = read_input(client, card, options.file, options.tokens)
+        found = read_input(client, card, options.file, options.tokens, options.experiment)
         task = progress.add_task(f"Comparing the modes of {card['id']}", total=requests_needed(found.steps))
         compared = measure(client, options.url, card, k, found, advance=lambda: progress.advance(task))
 

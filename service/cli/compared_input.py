@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from wane.models.event_files.event_log import read_log
+from wane.models.event_files.faults import EventFileError
+from wane.models.event_files.format import EventFormat
 from wane.service.cli.client import Client, CommandError, Document
 
 SAMPLE = Path(__file__).with_name("sample.txt")
@@ -16,16 +19,15 @@ SAMPLE = Path(__file__).with_name("sample.txt")
 CHARACTERS_OF_A_TOKEN = 32
 NAMES = 5  # the number of unknown events that a message names
 
-Event = str | int
-
 
 @dataclass(frozen=True, slots=True)
 class ComparedInput:
     """Token ids of one or more sequences. `unknown`: the number of occurrences of each event that the vocabulary lacks.
-    These events are not in the sequences."""
+    These events are not in the sequences. `notes`: sentences about what was read."""
 
     sequences: list[list[int]]
     unknown: Counter[str] = field(default_factory=Counter)
+    notes: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -33,10 +35,10 @@ class ComparedInput:
         return sum(map(len, self.sequences))
 
     def describe(self) -> str:
-        """Returns a sentence with the number of events and sessions and, if there are unknown events, a sentence with
-        their number and names."""
+        """Returns the notes, a sentence with the number of events and sessions and, if there are unknown events, a
+        sentence with their number and names."""
         known, missed = self.steps, self.unknown.total()
-        sentence = f"Compared {known:,} events of {len(self.sequences):,} sessions."
+        sentence = "\n".join([*self.notes, f"Compared {known:,} events of {len(self.sequences):,} sessions."])
         if not missed:
             return sentence
         return (
@@ -45,9 +47,12 @@ class ComparedInput:
         )
 
 
-def read_input(client: Client, card: Document, file: Path | None, tokens: int) -> ComparedInput:
+def read_input(
+    client: Client, card: Document, file: Path | None, tokens: int, experiment: Path | None = None
+) -> ComparedInput:
     """Reads the first `tokens` tokens of a file for the model with the document `card`. If the model reads events, the
-    file has sessions (`read_sessions`). Otherwise the file is text, and None stands for the sample text.
+    file has events, and the table `[data]` of the file `experiment` says how it is read. Otherwise the file is text,
+    and None stands for the sample text.
 
     Raises ClientError, OSError and UnicodeError. Raises CommandError if the model reads events and `file` is None, if a
     file of sessions is invalid, and if the vocabulary has none of the events.
@@ -58,16 +63,19 @@ def read_input(client: Client, card: Document, file: Path | None, tokens: int) -
         return ComparedInput([scored["tokens"][:tokens]])
     if file is None:
         raise CommandError(
-            f"model {card['id']} reads events: name a file of sessions with --file sessions.jsonl. Each line is a list "
-            'of events, or {"session": ..., "events": [...]}'
+            f"model {card['id']} reads events: name a file of sessions with --file sessions.jsonl, or of clicks with "
+            "--file clicks.csv"
         )
-    found = ComparedInput([])
-    for session in read_sessions(file):
+    try:
+        log = read_log([file], EventFormat() if experiment is None else EventFormat.read(experiment))
+    except EventFileError as error:
+        raise CommandError(str(error)) from error
+    found = ComparedInput([], notes=log.notes)
+    for begin, end in pairwise(log.begins.tolist()):
         if found.steps == tokens:
             break
-        scored = client.post(
-            "/v1/score", {"model": card["id"], "events": session[: tokens - found.steps], "unknown": "skip"}
-        )
+        events = [log.names[event] for event in log.events[begin : min(end, begin + tokens - found.steps)]]
+        scored = client.post("/v1/score", {"model": card["id"], "events": events, "unknown": "skip"})
         known = [token for token in scored["tokens"] if token is not None]
         found.unknown.update(scored.get("unknown") or ())
         if known:
@@ -78,37 +86,6 @@ def read_input(client: Client, card: Document, file: Path | None, tokens: int) -
             f"{_names(found.unknown)}"
         )
     return found
-
-
-def read_sessions(path: Path) -> list[list[Event]]:
-    """Reads a file of JSON lines. Each line is a list of events, or an object whose field `events` is such a list. An
-    event is a name or an integer. Skips empty lines and empty sessions. Raises OSError and UnicodeError. Raises
-    CommandError for an invalid line and for a file without events.
-    """
-    sessions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            events: Any = json.loads(line)
-        except ValueError as error:
-            raise CommandError(f"{path}, line {number}: not JSON: {error}") from error
-        if isinstance(events, dict):
-            events = events.get("events")
-        if not isinstance(events, list):
-            raise CommandError(
-                f'{path}, line {number}: expected a list of events, or {{"session": ..., "events": [...]}}'
-            )
-        for place, event in enumerate(events):
-            if not isinstance(event, str) and type(event) is not int:
-                raise CommandError(
-                    f"{path}, line {number}: event {place} is {json.dumps(event)[:40]}, expected a name or an integer"
-                )
-        if events:
-            sessions.append(events)
-    if not sessions:
-        raise CommandError(f"{path}: holds no events")
-    return sessions
 
 
 def _names(unknown: Counter[str]) -> str:

@@ -18,9 +18,9 @@ from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import add_unused_tokens, import_model
 from wane.training.audit.tensor_names import parse_mapping
 from wane.training.audit.vocabulary import read_names, read_tokenizer, reserve
-from wane.training.config import ColumnsConfig
 from wane.training.data import Corpus, data_kind, load_whole
 from wane.training.errors import ForeignError, RunError
+from wane.training.events import event_format
 from wane.training.run import open_run
 
 TOLERANCE = 1e-2
@@ -43,7 +43,7 @@ class AuditOptions:
     mapping: Sequence[str] = ()
     ignore: Sequence[str] = ()
     ignore_token: Sequence[str] = ()
-    columns: ColumnsConfig | None = None
+    experiment: Path | None = None
     check: Path | None = None
     nonlinearity: str | None = None
     tolerance: float = TOLERANCE
@@ -98,7 +98,9 @@ def find_subject(options: AuditOptions) -> Subject:
             raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
         json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
         manifest = bundle.manifest
-        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens, manifest.start, options.columns)
+        corpus = load_whole(
+            options.data, bundle.vocabulary, json_text, options.tokens, manifest.start, event_format(options.experiment)
+        )
         return Subject(
             "bundle",
             manifest.architecture,
@@ -137,7 +139,9 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     zero_rows = np.flatnonzero(~model.weights["embedding.weight"].any(axis=1)).tolist()
     read = reserve(read, path, options.ignore_token, checkpoint.padding, zero_rows)
     model = add_unused_tokens(model, read.added)
-    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens, read.start, options.columns)
+    corpus = load_whole(
+        data, read.vocabulary, read.tokenizer_json, options.tokens, read.start, event_format(options.experiment)
+    )
     return Subject(
         "checkpoint",
         model.architecture,

@@ -481,13 +481,14 @@ def test_a_csv_file_holds_events(folder: Path, capsys: pytest.CaptureFixture[str
     command += ["--positions", "8", "--max-window", "8", "--export", "bundles", "--replace"]
     assert main(command) == 2
     assert "visit" in capsys.readouterr().out  # the error names the columns that the file has
-    assert main([*command, "--columns", "visit,at,name"]) == 0
+    columns = 'columns = {session = "visit", time = "at", item = "name"}'
+    (folder / "events.toml").write_text(f'[data]\ntime_unit = "s"\n{columns}\n')
+    form = ["--experiment", "events.toml"]
+    assert main([*command, *form]) == 0
     report = AuditReport.model_validate_json((folder / "audits" / "model" / "audit.json").read_text())
     assert (report.text.unknown, report.text.tokens) == (0, 240)
     assert Bundle.read(folder / "bundles" / "model").vocabulary.kind == "events"
-    assert (
-        main(["audit", "bundles/model", "--data", "events.csv", "--columns", "visit,at,name", "--max-window", "8"]) == 0
-    )
+    assert main(["audit", "bundles/model", "--data", "events.csv", *form, "--max-window", "8"]) == 0
 
 
 def test_a_text_model_refuses_events(folder: Path) -> None:
