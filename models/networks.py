@@ -106,11 +106,13 @@ class ResidualLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """A recurrent next-token model. `dropout` applies only in training and is not part of the architecture."""
+    """A recurrent next-token model. `dropout` and `embedding_dropout` apply only in training and are not part of the
+    architecture."""
 
-    def __init__(self, architecture: Architecture, dropout: float = 0.0) -> None:
+    def __init__(self, architecture: Architecture, dropout: float = 0.0, embedding_dropout: float = 0.0) -> None:
         super().__init__()
         self.architecture = architecture
+        self.embedding_dropout = embedding_dropout
         residual = architecture.block == "residual"
         self.embedding = nn.Embedding(architecture.vocabulary_size, architecture.embedding)
         nn.init.normal_(self.embedding.weight, std=architecture.embedding**-0.5 if architecture.tied else 1.0)
@@ -137,7 +139,7 @@ class Network(nn.Module):
         """tokens: int64 (T, B). Returns hidden, the output layer's input, float32 (T, B, H), and the final state."""
         if state is None:
             state = self.zero_state(tokens.shape[1])
-        x = functional.embedding(tokens, self.embedding.weight)
+        x = self._embedded(tokens)
         if self.architecture.block == "residual":
             x = self.dropout(x)
         after = []
@@ -149,6 +151,15 @@ class Network(nn.Module):
             x, layer_state = layer(x, tuple(state[len(after) : len(after) + width]))
             after.extend(layer_state)
         return self.norm(x), after
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings of `tokens`. In training, tokens are dropped with all their occurrences (Gal and
+        Ghahramani 2016, arXiv 1512.05287)."""
+        x = functional.embedding(tokens, self.embedding.weight)
+        if self.training and self.embedding_dropout:
+            kept = functional.dropout(x.new_ones(self.architecture.vocabulary_size), self.embedding_dropout)
+            x = x * kept[tokens].unsqueeze(-1)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the output layer: hidden (..., H) -> logits (..., V)."""

@@ -45,6 +45,12 @@ class ModelConfig(Frozen):
         default=None, description="number of units of a cell in a residual block; absent: `hidden`"
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout probability in training")
+    embedding_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="probability that a training step reads every occurrence of a token as zeros",
+    )
     contraction: Share | tuple[Share, ...] | None = Field(
         default=None,
         description="contraction factor that training enforces: one number, or one for each layer, bottom to top; "
@@ -261,6 +267,13 @@ class TrainingConfig(Frozen):
         "0: never",
     )
     weight_decay: Finite = Field(default=0.0, ge=0, description="weight decay of the matrices")
+    averaged: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the steps, at the end of the training, over which the weights are averaged; in these "
+        "steps the averaged weights are validated and saved; 0: no average",
+    )
     negatives: int = Field(
         default=0,
         ge=0,

@@ -27,6 +27,7 @@ from wane.training.proof import ProofPressure
 from wane.training.run_folder import RunFolder, kept_name
 from wane.training.sampled_softmax import SampledSoftmax, full_losses, token_losses
 from wane.training.schedule import learning_rate
+from wane.training.weight_average import WeightAverage
 
 LOG_EVERY = 50
 
@@ -61,11 +62,14 @@ class Trainer:
             self.device = choose_device(self.config.device, group)
             torch.manual_seed(self.config.seed)
             architecture = experiment.model.architecture(corpus.vocabulary.size)
-            self.network = Network(architecture, experiment.model.dropout).to(self.device)
+            self.network = Network(architecture, experiment.model.dropout, experiment.model.embedding_dropout).to(
+                self.device
+            )
             self.constraints = experiment.model.contractions, experiment.model.spectral_limit
             project(self.network, *self.constraints)
             self.pressure = ProofPressure(self.network, self.config.proof) if self.config.proof is not None else None
             self.optimizer = self._optimizer()
+            self.average = WeightAverage(self.network)
             self.train_lanes = self._lanes("train", self._train_width(), self.config.seed)
             self.valid_lanes = self._lanes("valid", self._valid_width(), None)
             self.cache = CacheTraining.of(experiment, corpus, self.device)
@@ -98,6 +102,7 @@ class Trainer:
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
                 record: dict[str, object] = {"step": self.step, "loss": loss, "learning_rate": rate}
                 self._log(record | ({} if self.proved is None else {"proved": self.proved}))
+            self._average()
             evaluated = self.step % self.config.evaluate_every == 0 or last
             valid_loss = self._validate() if evaluated else None
             self._maybe_decay()
@@ -146,8 +151,22 @@ class Trainer:
             project(self.network, *self.constraints)
         return value
 
-    @torch.no_grad()
+    def _average(self) -> None:
+        """Adds the weights to their average in the last steps, of which `averaged` is the share. A resumed run with
+        more steps averages its own last steps only."""
+        if self.step > self.end * (1 - self.config.averaged):
+            self.average.add()
+        else:
+            self.average.clear()
+
     def _validate(self) -> float:
+        """Returns the mean loss of the weights, or of their average if there is one, over the validation split."""
+        project(self.network, *self.constraints)
+        with self.average.in_place():
+            return self._validate_weights()
+
+    @torch.no_grad()
+    def _validate_weights(self) -> float:
         """Returns the mean loss over the validation split, in the regime (recurrent or truncated) of the training.
         Saves the weights if the loss is the lowest so far.
 
@@ -244,7 +263,7 @@ class Trainer:
         ]
         if self.config.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=self.config.learning_rate)
-        return torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=(0.9, 0.99))
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=(0.9, 0.99), fused=True)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
@@ -300,6 +319,7 @@ class Trainer:
                 "step": self.step,
                 "network": self.network.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
+                "average": self.average.state(),
                 "state": self.group.gather(self.state),
                 "best_loss": self.best_loss,
                 "best_step": self.best_step,
@@ -318,6 +338,8 @@ class Trainer:
         that was set when it began, even if `steps` has changed."""
         self.network.load_state_dict(saved["network"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        if "average" in saved:
+            self.average.restore(saved["average"])
         self.step = saved["step"]
         self.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["state"]]
         self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
