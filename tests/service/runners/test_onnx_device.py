@@ -23,6 +23,7 @@ from tests.service.runners.test_onnx import NoSession
 from tests.service.shipped import PATHS, each_bundle, opened
 from wane.models.bundle import Bundle, verify_graphs
 from wane.models.export import export_bundle
+from wane.models.manifest import Role
 from wane.models.parity import log_softmax
 from wane.models.reference import Reference
 from wane.service.batching import batch
@@ -34,7 +35,16 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners import onnx_device
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
-from wane.service.runners.onnx_device import DeviceOutputs, DeviceRunner, bucket, open_runner
+from wane.service.runners.onnx_device import (
+    GRAPH_ID,
+    MOST_CAPTURES,
+    PLACED,
+    DeviceOutputs,
+    DeviceRunner,
+    bucket,
+    length_bucket,
+    open_runner,
+)
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
 from wane.service.sessions.stores.memory import MemoryStore
@@ -103,6 +113,12 @@ def test_the_graphs_agree_with_the_oracle(path: Path, device: Device) -> None:
 @pytest.mark.parametrize(("rows", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (65, 128)])
 def test_a_bucket_is_the_next_power_of_two(rows: int, padded: int) -> None:
     assert bucket(rows) == padded
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(1, 1), (7, 7), (9, 10), (16, 16), (17, 20), (64, 64), (129, 160)])
+def test_a_sequence_becomes_at_most_a_quarter_longer(tokens: int, padded: int) -> None:
+    assert length_bucket(tokens) == padded
+    assert all(length <= length_bucket(length) <= 1.25 * length for length in range(1, 2000))
 
 
 @each_device
@@ -191,6 +207,148 @@ def test_padded_runs_reuse_memory_that_no_result_uses() -> None:
     assert (third["logits"] == second["logits"]).all()
     del part
     assert step(0).on_device["logits"].data_ptr() == addresses[0]
+
+
+@pytest.mark.parametrize("role", ["window", "advance", "scan"])
+def test_sequences_are_padded_and_their_outputs_are_not(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, padded = on_device(PATHS[0])
+    bare = DeviceRunner(bundle, "cpu", threads=1, padded=False)
+    tokens, lengths = random_tokens(bundle, 3, 9), np.array([9, 2, 5])
+    seen: list[tuple[int, ...]] = []
+    bind = onnxruntime.IOBinding.bind_cpu_input
+
+    def recorded(binding: onnxruntime.IOBinding, name: str, values: NDArray[Any]) -> None:
+        if name in ("tokens", "lengths", "targets", "slots"):
+            seen.append(values.shape)
+        bind(binding, name, values)
+
+    monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", recorded)
+    found = []
+    for runner in (padded, bare):
+        feeds: dict[str, Any] = {"tokens": tokens, "lengths": lengths}
+        if role != "window":
+            feeds |= make_pool(bundle, runner).gather([ZERO] * 3)
+        if role == "scan":
+            feeds["targets"] = tokens
+        found.append(runner.run(role, feeds))
+    wide, deep = (seen[: len(seen) // 2], seen[len(seen) // 2 :])
+    assert set(wide) == ({(4, 10), (4,)}), "the padded runner"
+    assert set(deep) == ({(3, 9), (3,)}), "the runner without padding"
+    for name in found[1]:
+        one, other = found[0][name], found[1][name]
+        assert one.shape == other.shape
+        for row, length in enumerate(lengths):
+            cut = (row, slice(length)) if name in PLACED else row
+            np.testing.assert_allclose(one[cut], other[cut], rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(found[0].row(name, 1), one[1])
+        assert (found[0].part(np.array([2, 0]))[name] == one[[2, 0]]).all()
+    assert found[0].finite.all()
+
+
+class ReplayingSession:
+    """Stands in for a session of onnxruntime that captures CUDA graphs. A run with a new number is captured. A run with
+    a known number reads and writes the memory of the captured run, whatever memory is bound to the new run."""
+
+    def __init__(self, session: onnxruntime.InferenceSession) -> None:
+        self._session = session
+        self.captured: dict[str, onnxruntime.IOBinding] = {}
+        self.numbers: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
+        number = "-1" if options is None else options.get_run_config_entry(GRAPH_ID)
+        self.numbers.append(number)
+        captured = binding if number == "-1" else self.captured.setdefault(number, binding)
+        self._session.run_with_iobinding(captured)
+
+
+def replaying(bundle: Bundle) -> tuple[DeviceRunner, dict[Role, ReplayingSession]]:
+    """Returns a runner on the CPU whose sessions capture runs, and these sessions."""
+    runner = DeviceRunner(bundle, "cpu", threads=1, padded=True)
+    sessions = {role: ReplayingSession(session) for role, session in runner._sessions.items()}
+    runner._sessions.update(sessions)  # type: ignore[arg-type]
+    return runner, sessions
+
+
+def test_runs_that_repeat_captured_graphs_have_the_answers_and_states_of_other_runs() -> None:
+    bundle = opened(PATHS[0])[0]
+    captured, sessions = replaying(bundle)
+    plain = DeviceRunner(bundle, "cpu", threads=1, padded=True, captured=False)
+    random = np.random.default_rng(4)
+    answers: list[list[NDArray[Any]]] = []
+    ends = []
+    for runner in (captured, plain):
+        random = np.random.default_rng(4)
+        pool = make_pool(bundle, runner)
+        slots = np.array([pool.acquire() for _ in range(8)])
+        scratch = pool.memory.scratch(8)
+        scratch.copy(range(8), pool.memory, slots)
+        held: list[Outputs] = []  # results whose memory no other run may use
+        found = []
+        for turn in range(30):
+            count = int(random.integers(1, 9))
+            chosen = random.permutation(8)[:count]
+            tokens = random.integers(bundle.manifest.vocabulary.size, size=count)
+            memory, places = (scratch, chosen) if turn % 3 == 2 else (pool.memory, slots[chosen])
+            outputs = runner.run("step", {"tokens": tokens, **memory.gather(places)})
+            memory.write(places, outputs)
+            heads = runner.run("head", memory.gather_hidden(places))
+            found += [outputs["logits"], heads["logits"], outputs[HIDDEN]]
+            held = [*held, outputs][-(turn % 4) :] if turn % 4 else []
+        found += [outputs["logits"] for outputs in held]
+        answers.append(found)
+        ends.append(list(pool.read(slots).values()) + list(scratch.read(range(8)).values()))
+    for one, other in zip(*answers, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_array_equal(one, other)
+    step = sessions["step"]
+    assert len(step.numbers) == 30 and "-1" not in step.numbers
+    assert 8 <= len(step.captured) <= 24, "four sizes, two memories, and one to three buffers of each"
+    sizes = {number: binding.get_outputs()[0].shape()[0] for number, binding in step.captured.items()}
+    assert set(sizes.values()) == {1, 2, 4, 8}
+
+
+def test_only_a_bounded_number_of_runs_is_captured_and_no_loop() -> None:
+    bundle = opened(PATHS[0])[0]
+    runner, sessions = replaying(bundle)
+    pool = make_pool(bundle, runner)
+    memories = [pool.memory.scratch(2) for _ in range(MOST_CAPTURES + 3)]
+    for memory in memories:
+        runner.run("step", {"tokens": np.array([3]), **memory.gather([0])})
+    assert sessions["step"].numbers == [*map(str, range(1, MOST_CAPTURES + 1)), "-1", "-1", "-1"]
+    runner.run("step", {"tokens": np.array([3]), **memories[5].gather([1])})
+    assert sessions["step"].numbers[-1] == "6", "the other slot of a memory repeats its graph"
+    run([Work("advance", random_tokens(bundle, 4), read=ZERO, write=START)], pool, runner)
+    run([Work("window", random_tokens(bundle, 4))], pool, runner)
+    assert sessions["advance"].numbers == sessions["window"].numbers == ["-1"]
+
+
+def test_a_graph_that_cannot_be_captured_runs_without_cuda_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """onnxruntime opens a session on the CPU if it refuses to capture a graph."""
+    opened_with: list[tuple[bool, str]] = []
+
+    class Refusing(NoSession):
+        def __init__(self, path: Path, options: object, providers: list[Any]) -> None:
+            (name, chosen), _ = providers
+            self._provider = CPU if "enable_cuda_graph" in chosen else name
+            opened_with.append(("enable_cuda_graph" in chosen, chosen["use_tf32"]))
+
+        def get_providers(self) -> list[str]:
+            return [self._provider]
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Refusing)
+    runner = DeviceRunner(Bundle.read(PATHS[0]), "cuda", threads=1)
+    assert runner.device == "cuda"
+    assert opened_with.count((True, "0")) == 2, "step and head"
+    assert opened_with.count((False, "0")) == 5 + 2, "every graph, and the two that take rows"
+    assert "runs without CUDA graphs" in caplog.text
+    assert next(runner._numbers["step"]) == -1
 
 
 def test_the_inputs_of_a_padded_batch_have_equal_lengths() -> None:
