@@ -27,6 +27,7 @@ from wane.training.proof import ProofPressure
 from wane.training.run_folder import RunFolder, kept_name
 from wane.training.sampled_softmax import SampledSoftmax, full_losses, token_losses
 from wane.training.schedule import learning_rate
+from wane.training.teacher import Teacher
 from wane.training.weight_average import WeightAverage
 
 LOG_EVERY = 50
@@ -62,9 +63,13 @@ class Trainer:
             self.device = choose_device(self.config.device, group)
             torch.manual_seed(self.config.seed)
             architecture = experiment.model.architecture(corpus.vocabulary.size)
-            self.network = Network(architecture, experiment.model.dropout, experiment.model.embedding_dropout).to(
-                self.device
-            )
+            self.network = Network(
+                architecture,
+                experiment.model.dropout,
+                embedding_dropout=experiment.model.embedding_dropout,
+                weight_dropout=experiment.model.weight_dropout,
+                locked=experiment.model.locked,
+            ).to(self.device)
             self.constraints = experiment.model.contractions, experiment.model.spectral_limit
             project(self.network, *self.constraints)
             self.pressure = ProofPressure(self.network, self.config.proof) if self.config.proof is not None else None
@@ -74,6 +79,7 @@ class Trainer:
             self.valid_lanes = self._lanes("valid", self._valid_width(), None)
             self.cache = CacheTraining.of(experiment, corpus, self.device)
             self.sampled = self._sampled_softmax()
+            self.teacher = self._teacher()
         self.step = self.step_tokens = 0
         self.state = self.network.zero_state(self.train_lanes.count)
         self.best_loss, self.best_step = math.inf, 0
@@ -124,11 +130,12 @@ class Trainer:
         self.group.seed_noise(self.config.seed, self.step)
         with self._autocast():
             hidden, self.state = self.parallel(batch.inputs, state)
-            losses = self._losses(batch, hidden)
+            losses = self._losses(batch, hidden, carried)
         positions = batch.chosen_positions()
         losses = losses if self.cache is None else self.cache.losses("train", positions, losses)
         loss = losses.mean() if losses.numel() else hidden.sum() * 0
         means = [loss.item()]
+        loss = loss + self._penalty(hidden)
         if self.pressure is not None:
             shares = None if self.cache is None else self.cache.shares("train", batch.positions[-1])
             pressed, proved = self.pressure(self.step, shares)
@@ -222,13 +229,30 @@ class Trainer:
         cache.model = fitted
         return loss
 
-    def _losses(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Returns -log p of each target that is not padding, or its estimate by the sampled softmax. hidden: (T, lanes,
-        H)."""
+    def _losses(self, batch: Batch, hidden: Tensor, carried: bool) -> Tensor:
+        """Returns -log p of each target that is not padding, or its estimate by the sampled softmax, or its mixture
+        with the teacher's predictions. hidden: (T, lanes, H). carried: whether the batch continues the batch before."""
         hidden, targets = batch.chosen(hidden), batch.chosen(batch.targets)
+        if self.teacher is not None:
+            return self.teacher.losses(batch, self.network.logits(hidden), carried)
         if self.sampled is None:
             return token_losses(self.network.logits(hidden), targets)
         return self.sampled.losses(self.network, hidden.flatten(0, -2), targets.flatten()).view_as(targets)
+
+    def _penalty(self, hidden: Tensor) -> Tensor | float:
+        """Returns the penalties of large and of fast activations (Merity et al. 2017, arXiv 1708.02182, section 4.6).
+        hidden: (T, lanes, H)."""
+        penalty: Tensor | float = 0.0
+        if self.config.activation_penalty:
+            penalty = self.config.activation_penalty * hidden.float().square().mean()
+        if self.config.slowness_penalty and len(hidden) > 1:
+            penalty = penalty + self.config.slowness_penalty * hidden.float().diff(dim=0).square().mean()
+        return penalty
+
+    def _teacher(self) -> Teacher | None:
+        if self.config.teacher is None:
+            return None
+        return Teacher(self.config.teacher, self.corpus, self.train_lanes.count, self.device)
 
     def _sampled_softmax(self) -> SampledSoftmax | None:
         if not self.config.negatives:
@@ -321,6 +345,7 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "average": self.average.state(),
                 "state": self.group.gather(self.state),
+                "teacher": [] if self.teacher is None else self.group.gather(self.teacher.state),
                 "best_loss": self.best_loss,
                 "best_step": self.best_step,
                 "decay_start": self.decay_start,
@@ -342,6 +367,8 @@ class Trainer:
             self.average.restore(saved["average"])
         self.step = saved["step"]
         self.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["state"]]
+        if self.teacher is not None:
+            self.teacher.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["teacher"]]
         self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
         self.wall_s = saved["wall_s"]
         if self.cache is not None:

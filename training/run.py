@@ -158,15 +158,10 @@ def open_run(path: Path, data: Path | None) -> Trained:
     if experiment.training.threads is not None:
         torch.set_num_threads(experiment.training.threads)
     corpus = load_corpus(experiment.data, folder.tokenizer_json())
-    best = folder.load("best.pt")
+    network, best = folder.network(corpus.vocabulary.size)
     folder.check_data(folder.load("checkpoint.pt"), corpus)
-    network = Network(experiment.model.architecture(corpus.vocabulary.size))
-    try:
-        network.load_weights(best["weights"])
-    except (KeyError, RuntimeError) as error:
-        raise RunError(f"{path / 'best.pt'} does not fit the experiment: {error}") from error
     cache = CacheModel.model_validate_json(best["cache"]) if "cache" in best else None
-    return Trained(folder, experiment, corpus, network.eval(), best["step"], cache)
+    return Trained(folder, experiment, corpus, network, best["step"], cache)
 
 
 def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:

@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.gpu.copies import Copies
 from tests.models.bundles import PROVENANCE, words_tokenizer
 from tests.models.random_models import architecture, random_weights
 from tests.service.engine_harness import WIDTH, FixedProfile
@@ -520,44 +521,6 @@ async def test_answers_agree_with_the_oracle(path: Path, device: Device, make_en
 # Bytes between the host and the device
 
 
-class Copies:
-    """Counts the bytes that are copied between the host and the device. It stands in for the functions of onnxruntime
-    that copy arrays, and fails if a run passes arrays of the host in another way."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.to_device = self.to_host = 0
-        bind, fetch = onnxruntime.IOBinding.bind_cpu_input, onnxruntime.OrtValue.numpy
-        update = onnxruntime.OrtValue.update_inplace
-
-        def counted_bind(binding: onnxruntime.IOBinding, name: str, values: NDArray[Any]) -> None:
-            self.to_device += values.nbytes
-            bind(binding, name, values)
-
-        def counted_update(value: onnxruntime.OrtValue, values: NDArray[Any]) -> None:
-            self.to_device += values.nbytes
-            update(value, values)
-
-        def counted_fetch(value: onnxruntime.OrtValue) -> NDArray[Any]:
-            found: NDArray[Any] = fetch(value)
-            self.to_host += found.nbytes
-            return found
-
-        def no_run(*_: object) -> None:
-            raise AssertionError("the run used no I/O binding, so it copied every input and output")
-
-        monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", counted_bind)
-        monkeypatch.setattr(onnxruntime.OrtValue, "update_inplace", counted_update)
-        monkeypatch.setattr(onnxruntime.OrtValue, "numpy", counted_fetch)
-        monkeypatch.setattr(onnxruntime.InferenceSession, "run", no_run)
-
-    def take(self) -> tuple[int, int]:
-        """Returns the number of bytes that were copied to the device since the last call of this method, and the number
-        of bytes that were copied to the host."""
-        found = self.to_device, self.to_host
-        self.to_device = self.to_host = 0
-        return found
-
-
 def random_bundle(path: Path, hidden: int) -> Bundle:
     """Makes a bundle of a model with random weights. `hidden` is the number of units in each layer."""
     model = architecture("lstm", layers=2, hidden=hidden, embedding=hidden)
@@ -580,41 +543,38 @@ def random_bundle(path: Path, hidden: int) -> Bundle:
     return Bundle.open(path)
 
 
-def test_only_the_requested_number_of_largest_logits_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_number_of_largest_logits_is_copied() -> None:
     bundle, runner = on_device(PATHS[0])
     pool = make_pool(bundle, runner)
     tokens = random_tokens(bundle, 3)
     outputs = Outputs.of(runner.run("step", {"tokens": tokens, **pool.gather([ZERO] * 3)}))
-    copies = Copies(monkeypatch)
-    outputs.largest(1, 5)
-    copies.take()
-    found = outputs.largest(1, 9)  # copied for all rows at once, because the other rows probably need them, too
-    assert copies.take() == (3 * 8 + 8, 3 * 9 * (4 + 8))
+    with Copies() as copies:
+        outputs.largest(1, 5)
+        copies.take()
+        found = outputs.largest(1, 9)  # copied for all rows at once, because the other rows probably need them, too
+        assert copies.take() == (3 * 8 + 8, 3 * 9 * (4 + 8))
     assert found is not None and found.ids == outputs["top_ids"][1, :9].tolist()
 
 
-def test_a_comparison_of_states_copies_one_number_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_of_states_copies_one_number_for_each_pair() -> None:
     bundle, runner = on_device(PATHS[0])
     pool = make_pool(bundle, runner)
-    copies = Copies(monkeypatch)
-    pool.memory.differences([ZERO, ZERO, ZERO], [2, 3, 4])
-    assert copies.take() == (2 * 3 * 8, 3 * 4)
-    pool.memory.unit_differences([ZERO, ZERO, ZERO], [2, 3, 4])
-    assert copies.take() == (2 * 3 * 8, pool.slot_bytes - 4 * bundle.manifest.architecture.hidden)
+    with Copies() as copies:
+        pool.memory.differences([ZERO, ZERO, ZERO], [2, 3, 4])
+        assert copies.take() == (2 * 3 * 8, 3 * 4)
+        pool.memory.unit_differences([ZERO, ZERO, ZERO], [2, 3, 4])
+        assert copies.take() == (2 * 3 * 8, pool.slot_bytes - 4 * bundle.manifest.architecture.hidden)
 
 
-async def test_steps_with_a_cache_copy_logits_but_no_states(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_steps_with_a_cache_copy_logits_but_no_states(make_engine: MakeEngine) -> None:
     path = next(path for path in PATHS if opened(path)[0].manifest.cache is not None)
     bundle, runner = on_device(path)
     engine = make_engine(bundle, runner)
     sessions = [(await engine.create_session(mode=Mode.RECURRENT)).session for _ in range(5)]
     for _ in range(2):
-        copies = Copies(monkeypatch)
-        await asyncio.gather(*[engine.submit(StepRequest(session, (3,))) for session in sessions])
+        with Copies() as copies:
+            await asyncio.gather(*[engine.submit(StepRequest(session, (3,))) for session in sessions])
         to_device, to_host = copies.take()
-        monkeypatch.undo()
     # Tokens, slots and the summary are those of the padded batch of eight. The commit and the logits are of five rows.
     vocabulary, most = bundle.vocabulary.size, runner.top
     indexes = 2 * 5 * 8  # of the rows whose logits and ids are copied, and the number of ids
@@ -623,7 +583,7 @@ async def test_steps_with_a_cache_copy_logits_but_no_states(
 
 
 async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
-    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_engine: MakeEngine
 ) -> None:
     counted: list[dict[str, tuple[int, int]]] = []
     for hidden in (8, 72):
@@ -632,8 +592,7 @@ async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
         session = (await engine.create_session(mode=Mode.RECURRENT)).session
         await engine.submit(StepRequest(session, (3,)))
         found: dict[str, tuple[int, int]] = {}
-        with monkeypatch.context() as patched:
-            copies = Copies(patched)
+        with Copies() as copies:
             await engine.submit(StepRequest(session, (3,)))
             found["step"] = copies.take()
             await engine.submit(StepRequest(session, (3, 4, 5)))
