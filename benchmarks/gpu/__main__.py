@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def run(options: argparse.Namespace) -> int:
         process.join(limit + GRACE_S)
         if process.is_alive():
             assert process.pid is not None
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a process that has just started leads no group yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
         record = part.read(name)
         record["seconds"] = round(time.monotonic() - begun, 1)

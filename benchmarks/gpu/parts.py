@@ -36,7 +36,7 @@ def measure(part: Part) -> None:
     whether it was done, skipped because something is missing, or failed."""
     os.setsid()
     kind = PARTS[part.name]
-    part.keep(part=kind.title)
+    part.keep(part=kind.title, device=part.device, small=part.small)
     try:
         getattr(import_module(f"benchmarks.gpu.{kind.module}"), kind.function)(part)
         part.keep(status="done")

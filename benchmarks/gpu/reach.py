@@ -89,14 +89,16 @@ TARGETS = (
 
 
 def summary(folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Reads the records of all parts. Returns a table as lines, and the same as a document. A rehearsal, whose sizes are
-    small, reaches nothing."""
+    """Reads the records of all parts. Returns a table as lines, and the same as a document. The sizes of a rehearsal
+    are small, so its values neither reach nor miss anything."""
     records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    lines = [f"{'':62}{'reach':>12}{'measured':>16}"]
+    small = any(record.get("small") for record in records.values())
+    lines = ["A rehearsal: its sizes are small, and its values say nothing about a GPU."] if small else []
+    lines += [f"{'':62}{'reach':>12}{'measured':>16}"]
     rows = []
     for target in TARGETS:
         value = target.found(records)
-        reached = None if value is None or target.reached is None else target.reached(value)
+        reached = None if small or value is None or target.reached is None else target.reached(value)
         shown = "not measured" if value is None else format(value, target.form)
         lines.append(f"{target.what:62}{target.reach:>12}{shown:>16}{MARKS[reached]}")
         rows.append({"what": target.what, "reach": target.reach, "measured": value, "reached": reached})
