@@ -23,11 +23,11 @@ from wane.training.device import choose_device
 from wane.training.errors import RunError
 from wane.training.group import ALONE, Group
 from wane.training.lanes import Batch, Lanes, lanes_of
+from wane.training.losses.sampled_softmax import SampledSoftmax, full_losses, token_losses
+from wane.training.losses.teacher import Teacher
 from wane.training.proof import ProofPressure
 from wane.training.run_folder import RunFolder, kept_name
-from wane.training.sampled_softmax import SampledSoftmax, full_losses, token_losses
 from wane.training.schedule import learning_rate
-from wane.training.teacher import Teacher
 from wane.training.weight_average import WeightAverage
 
 LOG_EVERY = 50

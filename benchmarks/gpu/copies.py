@@ -35,7 +35,7 @@ class Copies:
         def no_run(*_: object) -> None:
             raise AssertionError("the run used no I/O binding, so it copied every input and output")
 
-        self._patches = [
+        self._patches: list[Any] = [
             mock.patch.object(onnxruntime.IOBinding, "bind_cpu_input", counted_bind),
             mock.patch.object(onnxruntime.OrtValue, "update_inplace", counted_update),
             mock.patch.object(onnxruntime.OrtValue, "numpy", counted_fetch),

@@ -30,8 +30,6 @@ from benchmarks.gpu.scan import forgetting_lstm, in_chunks
 from benchmarks.gpu.step import MODELS, PLAN, bound_s
 from wane.models.networks import Network
 
-pytestmark = pytest.mark.train
-
 ROOT = Path(__file__).parents[2]
 LONG = 10
 """The minutes of a rehearsal here. It takes less than one on a machine with nothing else to do, but a busy machine must
@@ -101,6 +99,7 @@ MADE: dict[str, Callable[[Part], None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads, from Python 3.12 on
 def test_a_part_that_does_not_end_in_time_loses_only_its_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,8 @@ from wane.models.networks import LockedDropout, Network
 from wane.training.config import Experiment, ModelConfig, TeacherConfig
 from wane.training.errors import ConfigError, RunError
 from wane.training.loop import Trainer
+from wane.training.losses.teacher import Teacher
 from wane.training.run_folder import RunFolder
-from wane.training.teacher import Teacher
 
 STUDENT = ModelConfig(cell="gated", hidden=12, block="residual", feed_forward=8, dropout=0.2)
 

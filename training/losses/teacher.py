@@ -18,8 +18,8 @@ from wane.training.config import TeacherConfig
 from wane.training.data import Corpus
 from wane.training.errors import RunError
 from wane.training.lanes import Batch
+from wane.training.losses.sampled_softmax import token_losses
 from wane.training.run_folder import RunFolder
-from wane.training.sampled_softmax import token_losses
 
 
 class Teacher:
