@@ -19,7 +19,7 @@ class WeightAverage:
     """The mean of a network's parameters after each of `count` steps. Parameters that are shared are averaged once."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._parameters = list(network.parameters())
+        self._parameters: list[Tensor] = list(network.parameters())
         self._mean: list[Tensor] = []
         self.count = 0
 

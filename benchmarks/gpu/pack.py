@@ -9,7 +9,6 @@ that is installed there is used, with its CUDA libraries.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import platform
 import subprocess
@@ -17,7 +16,6 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.gpu.part import Device
@@ -69,7 +67,7 @@ def pack(folder: Path, python: str, piece_mb: int, device: Device) -> None:
                 for file in files:
                     tar.add(file, file.name)
             whole.seek(0)
-            pieces = {}
+            pieces: dict[str, str] = {}
             while piece := whole.read(piece_mb * MB):
                 piece_name = f"packages.{len(pieces):03}"
                 (folder / piece_name).write_bytes(piece)
@@ -78,27 +76,6 @@ def pack(folder: Path, python: str, piece_mb: int, device: Device) -> None:
         (folder / INDEX).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in files)
     print(f"{folder}: {len(files)} wheels, {size / MB:,.0f} MB, in {len(pieces)} pieces")
-
-
-class Pieces(io.RawIOBase):
-    """The bytes of all pieces, as one file to read from its beginning."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._rest = piece
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
 
 
 def unpack(folder: Path, out: Path) -> None:
@@ -122,9 +99,12 @@ def unpack(folder: Path, out: Path) -> None:
         if hashlib.sha256((folder / name).read_bytes()).hexdigest() != expected:
             raise PackError(f"{folder / name} is damaged: its SHA-256 is not {expected}")
     with tempfile.TemporaryDirectory() as name:
-        pieces = Pieces((folder / piece).read_bytes() for piece in record["pieces"])
-        with tarfile.open(fileobj=io.BufferedReader(pieces), mode="r|") as tar:
-            tar.extractall(name, filter="data")
+        with tempfile.TemporaryFile() as whole:
+            for piece in record["pieces"]:
+                whole.write((folder / piece).read_bytes())
+            whole.seek(0)
+            with tarfile.open(fileobj=whole) as tar:
+                tar.extractall(name, filter="data")
         wheels = [str(Path(name) / wheel) for wheel in record["wheels"]]
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
         if subprocess.run([*command, "--no-deps", f"--target={out}", *wheels], check=False).returncode:

@@ -29,11 +29,10 @@ def forgetting_lstm(hidden: int, device: str) -> nn.LSTM:
     torch.manual_seed(0)
     lstm = nn.LSTM(hidden, hidden)
     with torch.no_grad():
-        for name, weight in lstm.named_parameters():
-            if name.startswith("weight_hh"):
-                weight.mul_(0.5)
-        lstm.bias_ih_l0[hidden : 2 * hidden] = math.log(FORGET / (1 - FORGET))
-        lstm.bias_hh_l0[hidden : 2 * hidden] = 0
+        weights = dict(lstm.named_parameters())
+        weights["weight_hh_l0"].mul_(0.5)
+        weights["bias_ih_l0"][hidden : 2 * hidden] = math.log(FORGET / (1 - FORGET))
+        weights["bias_hh_l0"][hidden : 2 * hidden] = 0
     return lstm.to(device).eval()
 
 

@@ -28,8 +28,8 @@ class LstmCell(nn.LSTM):
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
         before = state[0].unsqueeze(0), state[1].unsqueeze(0)
         if self.training and self.weight_dropout:
-            dropped = functional.dropout(self.weight_hh_l0, self.weight_dropout)
-            weights = [self.weight_ih_l0, dropped, self.bias_ih_l0, self.bias_hh_l0]
+            weights: list[Tensor] = list(self.parameters())  # W_ih, W_hh, b_ih, b_hh
+            weights[1] = functional.dropout(weights[1], self.weight_dropout)
             y, h, c = torch.lstm(x, before, weights, True, 1, 0.0, True, False, False)
         else:
             y, (h, c) = super().forward(x, before)

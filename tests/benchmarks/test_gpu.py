@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from benchmarks.gpu.precision import in_bf16
 from benchmarks.gpu.reach import TARGETS, summary
 from benchmarks.gpu.scan import forgetting_lstm, in_chunks
 from benchmarks.gpu.step import MODELS, PLAN, bound_s
+from tests.docs.transcript import parse, run
 from wane.models.networks import Network
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +69,19 @@ def test_a_rehearsal_measures_every_part(tmp_path: Path) -> None:
     assert "min left" in ended.stdout and "A rehearsal" in ended.stdout
 
 
+def test_the_commands_of_the_page_print_its_output(tmp_path: Path) -> None:
+    commands = parse((ROOT / "docs/gpu.md").read_text(encoding="utf-8"))
+    assert len(commands) == 1
+    environment = {**os.environ, "PYTHON": sys.executable, "NO_COLOR": "1", "COLUMNS": "300"}
+    run(commands, ROOT, environment, lambda text: text.replace("runs/rehearsal", str(tmp_path / "rehearsal")))
+    assert {
+        name: record["status"] for name, record in records(tmp_path / "rehearsal").items() if name != "summary"
+    } == {
+        "chip": "done",
+        "scan": "done",
+    }
+
+
 def endless(part: Part) -> None:
     part.keep(figure=1)
     part.say("begun")
@@ -81,7 +97,7 @@ def skipping(part: Part) -> None:
 
 
 def lacking(part: Part) -> None:
-    import no_such_package  # noqa: F401
+    import_module("no_such_package")
 
 
 def failing(part: Part) -> None:
@@ -124,10 +140,8 @@ def test_a_part_that_does_not_end_in_time_loses_only_its_rest(
 
 
 def fork(_: str) -> Any:
-    from multiprocessing import get_context
-
-    context = get_context("fork")
-    context.set_forkserver_preload = lambda _: None  # type: ignore[attr-defined]
+    context: Any = get_context("fork")
+    context.set_forkserver_preload = lambda _: None
     return context
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
 from wane.training.weight_average import WeightAverage
 
-KEYS = {"schedule": "constant", "averaged": 0.5, "keep_every": 1, "steps": 8, "learning_rate": 0.05}
+KEYS: dict[str, Any] = {"schedule": "constant", "averaged": 0.5, "keep_every": 1, "steps": 8, "learning_rate": 0.05}
 
 
 def test_the_saved_weights_are_the_mean_of_the_last_steps(tmp_path: Path) -> None:

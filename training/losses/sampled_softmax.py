@@ -68,4 +68,5 @@ class SampledSoftmax:
         of_target = (hidden * target_rows).sum(-1).float() + target_biases.float()
         of_drawn = functional.linear(hidden, drawn_rows, drawn_biases).float() - correction
         of_drawn = of_drawn.masked_fill(drawn == targets[:, None], -torch.inf)
-        return torch.logsumexp(torch.cat([of_target[:, None], of_drawn], 1), 1) - of_target
+        losses: Tensor = torch.logsumexp(torch.cat([of_target[:, None], of_drawn], 1), 1) - of_target
+        return losses

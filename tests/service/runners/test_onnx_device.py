@@ -269,7 +269,7 @@ def replaying(bundle: Bundle) -> tuple[DeviceRunner, dict[Role, ReplayingSession
     """Returns a runner on the CPU whose sessions capture runs, and these sessions."""
     runner = DeviceRunner(bundle, "cpu", threads=1, padded=True)
     sessions = {role: ReplayingSession(session) for role, session in runner._sessions.items()}
-    runner._sessions.update(sessions)  # type: ignore[arg-type]
+    runner._sessions.update(sessions)
     return runner, sessions
 
 
