@@ -365,7 +365,7 @@ def _provenance(run: Trained) -> Provenance:
     return Provenance(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=origins[0].command,
-        config=run.experiment.model_dump(mode="json", exclude={"data": {"path"}}),
+        config=run.experiment.model_dump(mode="json", exclude={"data": {"path"}, "training": {"teacher": {"run"}}}),
         seed=run.experiment.training.seed,
         steps=saved["step"],
         best_step=run.best_step,

@@ -54,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
         process.join(limit + GRACE_S)
         if process.is_alive():
             assert process.pid is not None
-            with suppress(ProcessLookupError):  # a process that has just started leads no group yet
-                os.killpg(process.pid, signal.SIGKILL)
+            end_session(process.pid)
             process.kill()
             process.join()
         record = part.read(name)
@@ -71,6 +70,16 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(lines), flush=True)
     found = [json.loads((options.out / f"{name}.json").read_text())["status"] for name in names]
     return int("failed" in found)
+
+
+def end_session(leader: int) -> None:
+    """Ends the processes of a part: those of the session that its process leads. Servers lead groups of their own in
+    it."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(ProcessLookupError):
+                if os.getsid(int(entry.name)) == leader:
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 def parts(text: str) -> list[str]:

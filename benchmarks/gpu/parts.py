@@ -32,7 +32,7 @@ PARTS = {
 
 
 def measure(part: Part) -> None:
-    """Runs one part in this process, which becomes the leader of a group with all its children. Keeps in the record
+    """Runs one part in this process, which becomes the leader of a session with all its children. Keeps in the record
     whether it was done, skipped because something is missing, or failed."""
     os.setsid()
     kind = PARTS[part.name]

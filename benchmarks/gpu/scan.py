@@ -21,7 +21,7 @@ from wane.models.parallel_scan import linear_recurrence
 
 RESIDUAL = 1e-5
 FORGET = 0.9
-WARM_UP = 32
+WARM_UP, LONGEST_WARM_UP = 32, 1024
 
 
 def forgetting_lstm(hidden: int, device: str) -> nn.LSTM:
@@ -71,7 +71,7 @@ def _parallel(part: Part, lstm: nn.LSTM, x: Tensor) -> float:
         warm_up = WARM_UP
         while True:
             _, residual = in_chunks(lstm, x, chunks, warm_up)
-            if residual <= RESIDUAL or 2 * warm_up > len(x) // chunks:
+            if residual <= RESIDUAL or warm_up >= LONGEST_WARM_UP:
                 break
             warm_up *= 2
         taken = spread(timed(part.device, lambda n=chunks, w=warm_up: in_chunks(lstm, x, n, w), 5, warm=1))  # type: ignore[misc]
@@ -96,14 +96,18 @@ def _in_order(part: Part, lstm: nn.LSTM, x: Tensor, best: float) -> None:
     while length <= len(x):
         piece = x[:length].unsqueeze(1)
         repeats = 3 if length == len(x) // 16 else 1
-        taken = timed(part.device, lambda piece=piece: lstm(piece), repeats, warm=1 if repeats > 1 else 0)  # type: ignore[misc]
+        try:
+            taken = timed(part.device, lambda piece=piece: lstm(piece), repeats, warm=1 if repeats > 1 else 0)  # type: ignore[misc]
+        except RuntimeError as error:  # cuDNN refuses the length, or the memory does not suffice
+            part.keep(in_order=found | {"error": str(error).splitlines()[0][:300]})
+            break
         whole = spread(second * len(x) / length for second in taken)
         found = {"tokens": length, "extrapolated": length < len(x), "seconds": whole}
         part.keep(in_order=found)
         if part.left_s < 2.5 * 16 * min(taken):
             break
         length *= 16
-    if math.isfinite(best):
+    if math.isfinite(best) and found:
         part.keep(times_in_order=found["seconds"]["median"] / best)
         part.say(
             f"in order {found['seconds']['median']:,.2f} s, {part.record['times_in_order']:,.0f} times the parallel"

@@ -6,6 +6,7 @@ Both parts need the service's packages, onnx and torch, and use the model of `be
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -66,6 +67,8 @@ def busy_share(device: str) -> Iterator[list[float]]:
 def run_device(part: Part) -> None:
     """Measures part 6."""
     bundle, cores = _bundle(part), os.cpu_count() or 1
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the server has a file for each connection
     options = [f"--device={part.device}", "--max-batch-size=1024", "--max-queue=8192", "--max-connections=2048"]
     seconds = 0.5 if part.small else 5.0
     with ExitStack() as stack:

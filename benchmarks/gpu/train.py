@@ -18,8 +18,8 @@ from wane.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = ROOT / "training" / "experiments" / "word-chip.toml"
-LAST_S = 20.0
-"""The time that is kept for the last validation and checkpoint, in seconds."""
+LAST_S = 5.0
+"""The training stops this time before the part's limit, in seconds. A later run resumes from the last checkpoint."""
 
 
 def experiment(part: Part) -> Experiment:
@@ -82,7 +82,7 @@ def run(part: Part) -> None:
         part.record |= {"last_step": progress.step, "tokens_per_s": tokens / seconds, "seconds": seconds}
         if progress.step % 50 == 0:
             part.write()
-        if part.left_s < min(LAST_S, 0.2 * (part.left_s + seconds)):
+        if part.left_s < LAST_S:
             break
     words = trainer.best_loss
     part.keep(best_step=trainer.best_step, stopped="the time" if trainer.step < trainer.end else "the last step")

@@ -83,9 +83,18 @@ def test_the_commands_of_the_page_print_its_output(tmp_path: Path) -> None:
 
 
 def endless(part: Part) -> None:
-    part.keep(figure=1)
+    server = subprocess.Popen(["sleep", "600"], process_group=0)  # in a group of its own, as the servers are
+    part.keep(figure=1, server=server.pid)
     part.say("begun")
     time.sleep(600)
+
+
+def ended(pid: int) -> bool:
+    """Returns whether a process has ended. It may still be in the table of processes until its parent reads its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def short(part: Part) -> None:
@@ -131,6 +140,7 @@ def test_a_part_that_does_not_end_in_time_loses_only_its_rest(
     found = records(tmp_path)
     assert (found["chip"]["status"], found["chip"]["figure"]) == ("cut off", 1)
     assert "ended after its limit" in found["chip"]["reason"]
+    assert ended(found["chip"]["server"])
     assert (found["scan"]["status"], found["scan"]["figure"]) == ("done", 2)
     assert (found["train"]["status"], found["train"]["reason"]) == ("skipped", "needs a moon")
     assert (found["parity"]["status"], found["parity"]["reason"]) == ("skipped", "needs the package no_such_package")
