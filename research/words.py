@@ -88,7 +88,7 @@ def per_word(corpus: Corpus, split: str, loss: float) -> float:
 def table(found: dict[str, Any]) -> list[str]:
     """Returns the model card's table: test perplexities a word."""
     rows = [
-        [name, "none", *(f"{figures[length]:.1f}" if length in figures else "" for length in (0, *LENGTHS))]
+        [name, "", *(f"{figures[length]:.1f}" if length in figures else "" for length in (0, *LENGTHS))]
         for name, figures in LITERATURE
     ]
     for name, cache in SHIPPED:
