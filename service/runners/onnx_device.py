@@ -76,7 +76,9 @@ other memories of states. Later runs are not captured."""
 
 GRAPH_ID = "gpu_graph_id"
 """The option of a run that names the CUDA graph. The run with a new number is captured, and a run with a known number
-repeats that CUDA graph. The number -1 does neither."""
+repeats that CUDA graph. The number UNCAPTURED does neither."""
+
+UNCAPTURED = -1
 
 
 def bucket(rows: int) -> int:
@@ -166,8 +168,12 @@ class Buffers:
         repeated for others, unless these have the same addresses and shapes."""
         key = tuple((value.data_ptr(), *value.shape()) for value in states)
         if key not in self._captures:
-            self._captures[key] = onnxruntime.RunOptions()
-            self._captures[key].add_run_config_entry(GRAPH_ID, str(next(self._numbers)))
+            number = next(self._numbers)
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry(GRAPH_ID, str(number))
+            if number == UNCAPTURED:
+                return options
+            self._captures[key] = options
         return self._captures[key]
 
 
@@ -467,7 +473,7 @@ class DeviceRunner(OnnxSessions):
         from wane.models.slot_graphs import rows_graph, top_graph
 
         self._states = [tensor.name for tensor in bundle.manifest.state]
-        self._numbers: dict[Role, Iterator[int]] = defaultdict(lambda: repeat(-1))
+        self._numbers: dict[Role, Iterator[int]] = defaultdict(lambda: repeat(UNCAPTURED))
         self._wants_captures = captured
         super().__init__(bundle, device, threads)
         self._on = Device(self.device, threads)
@@ -480,7 +486,7 @@ class DeviceRunner(OnnxSessions):
         if self._wants_captures and role in CAPTURED:
             session = open_session(graph, cuda, threads, bundle.path, {**self.cuda_options, "enable_cuda_graph": "1"})
             if not cuda or session.get_providers()[0] == CUDA:
-                self._numbers[role] = chain(range(1, MOST_CAPTURES + 1), repeat(-1))
+                self._numbers[role] = chain(range(1, MOST_CAPTURES + 1), repeat(UNCAPTURED))
                 return session
             # onnxruntime refuses to capture a graph if a part of it would run on the CPU.
             logger.warning("the graph %s of %s runs without CUDA graphs", role, bundle.manifest.name)

@@ -40,6 +40,7 @@ from wane.service.runners.onnx_device import (
     GRAPH_ID,
     MOST_CAPTURES,
     PLACED,
+    UNCAPTURED,
     DeviceOutputs,
     DeviceRunner,
     bucket,
@@ -349,7 +350,7 @@ def test_a_graph_that_cannot_be_captured_runs_without_cuda_graphs(
     assert opened_with.count((True, "0")) == 2, "step and head"
     assert opened_with.count((False, "0")) == 5 + 2, "every graph, and the two that take rows"
     assert "runs without CUDA graphs" in caplog.text
-    assert next(runner._numbers["step"]) == -1
+    assert next(runner._numbers["step"]) == UNCAPTURED
 
 
 def test_the_inputs_of_a_padded_batch_have_equal_lengths() -> None:
