@@ -159,12 +159,13 @@ class Trainer:
         return value
 
     def _average(self) -> None:
-        """Adds the weights to their average in the last steps, of which `averaged` is the share. A resumed run with
-        more steps averages its own last steps only."""
-        if self.step > self.end * (1 - self.config.averaged):
-            self.average.add()
-        else:
+        """Adds the weights to their average in the last steps, of which `averaged` is the share. A run that is resumed
+        with more steps begins the average again if it has earlier weights."""
+        begin = self.end * (1 - self.config.averaged)
+        if self.step - self.average.count <= begin:
             self.average.clear()
+        if self.step > begin:
+            self.average.add()
 
     def _validate(self) -> float:
         """Returns the mean loss of the weights, or of their average if there is one, over the validation split."""

@@ -41,12 +41,13 @@ def test_a_resumed_run_has_the_same_average(tmp_path: Path, stop: int) -> None:
         assert torch.equal(tensor, best_weights(tmp_path / "cut")[name])
 
 
-def test_a_run_that_is_continued_averages_its_own_last_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "counts"), [(20, [0, 0, *range(1, 11)]), (10, [1, 2])])
+def test_a_run_that_is_continued_averages_its_own_last_steps(tmp_path: Path, steps: int, counts: list[int]) -> None:
     corpus = text_corpus()
-    list(Trainer(experiment(**KEYS), corpus, RunFolder(tmp_path)).run())
-    trainer = Trainer(experiment(**KEYS | {"steps": 20}), corpus, RunFolder(tmp_path))
-    counts = [trainer.average.count for _ in trainer.run()]
-    assert counts == [0, 0, *range(1, 11)]
+    first = Trainer(experiment(**KEYS), corpus, RunFolder(tmp_path))
+    assert [first.average.count for _ in first.run()] == [0, 0, 0, 0, 1, 2, 3, 4]
+    trainer = Trainer(experiment(**KEYS | {"steps": steps}), corpus, RunFolder(tmp_path))
+    assert [trainer.average.count for _ in trainer.run()] == counts
 
 
 def test_an_average_of_no_weights_changes_nothing() -> None:
