@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,10 +36,24 @@ class Clients(NamedTuple):
     seconds: float
 
 
-def wane(options: list[str], python_path: str) -> Contender:
-    """Returns the service with more options on its command line. python_path: the value of PYTHONPATH."""
+def wane(options: list[str]) -> Contender:
+    """Returns the service with more options on its command line. It finds the packages of this process, and the CUDA
+    libraries that came with torch, because the service itself does not load torch."""
     plain = wanes()[0]
-    return replace(plain, command=(*plain.command, *options), environment={"PYTHONPATH": python_path})
+    paths = {
+        "PYTHONPATH": os.pathsep.join([str(plain.tree), *filter(None, sys.path)]),
+        "LD_LIBRARY_PATH": os.pathsep.join([*cuda_libraries(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]),
+    }
+    return replace(plain, command=(*plain.command, *options), environment=paths)
+
+
+def cuda_libraries() -> list[str]:
+    """Returns the folders of the CUDA libraries that torch's wheels install."""
+    found = [folder for path in filter(None, sys.path) for folder in sorted(Path(path).glob("nvidia/*/lib"))]
+    found += [
+        Path(path) / "torch" / "lib" for path in filter(None, sys.path) if (Path(path) / "torch" / "lib").is_dir()
+    ]
+    return [str(folder) for folder in found]
 
 
 def create(clients: Clients) -> None:

@@ -9,10 +9,8 @@ import os
 import resource
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from benchmarks.bench import lstm256
 from benchmarks.gpu.clients import load, start, wane
@@ -21,7 +19,8 @@ from benchmarks.summary import BUNDLES
 from wane.models.bundle import Bundle
 
 SAMPLE_MS = 100
-ROOT = Path(__file__).parents[2]
+CONNECTIONS, REPLICAS = (1024, 64), (1, 16, 8, 4, 2)
+"""What parts 6 and 7 measure, in the order of its value."""
 
 
 def _bundle(part: Part) -> Bundle:
@@ -34,11 +33,6 @@ def _bundle(part: Part) -> Bundle:
     if not (folder / "manifest.json").exists():
         lstm256.export(folder.parent)
     return Bundle.read(folder)
-
-
-def _python_path() -> str:
-    """Returns the search path of this process for the servers, which may have packages in a folder of their own."""
-    return os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
 
 
 @contextmanager
@@ -72,8 +66,8 @@ def run_device(part: Part) -> None:
     options = [f"--device={part.device}", "--max-batch-size=1024", "--max-queue=8192", "--max-connections=2048"]
     seconds = 0.5 if part.small else 5.0
     with ExitStack() as stack:
-        (server,) = start(stack, wane(options, _python_path()), bundle.path, part.folder / "logs", 1)
-        for connections in (4, 16) if part.small else (64, 1024):
+        (server,) = start(stack, wane(options), bundle.path, part.folder / "logs", 1)
+        for connections in (4, 16) if part.small else CONNECTIONS:
             processes = 1 if part.small else min(8, max(1, cores // 2))
             before = server.cpu_seconds()
             with busy_share(part.device) as busy:
@@ -88,12 +82,15 @@ def run_cores(part: Part) -> None:
     bundle, cores = _bundle(part), os.cpu_count() or 1
     part.keep(cores=cores)
     seconds = 0.5 if part.small else 4.0
-    for replicas in (1, 2) if part.small else (1, 2, 4, 8, 12, 16):
-        if replicas > max(2, cores) or part.left_s < 3 * seconds:
-            break
+    for replicas in (1, 2) if part.small else REPLICAS:
+        if replicas > max(2, cores):
+            continue
+        if part.left_s < 3 * seconds:
+            part.keep(stopped="the time")
+            return
         with ExitStack() as stack:
             options = ["--device=cpu", "--threads=1"]
-            servers = start(stack, wane(options, _python_path()), bundle.path, part.folder / "logs", replicas)
+            servers = start(stack, wane(options), bundle.path, part.folder / "logs", replicas)
             found = load(servers, 4 if part.small else 64, 1, bundle.vocabulary.size, seconds)
         part.add("replicas", {"replicas": replicas, **found})
         part.say(f"{replicas} replicas: {found['steps_per_s']:,.0f} steps/s")

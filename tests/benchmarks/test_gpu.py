@@ -23,6 +23,7 @@ from onnx.reference import ReferenceEvaluator
 from benchmarks.gpu import pack as packing
 from benchmarks.gpu import parts as kinds
 from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.clients import wane
 from benchmarks.gpu.pack import PackError, pack, requirements, unpack
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.gpu.parts import PARTS, Kind
@@ -256,6 +257,25 @@ def test_the_summary_compares_a_run_with_its_reach(tmp_path: Path) -> None:
     assert values[6] == (pytest.approx(16**0.9), True)
     assert [line.split()[-1] for line in lines[1:3]] == ["reached", "missed"]
     assert PLAN[0] == ("lstm-1024", (8192,)), "the first reach is measured first"
+
+
+def test_the_service_finds_the_packages_and_the_cuda_libraries_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service does not load torch, which would load the libraries for it."""
+    libraries = [
+        tmp_path / "nvidia" / "cu13" / "lib",
+        tmp_path / "nvidia" / "cudnn" / "lib",
+        tmp_path / "torch" / "lib",
+    ]
+    for folder in libraries:
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda")
+    served = wane(["--device=cuda"])
+    assert served.environment["LD_LIBRARY_PATH"].split(os.pathsep) == [*map(str, libraries), "/opt/cuda"]
+    assert served.environment["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(tmp_path)]
+    assert served.command[-1] == "--device=cuda"
 
 
 # Packages
