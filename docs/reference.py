@@ -26,6 +26,7 @@ from wane.training.config import (
     ExportConfig,
     ModelConfig,
     ProofConfig,
+    TeacherConfig,
     TrainingConfig,
 )
 
@@ -76,6 +77,12 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
         "between the logits of this token and of a competing token. The ratio is the largest change of the lead that "
         "the tokens before the window can cause, divided by the lead.",
         ProofConfig,
+    ),
+    (
+        "[training.teacher]",
+        "A trained network, the teacher, whose predictions are targets too: the loss has a share `weight` of the "
+        "divergence between the predictions of the two networks.",
+        TeacherConfig,
     ),
     ("[export]", "Texts and values for the bundle's manifest.", ExportConfig),
 )

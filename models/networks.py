@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from wane.models.cell_registry import CELLS, load
 from wane.models.cells import State
+from wane.models.cells.lstm import LstmCell
 from wane.models.manifest import Architecture, Front
 
 
@@ -20,6 +21,14 @@ def build_cell(architecture: Architecture, layer: int) -> nn.Module:
     """Builds the cell of one layer. `models/cells/__init__.py` describes its interface."""
     cell: nn.Module = load("torch", architecture.cell).build(architecture, layer)
     return cell
+
+
+class LockedDropout(nn.Dropout):
+    """Dropout with one mask for all time steps of a sequence (Gal and Ghahramani 2016, arXiv 1512.05287)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (T, B, H)."""
+        return x * super().forward(x.new_ones(1, *x.shape[1:])) if self.training and self.p else x
 
 
 class PlainLayer(nn.Module):
@@ -106,11 +115,21 @@ class ResidualLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """A recurrent next-token model. `dropout` applies only in training and is not part of the architecture."""
+    """A recurrent next-token model. All arguments besides the architecture are dropout, which applies only in training:
+    see the keys of `ModelConfig` with these names."""
 
-    def __init__(self, architecture: Architecture, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        dropout: float = 0.0,
+        *,
+        embedding_dropout: float = 0.0,
+        weight_dropout: float = 0.0,
+        locked: bool = False,
+    ) -> None:
         super().__init__()
         self.architecture = architecture
+        self.embedding_dropout = embedding_dropout
         residual = architecture.block == "residual"
         self.embedding = nn.Embedding(architecture.vocabulary_size, architecture.embedding)
         nn.init.normal_(self.embedding.weight, std=architecture.embedding**-0.5 if architecture.tied else 1.0)
@@ -127,6 +146,13 @@ class Network(nn.Module):
         nn.init.zeros_(self.head.bias)
         if architecture.tied:
             self.head.weight = self.embedding.weight
+        if locked:
+            for module in self.modules():
+                if isinstance(getattr(module, "dropout", None), nn.Dropout):
+                    module.dropout = LockedDropout(dropout)
+        for layer in self.layers:
+            if isinstance(layer.cell, LstmCell):
+                layer.cell.weight_dropout = weight_dropout
 
     def zero_state(self, batch: int) -> list[Tensor]:
         """Returns the state before any token: zero tensors, (batch, *shape) each, in the manifest's order."""
@@ -137,7 +163,7 @@ class Network(nn.Module):
         """tokens: int64 (T, B). Returns hidden, the output layer's input, float32 (T, B, H), and the final state."""
         if state is None:
             state = self.zero_state(tokens.shape[1])
-        x = functional.embedding(tokens, self.embedding.weight)
+        x = self._embedded(tokens)
         if self.architecture.block == "residual":
             x = self.dropout(x)
         after = []
@@ -148,7 +174,17 @@ class Network(nn.Module):
         for layer in self.layers:
             x, layer_state = layer(x, tuple(state[len(after) : len(after) + width]))
             after.extend(layer_state)
-        return self.norm(x), after
+        hidden = self.norm(x)
+        return self.dropout(hidden) if self._drops_whole_output else hidden, after
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings of `tokens`. In training, tokens are dropped with all their occurrences (Gal and
+        Ghahramani 2016, arXiv 1512.05287)."""
+        x = functional.embedding(tokens, self.embedding.weight)
+        if self.training and self.embedding_dropout:
+            kept = functional.dropout(x.new_ones(self.architecture.vocabulary_size), self.embedding_dropout)
+            x = x * kept[tokens].unsqueeze(-1)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the output layer: hidden (..., H) -> logits (..., V)."""
@@ -158,8 +194,16 @@ class Network(nn.Module):
     def dropped(self, hidden: Tensor) -> Tensor:
         """Applies the dropout of training to the output layer's input `hidden`, if the blocks are plain. Residual
         blocks apply their own dropout."""
-        dropped: Tensor = self.dropout(hidden) if self.architecture.block == "plain" else hidden
+        if self.architecture.block != "plain" or self._drops_whole_output:
+            return hidden
+        dropped: Tensor = self.dropout(hidden)
         return dropped
+
+    @property
+    def _drops_whole_output(self) -> bool:
+        """Whether the output's dropout has one mask for all time steps, so that it applies before the steps are chosen
+        that have a target."""
+        return isinstance(self.dropout, LockedDropout) and self.architecture.block == "plain"
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the tensors of the weights file: those of the `state_dict`, without the output matrix if it is tied

@@ -33,6 +33,7 @@ HERE = Path(__file__).parent
 TRAIN_FILES = [
     HERE / name
     for name in (
+        "benchmarks/test_gpu.py",
         "docs/test_audit.py",
         "docs/test_readme_training.py",
         "docs/test_training.py",

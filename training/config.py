@@ -48,6 +48,21 @@ class ModelConfig(Frozen):
         default=None, description="number of units of a cell in a residual block; absent: `hidden`"
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout probability in training")
+    embedding_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="probability that a training step reads every occurrence of a token as zeros",
+    )
+    weight_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="`lstm` only: probability that a training step drops an entry of a layer's recurrent matrix",
+    )
+    locked: bool = Field(
+        default=False, description="whether the mask of `dropout` is the same for all tokens of a sequence in a step"
+    )
     contraction: Share | tuple[Share, ...] | None = Field(
         default=None,
         description="contraction factor that training enforces: one number, or one for each layer, bottom to top; "
@@ -99,6 +114,8 @@ class ModelConfig(Frozen):
             raise ValueError(
                 f"contraction has {len(self.contraction)} numbers, but the network has {self.layers} layers"
             )
+        if self.weight_dropout and self.cell != "lstm":
+            raise ValueError("weight_dropout needs cell = 'lstm'")
         if self.spectral_limit is not None and self.block != "residual":
             raise ValueError("spectral_limit needs block = 'residual'")
         return self
@@ -199,6 +216,17 @@ class ProofConfig(Frozen):
     )
 
 
+class TeacherConfig(Frozen):
+    """The keys of the table `[training.teacher]`: a trained network whose predictions the network learns (Hinton et al.
+    2015, arXiv 1503.02531)."""
+
+    run: Path = Field(description="the teacher's run folder, relative to the experiment file; with the same vocabulary")
+    weight: Share = Field(default=0.5, description="share of the teacher's predictions in the loss")
+    temperature: Finite = Field(
+        default=1.0, gt=0, description="number by which the logits of both networks are divided in the teacher's share"
+    )
+
+
 class TrainingConfig(Frozen):
     """The keys of the table `[training]`: how the network is trained.
 
@@ -244,12 +272,30 @@ class TrainingConfig(Frozen):
         "0: never",
     )
     weight_decay: Finite = Field(default=0.0, ge=0, description="weight decay of the matrices")
+    averaged: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the steps, at the end of the training, over which the weights are averaged; in these "
+        "steps the averaged weights are validated and saved; 0: no average",
+    )
     negatives: int = Field(
         default=0,
         ge=0,
         strict=True,
         description="number of tokens, drawn in each step and shared by its batch, from which the sampled softmax "
         "estimates the sum over the vocabulary; 0: the full softmax",
+    )
+    activation_penalty: Finite = Field(
+        default=0.0,
+        ge=0,
+        description="factor of the mean square of the output layer's input, which is added to the loss",
+    )
+    slowness_penalty: Finite = Field(
+        default=0.0,
+        ge=0,
+        description="factor of the mean square of the change of the output layer's input from token to token, which is "
+        "added to the loss",
     )
     clip_norm: Finite = Field(default=1.0, gt=0, description="largest 2-norm of the gradient")
     project_every: Whole = Field(default=1, description="number of steps between projections of constrained weights")
@@ -266,6 +312,9 @@ class TrainingConfig(Frozen):
     threads: Whole | None = Field(default=None, description="number of torch threads; absent: torch's default")
     proof: ProofConfig | None = Field(
         default=None, description="loss term for predictions that a window cannot prove; absent: no such term"
+    )
+    teacher: TeacherConfig | None = Field(
+        default=None, description="a trained network whose predictions are targets too; absent: none"
     )
 
     @model_validator(mode="after")
@@ -308,6 +357,15 @@ class Experiment(Frozen):
             raise ValueError(
                 "training.negatives needs a model without a cache: fit the cache after training with `wane cache`"
             )
+        if self.training.teacher is not None:
+            if self.training.negatives or self.model.cache is not None:
+                raise ValueError("training.teacher needs the full softmax: negatives = 0, and no cache")
+            if self.data.kind == "events":
+                raise ValueError("training.teacher needs text")
+        if self.data.kind == "events" and (self.training.activation_penalty or self.training.slowness_penalty):
+            raise ValueError(
+                "activation_penalty and slowness_penalty need text, because batches of events have padding"
+            )
         if self.training.proof is not None:
             if self.data.kind == "events":
                 raise ValueError(
@@ -338,7 +396,11 @@ class Experiment(Frozen):
         data = experiment.data
         if data.path is not None:
             data = data.model_copy(update={"path": (path.parent / data.path).resolve()})
-        return experiment.model_copy(update={"data": data})
+        training = experiment.training
+        if training.teacher is not None:
+            run = (path.parent / training.teacher.run).resolve()
+            training = training.model_copy(update={"teacher": training.teacher.model_copy(update={"run": run})})
+        return experiment.model_copy(update={"data": data, "training": training})
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:

@@ -27,8 +27,8 @@ from wane.training.data import Corpus
 from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosses, spread_positions, window_hidden
 from wane.training.group import ALONE
 from wane.training.lanes import SessionLanes
+from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
 from wane.training.ranking import RankingMetrics, Rankings, best_of, metrics_of, ranks_of
-from wane.training.sampled_softmax import LOGITS_AT_ONCE, full_losses
 from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128

@@ -23,10 +23,12 @@ from wane.training.device import choose_device
 from wane.training.errors import RunError
 from wane.training.group import ALONE, Group
 from wane.training.lanes import Batch, Lanes, lanes_of
+from wane.training.losses.sampled_softmax import SampledSoftmax, full_losses, token_losses
+from wane.training.losses.teacher import Teacher
 from wane.training.proof import ProofPressure
 from wane.training.run_folder import RunFolder, kept_name
-from wane.training.sampled_softmax import SampledSoftmax, full_losses, token_losses
 from wane.training.schedule import learning_rate
+from wane.training.weight_average import WeightAverage
 
 LOG_EVERY = 50
 
@@ -61,15 +63,23 @@ class Trainer:
             self.device = choose_device(self.config.device, group)
             torch.manual_seed(self.config.seed)
             architecture = experiment.model.architecture(corpus.vocabulary.size)
-            self.network = Network(architecture, experiment.model.dropout).to(self.device)
+            self.network = Network(
+                architecture,
+                experiment.model.dropout,
+                embedding_dropout=experiment.model.embedding_dropout,
+                weight_dropout=experiment.model.weight_dropout,
+                locked=experiment.model.locked,
+            ).to(self.device)
             self.constraints = experiment.model.contractions, experiment.model.spectral_limit
             project(self.network, *self.constraints)
             self.pressure = ProofPressure(self.network, self.config.proof) if self.config.proof is not None else None
             self.optimizer = self._optimizer()
+            self.average = WeightAverage(self.network)
             self.train_lanes = self._lanes("train", self._train_width(), self.config.seed)
             self.valid_lanes = self._lanes("valid", self._valid_width(), None)
             self.cache = CacheTraining.of(experiment, corpus, self.device)
             self.sampled = self._sampled_softmax()
+            self.teacher = self._teacher()
         self.step = self.step_tokens = 0
         self.state = self.network.zero_state(self.train_lanes.count)
         self.best_loss, self.best_step = math.inf, 0
@@ -98,6 +108,7 @@ class Trainer:
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
                 record: dict[str, object] = {"step": self.step, "loss": loss, "learning_rate": rate}
                 self._log(record | ({} if self.proved is None else {"proved": self.proved}))
+            self._average()
             evaluated = self.step % self.config.evaluate_every == 0 or last
             valid_loss = self._validate() if evaluated else None
             self._maybe_decay()
@@ -119,11 +130,12 @@ class Trainer:
         self.group.seed_noise(self.config.seed, self.step)
         with self._autocast():
             hidden, self.state = self.parallel(batch.inputs, state)
-            losses = self._losses(batch, hidden)
+            losses = self._losses(batch, hidden, carried)
         positions = batch.chosen_positions()
         losses = losses if self.cache is None else self.cache.losses("train", positions, losses)
         loss = losses.mean() if losses.numel() else hidden.sum() * 0
         means = [loss.item()]
+        loss = loss + self._penalty(hidden)
         if self.pressure is not None:
             shares = None if self.cache is None else self.cache.shares("train", batch.positions[-1])
             pressed, proved = self.pressure(self.step, shares)
@@ -146,8 +158,23 @@ class Trainer:
             project(self.network, *self.constraints)
         return value
 
-    @torch.no_grad()
+    def _average(self) -> None:
+        """Adds the weights to their average in the last steps, of which `averaged` is the share. A run that is resumed
+        with more steps begins the average again if it has earlier weights."""
+        begin = self.end * (1 - self.config.averaged)
+        if self.step - self.average.count <= begin:
+            self.average.clear()
+        if self.step > begin:
+            self.average.add()
+
     def _validate(self) -> float:
+        """Returns the mean loss of the weights, or of their average if there is one, over the validation split."""
+        project(self.network, *self.constraints)
+        with self.average.in_place():
+            return self._validate_weights()
+
+    @torch.no_grad()
+    def _validate_weights(self) -> float:
         """Returns the mean loss over the validation split, in the regime (recurrent or truncated) of the training.
         Saves the weights if the loss is the lowest so far.
 
@@ -203,13 +230,30 @@ class Trainer:
         cache.model = fitted
         return loss
 
-    def _losses(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Returns -log p of each target that is not padding, or its estimate by the sampled softmax. hidden: (T, lanes,
-        H)."""
+    def _losses(self, batch: Batch, hidden: Tensor, carried: bool) -> Tensor:
+        """Returns -log p of each target that is not padding, or its estimate by the sampled softmax, or its mixture
+        with the teacher's predictions. hidden: (T, lanes, H). carried: whether the batch continues the batch before."""
         hidden, targets = batch.chosen(hidden), batch.chosen(batch.targets)
+        if self.teacher is not None:
+            return self.teacher.losses(batch, self.network.logits(hidden), carried)
         if self.sampled is None:
             return token_losses(self.network.logits(hidden), targets)
         return self.sampled.losses(self.network, hidden.flatten(0, -2), targets.flatten()).view_as(targets)
+
+    def _penalty(self, hidden: Tensor) -> Tensor | float:
+        """Returns the penalties of large and of fast activations (Merity et al. 2017, arXiv 1708.02182, section 4.6).
+        hidden: (T, lanes, H)."""
+        penalty: Tensor | float = 0.0
+        if self.config.activation_penalty:
+            penalty = self.config.activation_penalty * hidden.float().square().mean()
+        if self.config.slowness_penalty and len(hidden) > 1:
+            penalty = penalty + self.config.slowness_penalty * hidden.float().diff(dim=0).square().mean()
+        return penalty
+
+    def _teacher(self) -> Teacher | None:
+        if self.config.teacher is None:
+            return None
+        return Teacher(self.config.teacher, self.corpus, self.train_lanes.count, self.device)
 
     def _sampled_softmax(self) -> SampledSoftmax | None:
         if not self.config.negatives:
@@ -244,7 +288,7 @@ class Trainer:
         ]
         if self.config.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=self.config.learning_rate)
-        return torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=(0.9, 0.99))
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=(0.9, 0.99), fused=True)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
@@ -300,7 +344,9 @@ class Trainer:
                 "step": self.step,
                 "network": self.network.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
+                "average": self.average.state(),
                 "state": self.group.gather(self.state),
+                "teacher": [] if self.teacher is None else self.group.gather(self.teacher.state),
                 "best_loss": self.best_loss,
                 "best_step": self.best_step,
                 "decay_start": self.decay_start,
@@ -318,8 +364,12 @@ class Trainer:
         that was set when it began, even if `steps` has changed."""
         self.network.load_state_dict(saved["network"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        if "average" in saved:
+            self.average.restore(saved["average"])
         self.step = saved["step"]
         self.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["state"]]
+        if self.teacher is not None:
+            self.teacher.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["teacher"]]
         self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
         self.wall_s = saved["wall_s"]
         if self.cache is not None:

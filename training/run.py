@@ -174,15 +174,10 @@ def open_run(path: Path, data: Path | None) -> Trained:
     if experiment.training.threads is not None:
         torch.set_num_threads(experiment.training.threads)
     corpus = _load_again(folder, experiment)
-    best = folder.load("best.pt")
     folder.check_data(folder.load("checkpoint.pt"), corpus.hashes)
-    network = Network(experiment.model.architecture(corpus.vocabulary.size))
-    try:
-        network.load_weights(best["weights"])
-    except (KeyError, RuntimeError) as error:
-        raise RunError(f"{path / 'best.pt'} does not fit the experiment: {error}") from error
+    network, best = folder.network(corpus.vocabulary.size)
     cache = CacheModel.model_validate_json(best["cache"]) if "cache" in best else None
-    return Trained(folder, experiment, corpus, network.eval(), best["step"], cache)
+    return Trained(folder, experiment, corpus, network, best["step"], cache)
 
 
 def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
@@ -390,7 +385,7 @@ def _provenance(run: Trained) -> Provenance:
     return Provenance(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=origins[0].command,
-        config=run.experiment.model_dump(mode="json", exclude={"data": {"path"}}),
+        config=run.experiment.model_dump(mode="json", exclude={"data": {"path"}, "training": {"teacher": {"run"}}}),
         seed=run.experiment.training.seed,
         steps=saved["step"],
         best_step=run.best_step,

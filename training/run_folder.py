@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from wane.models.manifest import Quality
+from wane.models.networks import Network
 from wane.training.config import Experiment
 from wane.training.data import Corpus
 from wane.training.errors import ResumeError, RunError
@@ -144,6 +145,16 @@ class RunFolder:
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ResumeError(f"{self.path / name} is damaged: {error}") from error
         return saved
+
+    def network(self, vocabulary_size: int) -> tuple[Network, dict[str, Any]]:
+        """Returns the network with the best weights, and the record of `best.pt`. Raises ResumeError or RunError."""
+        best = self.load("best.pt")
+        network = Network(self.experiment().model.architecture(vocabulary_size))
+        try:
+            network.load_weights(best["weights"])
+        except (KeyError, RuntimeError) as error:
+            raise RunError(f"{self.path / 'best.pt'} does not fit the experiment: {error}") from error
+        return network.eval(), best
 
     def check_data(self, checkpoint: dict[str, Any], hashes: dict[str, str]) -> None:
         """Raises ResumeError unless the run was trained on the files with these names and SHA-256 hashes."""

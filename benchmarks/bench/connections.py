@@ -64,6 +64,22 @@ class HttpAnswers:
         return body
 
 
+class HttpConnection:
+    """One open connection of HTTP/1.1."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = connect(port)
+        self._answers = HttpAnswers()
+
+    def send(self, request: bytes) -> None:
+        """Sends a request made by `http_request`."""
+        self.socket.sendall(request)
+
+    def receive(self) -> bytes | None:
+        """Reads from the socket once. Returns the body of an answer if one is complete, else None. Raises BadAnswer."""
+        return self._answers.receive(self.socket.recv(READ_AT_ONCE))
+
+
 class WebSocket:
     """One open WebSocket. It handles only unfragmented text messages and answers pings."""
 

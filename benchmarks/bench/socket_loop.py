@@ -1,5 +1,5 @@
-"""Closed loop over WebSockets: a client sends the next message on a WebSocket after it has received the answer to the
-last message."""
+"""Closed loop over WebSockets or HTTP: a client sends the next message on a connection after it has received the answer
+to the last message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 
-from benchmarks.bench.connections import BadAnswer, WebSocket
+from benchmarks.bench.connections import BadAnswer, HttpConnection, WebSocket
 from benchmarks.bench.open_loop import TIMEOUT_S, summary
 from benchmarks.bench.results import Timed
 
@@ -19,12 +19,18 @@ def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: byte
     Raises BadAnswer if an answer does not contain `wanted`, or if no answer arrives on any WebSocket within ten
     seconds.
     """
-    sockets = [WebSocket(port, path) for path in paths]
+    return closed_loop([WebSocket(port, path) for path in paths], frames, wanted, seconds)
+
+
+def closed_loop(
+    sockets: Sequence[WebSocket | HttpConnection], frames: Iterator[bytes], wanted: bytes, seconds: float
+) -> Timed:
+    """Runs the loop of `drive` on open connections, and closes them. Raises BadAnswer."""
     latencies: list[float] = []
     with selectors.DefaultSelector() as selector:
         try:
             begun = time.perf_counter()
-            sent: dict[WebSocket, float] = {}
+            sent: dict[WebSocket | HttpConnection, float] = {}
             for opened in sockets:
                 selector.register(opened.socket, selectors.EVENT_READ, opened)
                 sent[opened] = time.perf_counter()

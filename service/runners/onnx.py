@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import onnxruntime
@@ -119,10 +120,14 @@ def _share_arena() -> None:
 
 
 def open_session(
-    model: Path | bytes, cuda: bool, threads: int, weights: Path | None = None
+    model: Path | bytes,
+    cuda: bool,
+    threads: int,
+    weights: Path | None = None,
+    cuda_options: Mapping[str, str] = MappingProxyType({}),
 ) -> onnxruntime.InferenceSession:
     """Opens an inference session for one graph, which is a file or the bytes of a file. weights: the folder of the
-    weights file, if `model` is bytes."""
+    weights file, if `model` is bytes. cuda_options: more options of onnxruntime's CUDA provider."""
     options = onnxruntime.SessionOptions()
     # A run is a chain of small matrix products. More than two threads cost more in synchronisation than they gain.
     # Parallelism comes from batching and replicas.
@@ -144,5 +149,6 @@ def open_session(
     options.log_severity_level = 3
     # Disables TensorFloat-32. It keeps ten mantissa bits of each factor, too few for the certified agreement and
     # bounds.
-    providers: list[Any] = [(CUDA, {"device_id": CUDA_DEVICE, "use_tf32": "0"}), CPU] if cuda else [CPU]
+    exact = {"device_id": CUDA_DEVICE, "use_tf32": "0"}
+    providers: list[Any] = [(CUDA, {**exact, **cuda_options}), CPU] if cuda else [CPU]
     return onnxruntime.InferenceSession(model, options, providers=providers)

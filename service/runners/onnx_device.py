@@ -11,10 +11,13 @@ devices, `OnnxRunner` is faster.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain, repeat
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +31,7 @@ from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, OnnxSession
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
     HIDDEN,
+    HIDDENS,
     LOG_SUM_EXP,
     RADIUS,
     TOP_IDS,
@@ -40,6 +44,8 @@ from wane.service.runners.runner import (
     StateMemory,
 )
 
+logger = logging.getLogger("wane.runner")
+
 IN_SLOTS = "slots."  # prefix of inputs: the array of all slots from which a graph gathers its input
 SLOTS = "slots"
 CHECK, LENGTH, FEW_LOGITS, FEW_IDS = "check", "length", "few_logits", "few_ids"
@@ -48,21 +54,43 @@ ADDED = (CHECK, LENGTH, FEW_LOGITS, FEW_IDS)
 COPIED = (*ADDED, LOG_SUM_EXP, RADIUS, "logprobs")
 """Outputs that every run copies to the host. The other outputs are copied when they are read."""
 
+PLACED = ("logprobs", HIDDENS)
+"""Outputs with a value for each token, (B, T, ...)."""
+
+PADDING = {"tokens": 0, "targets": 0, SLOTS: 0, "lengths": 1}
+"""The inputs of a run that are padded, and the values of their padding."""
+
 DTYPES: Mapping[str, DTypeLike] = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
 """The element types of the graphs' outputs."""
 
-BUCKETED: tuple[Role, ...] = ("step", "head")
-"""Graphs whose batch is padded to a power of two (`bucket`). The other graphs contain a loop, which a CUDA graph cannot
-contain."""
-
+CAPTURED: tuple[Role, ...] = ("step", "head")
+"""Graphs that run in `Buffers` and can be captured as CUDA graphs. The other graphs contain a loop, which a CUDA graph
+cannot contain."""
 
 KEPT = 2
 """The largest number of free buffers for each graph and each size of a batch."""
+
+MOST_CAPTURES = 64
+"""The largest number of CUDA graphs of one graph of the bundle: two for each of 15 sizes of a batch, and as many for
+other memories of states. Later runs are not captured."""
+
+GRAPH_ID = "gpu_graph_id"
+"""The option of a run that names the CUDA graph. The run with a new number is captured, and a run with a known number
+repeats that CUDA graph. The number UNCAPTURED does neither."""
+
+UNCAPTURED = -1
 
 
 def bucket(rows: int) -> int:
     """Returns the size to which a batch of `rows` items is padded: the next power of two."""
     return 1 << (rows - 1).bit_length()
+
+
+def length_bucket(tokens: int) -> int:
+    """Returns the length to which sequences of `tokens` tokens are padded: the next multiple of an eighth of the next
+    power of two. A loop over the tokens becomes at most a quarter longer."""
+    part = max(1, bucket(tokens) // 8)
+    return -(-tokens // part) * part
 
 
 class Device(NamedTuple):
@@ -98,12 +126,18 @@ def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None
 class Buffers:
     """The inputs and outputs of one run of a padded batch, in memory on the device that later runs reuse.
 
-    A CUDA graph can be captured for these buffers, because their addresses do not change.
+    Their addresses do not change, so a run can be captured as a CUDA graph. This graph also has the addresses of the
+    states that the run reads. Each memory of states therefore has a CUDA graph of its own.
     """
 
-    def __init__(self, session: onnxruntime.InferenceSession, size: int, device: Device) -> None:
-        """`session` runs a graph of BUCKETED from slots. size: the padded number of items."""
+    def __init__(
+        self, session: onnxruntime.InferenceSession, size: int, device: Device, numbers: Iterator[int]
+    ) -> None:
+        """`session` runs a graph of CAPTURED from slots. size: the padded number of items. numbers: the numbers of the
+        session's next CUDA graphs."""
         self._size = size
+        self._numbers = numbers
+        self._captures: dict[tuple[object, ...], onnxruntime.RunOptions] = {}
         self._inputs = {
             value.name: device.empty((size,), np.int64)
             for value in session.get_inputs()
@@ -117,22 +151,37 @@ class Buffers:
     def run(self, session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> None:
         """Runs the graph and overwrites `outputs`. inputs: states on the device, and int64 arrays (B) of the host."""
         binding = session.io_binding()
+        states = []
         for name, value in inputs.items():
             if name in self._inputs:
                 self._inputs[name].update_inplace(padded(value, self._size))
                 binding.bind_ortvalue_input(name, self._inputs[name])
             else:
                 binding.bind_ortvalue_input(name, value)
+                states.append(value)
         for name, value in self.outputs.items():
             binding.bind_ortvalue_output(name, value)
-        session.run_with_iobinding(binding)
+        session.run_with_iobinding(binding, self._capture(states))
+
+    def _capture(self, states: Sequence[onnxruntime.OrtValue]) -> onnxruntime.RunOptions:
+        """Returns the options of a run that reads the arrays `states`. A graph of arrays that were freed is never
+        repeated for others, unless these have the same addresses and shapes."""
+        key = tuple((value.data_ptr(), *value.shape()) for value in states)
+        if key not in self._captures:
+            number = next(self._numbers)
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry(GRAPH_ID, str(number))
+            if number == UNCAPTURED:
+                return options
+            self._captures[key] = options
+        return self._captures[key]
 
 
-def padded(values: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Returns an input of a run, int64 (B), padded with zeros to int64 (size). The padding therefore reads slot 0, and
-    its outputs are never read."""
-    found = np.zeros(size, np.int64)
-    found[: len(values)] = values
+def padded(values: NDArray[np.int64], size: int, fill: int = 0) -> NDArray[np.int64]:
+    """Returns an input of a run, int64 (B) or (B, T), padded with `fill` to `size` items, and to a `length_bucket` of
+    tokens. The padding reads slot 0, and its outputs are never read."""
+    found = np.full((size, *map(length_bucket, values.shape[1:])), fill, np.int64)
+    found[tuple(map(slice, values.shape))] = values
     return found
 
 
@@ -189,11 +238,14 @@ class DeviceOutputs(Outputs):
         rows: NDArray[np.int64],
         take: TakeSessions,
         lease: Lease | None = None,
+        places: int | None = None,
     ) -> None:
         """on_device and copied: the outputs on the device and on the host, with padding. rows: int64 (B), the rows of
-        the batch's items. lease: the lease of the outputs' memory; None if each run allocates its own memory."""
+        the batch's items. lease: the lease of the outputs' memory; None if each run allocates its own memory. places:
+        the number T of tokens without padding, for the outputs (B, T, ...)."""
         super().__init__({})
         self._lease = lease
+        self._places = places
         self.on_device = on_device
         self.rows = rows
         self._copied = copied
@@ -203,7 +255,7 @@ class DeviceOutputs(Outputs):
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
             if name not in self.on_device:
-                values = self._copied[name][self.rows]
+                values = self._unpadded(name, self._copied[name][self.rows])
             elif name == TOP_IDS:
                 values = self._taken_top(self.most)[0]
             else:
@@ -235,8 +287,11 @@ class DeviceOutputs(Outputs):
         bind_array(binding, "rows", rows)
         binding.bind_output("found", "cpu")
         self._take.rows.run_with_iobinding(binding)
-        taken: Array = binding.get_outputs()[0].numpy()
-        return taken
+        return self._unpadded(name, binding.get_outputs()[0].numpy())
+
+    def _unpadded(self, name: str, values: Array) -> Array:
+        """Returns rows of an output without the places that are padding."""
+        return values[:, : self._places] if name in PLACED else values
 
     def _taken_top(self, count: int) -> tuple[Array, Array]:
         """Copies the ids and the logits of the `count` largest logits of every row to the host."""
@@ -253,13 +308,13 @@ class DeviceOutputs(Outputs):
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
         """See `Outputs`. Copies nothing."""
-        return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take, self._lease)
+        return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take, self._lease, self._places)
 
     def only(self, names: Collection[str]) -> Outputs:
         """See `Outputs`. Copies nothing."""
         values = {name: value for name, value in self.on_device.items() if name in names}
         copied = {name: value for name, value in self._copied.items() if name in names or name in ADDED}
-        return DeviceOutputs(values, copied, self.rows, self._take, self._lease)
+        return DeviceOutputs(values, copied, self.rows, self._take, self._lease, self._places)
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
@@ -399,6 +454,9 @@ class DeviceMemory:
 class DeviceRunner(OnnxSessions):
     """Runs a bundle's graphs from states that stay on the device."""
 
+    cuda_options: Mapping[str, str] = MappingProxyType({})
+    """Options of onnxruntime's CUDA provider, in addition to those of `open_session`."""
+
     def __init__(
         self,
         bundle: Bundle,
@@ -406,13 +464,17 @@ class DeviceRunner(OnnxSessions):
         threads: int,
         *,
         padded: bool | None = None,
+        captured: bool = True,
     ) -> None:
-        """See `OnnxSessions`. padded: whether the batches of the graphs of BUCKETED are padded to a power of two, so
-        that one CUDA graph can be captured for each of these sizes. By default they are padded on CUDA only, because
-        the padding takes time on a CPU."""
+        """See `OnnxSessions`. padded: whether batches are padded to a power of two, and sequences to a `length_bucket`.
+        By default they are padded on CUDA only, because the padding takes time on a CPU. captured: whether the padded
+        runs of the graphs of CAPTURED are captured as CUDA graphs, one for each size of a batch. The CPU never captures
+        a run."""
         from wane.models.slot_graphs import rows_graph, top_graph
 
         self._states = [tensor.name for tensor in bundle.manifest.state]
+        self._numbers: dict[Role, Iterator[int]] = defaultdict(lambda: repeat(UNCAPTURED))
+        self._wants_captures = captured
         super().__init__(bundle, device, threads)
         self._on = Device(self.device, threads)
         self._padded = self.device == "cuda" if padded is None else padded
@@ -420,10 +482,21 @@ class DeviceRunner(OnnxSessions):
         self._free = defaultdict[tuple[Role, int], FreeBuffers](FreeBuffers)
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
+        graph = self._graph(bundle, role)
+        if self._wants_captures and role in CAPTURED:
+            session = open_session(graph, cuda, threads, bundle.path, {**self.cuda_options, "enable_cuda_graph": "1"})
+            if not cuda or session.get_providers()[0] == CUDA:
+                self._numbers[role] = chain(range(1, MOST_CAPTURES + 1), repeat(UNCAPTURED))
+                return session
+            # onnxruntime refuses to capture a graph if a part of it would run on the CPU.
+            logger.warning("the graph %s of %s runs without CUDA graphs", role, bundle.manifest.name)
+        return open_session(graph, cuda, threads, bundle.path, self.cuda_options)
+
+    def _graph(self, bundle: Bundle, role: Role) -> bytes:
+        """Returns the graph that runs for a graph of the bundle."""
         from wane.models.slot_graphs import from_slots
 
-        graph = from_slots(bundle.graph_path(role), self._inputs(role))
-        return open_session(graph, cuda, threads, bundle.path)
+        return from_slots(bundle.graph_path(role), self._inputs(role))
 
     def _inputs(self, role: Role) -> Sequence[str]:
         """Returns the names of the inputs that a graph gathers from slots."""
@@ -449,15 +522,18 @@ class DeviceRunner(OnnxSessions):
                 inputs[IN_SLOTS + name] = inputs.pop(name)
                 inputs.setdefault(SLOTS, np.arange(len(inputs[IN_SLOTS + name])))
         count = len(inputs[SLOTS] if role == "head" else inputs["tokens"])
-        if self._padded and role in BUCKETED:
+        places = None if role in CAPTURED else inputs["tokens"].shape[1]
+        if self._padded:
             for name in {"tokens", SLOTS} & inputs.keys():
                 if len(inputs[name]) != count:
                     raise ValueError(f"{name} has {len(inputs[name])} items, but the batch has {count}")
             # The states are arrays of the host in the checks of a bundle, and for the most probable tokens at each
             # place of a text.
-            if isinstance(inputs[IN_SLOTS + self._inputs(role)[0]], onnxruntime.OrtValue):
+            if role in CAPTURED and isinstance(inputs[IN_SLOTS + self._inputs(role)[0]], onnxruntime.OrtValue):
                 return self._run_in_buffers(role, inputs, count)
-            inputs |= {name: padded(inputs[name], bucket(count)) for name in {"tokens", SLOTS} & inputs.keys()}
+            inputs |= {
+                name: padded(inputs[name], bucket(count), fill) for name, fill in PADDING.items() if name in inputs
+            }
         session = self._sessions[role]
         binding = session.io_binding()
         for name, value in inputs.items():
@@ -474,13 +550,13 @@ class DeviceRunner(OnnxSessions):
         session.run_with_iobinding(binding)
         found = dict(zip(names, binding.get_outputs(), strict=True))
         copied = {name: found.pop(name).numpy() for name in names if name in COPIED}
-        return DeviceOutputs(found, copied, np.arange(count), self._take)
+        return DeviceOutputs(found, copied, np.arange(count), self._take, places=places)
 
     def _run_in_buffers(self, role: Role, inputs: Mapping[str, Any], count: int) -> Outputs:
-        """Runs a graph of BUCKETED with padded inputs, in buffers that no earlier result uses."""
+        """Runs a graph of CAPTURED with padded inputs, in buffers that no earlier result uses."""
         size, session = bucket(count), self._sessions[role]
         free = self._free[role, size]
-        buffers = free.take() or Buffers(session, size, self._on)
+        buffers = free.take() or Buffers(session, size, self._on, self._numbers[role])
         buffers.run(session, inputs)
         outputs = buffers.outputs
         copied = {name: value.numpy() for name, value in outputs.items() if name in COPIED}

@@ -8,7 +8,7 @@ import torch
 
 from wane.models.networks import Network
 from wane.training.config import ModelConfig
-from wane.training.sampled_softmax import POWER, SampledSoftmax, full_losses, token_losses
+from wane.training.losses.sampled_softmax import POWER, SampledSoftmax, full_losses, token_losses
 
 SIZE = 40
 COUNTS = torch.arange(SIZE).flip(0)
@@ -79,7 +79,7 @@ def test_tokens_are_drawn_by_a_power_of_their_counts() -> None:
 def test_pieces_of_an_evaluation_have_the_losses_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, hidden, targets = case()
     whole = token_losses(model.logits(hidden), targets)
-    monkeypatch.setattr("wane.training.sampled_softmax.LOGITS_AT_ONCE", 7 * SIZE)
+    monkeypatch.setattr("wane.training.losses.sampled_softmax.LOGITS_AT_ONCE", 7 * SIZE)
     assert torch.allclose(full_losses(model, hidden, targets), whole, atol=1e-6)
 
 

@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.gpu.copies import Copies
 from tests.models.bundles import PROVENANCE, words_tokenizer
 from tests.models.random_models import architecture, random_weights
 from tests.service.engine_harness import WIDTH, FixedProfile
@@ -23,6 +24,7 @@ from tests.service.runners.test_onnx import NoSession
 from tests.service.shipped import PATHS, each_bundle, opened
 from wane.models.bundle import Bundle, verify_graphs
 from wane.models.export import export_bundle
+from wane.models.manifest import Role
 from wane.models.parity import log_softmax
 from wane.models.reference import Reference
 from wane.service.batching import batch
@@ -34,7 +36,17 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners import onnx_device
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
-from wane.service.runners.onnx_device import DeviceOutputs, DeviceRunner, bucket, open_runner
+from wane.service.runners.onnx_device import (
+    GRAPH_ID,
+    MOST_CAPTURES,
+    PLACED,
+    UNCAPTURED,
+    DeviceOutputs,
+    DeviceRunner,
+    bucket,
+    length_bucket,
+    open_runner,
+)
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
 from wane.service.sessions.stores.memory import MemoryStore
@@ -103,6 +115,12 @@ def test_the_graphs_agree_with_the_oracle(path: Path, device: Device) -> None:
 @pytest.mark.parametrize(("rows", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (65, 128)])
 def test_a_bucket_is_the_next_power_of_two(rows: int, padded: int) -> None:
     assert bucket(rows) == padded
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(1, 1), (7, 7), (9, 10), (16, 16), (17, 20), (64, 64), (129, 160)])
+def test_a_sequence_becomes_at_most_a_quarter_longer(tokens: int, padded: int) -> None:
+    assert length_bucket(tokens) == padded
+    assert all(length <= length_bucket(length) <= 1.25 * length for length in range(1, 2000))
 
 
 @each_device
@@ -191,6 +209,148 @@ def test_padded_runs_reuse_memory_that_no_result_uses() -> None:
     assert (third["logits"] == second["logits"]).all()
     del part
     assert step(0).on_device["logits"].data_ptr() == addresses[0]
+
+
+@pytest.mark.parametrize("role", ["window", "advance", "scan"])
+def test_sequences_are_padded_and_their_outputs_are_not(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, padded = on_device(PATHS[0])
+    bare = DeviceRunner(bundle, "cpu", threads=1, padded=False)
+    tokens, lengths = random_tokens(bundle, 3, 9), np.array([9, 2, 5])
+    seen: list[tuple[int, ...]] = []
+    bind = onnxruntime.IOBinding.bind_cpu_input
+
+    def recorded(binding: onnxruntime.IOBinding, name: str, values: NDArray[Any]) -> None:
+        if name in ("tokens", "lengths", "targets", "slots"):
+            seen.append(values.shape)
+        bind(binding, name, values)
+
+    monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", recorded)
+    found = []
+    for runner in (padded, bare):
+        feeds: dict[str, Any] = {"tokens": tokens, "lengths": lengths}
+        if role != "window":
+            feeds |= make_pool(bundle, runner).gather([ZERO] * 3)
+        if role == "scan":
+            feeds["targets"] = tokens
+        found.append(runner.run(role, feeds))
+    wide, deep = (seen[: len(seen) // 2], seen[len(seen) // 2 :])
+    assert set(wide) == ({(4, 10), (4,)}), "the padded runner"
+    assert set(deep) == ({(3, 9), (3,)}), "the runner without padding"
+    for name in found[1]:
+        one, other = found[0][name], found[1][name]
+        assert one.shape == other.shape
+        for row, length in enumerate(lengths):
+            cut = (row, slice(length)) if name in PLACED else row
+            np.testing.assert_allclose(one[cut], other[cut], rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(found[0].row(name, 1), one[1])
+        assert (found[0].part(np.array([2, 0]))[name] == one[[2, 0]]).all()
+    assert found[0].finite.all()
+
+
+class ReplayingSession:
+    """Stands in for a session of onnxruntime that captures CUDA graphs. A run with a new number is captured. A run with
+    a known number reads and writes the memory of the captured run, whatever memory is bound to the new run."""
+
+    def __init__(self, session: onnxruntime.InferenceSession) -> None:
+        self._session = session
+        self.captured: dict[str, onnxruntime.IOBinding] = {}
+        self.numbers: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
+        number = "-1" if options is None else options.get_run_config_entry(GRAPH_ID)
+        self.numbers.append(number)
+        captured = binding if number == "-1" else self.captured.setdefault(number, binding)
+        self._session.run_with_iobinding(captured)
+
+
+def replaying(bundle: Bundle) -> tuple[DeviceRunner, dict[Role, ReplayingSession]]:
+    """Returns a runner on the CPU whose sessions capture runs, and these sessions."""
+    runner = DeviceRunner(bundle, "cpu", threads=1, padded=True)
+    sessions = {role: ReplayingSession(session) for role, session in runner._sessions.items()}
+    runner._sessions.update(sessions)
+    return runner, sessions
+
+
+def test_runs_that_repeat_captured_graphs_have_the_answers_and_states_of_other_runs() -> None:
+    bundle = opened(PATHS[0])[0]
+    captured, sessions = replaying(bundle)
+    plain = DeviceRunner(bundle, "cpu", threads=1, padded=True, captured=False)
+    random = np.random.default_rng(4)
+    answers: list[list[NDArray[Any]]] = []
+    ends = []
+    for runner in (captured, plain):
+        random = np.random.default_rng(4)
+        pool = make_pool(bundle, runner)
+        slots = np.array([pool.acquire() for _ in range(8)])
+        scratch = pool.memory.scratch(8)
+        scratch.copy(range(8), pool.memory, slots)
+        held: list[Outputs] = []  # results whose memory no other run may use
+        found = []
+        for turn in range(30):
+            count = int(random.integers(1, 9))
+            chosen = random.permutation(8)[:count]
+            tokens = random.integers(bundle.manifest.vocabulary.size, size=count)
+            memory, places = (scratch, chosen) if turn % 3 == 2 else (pool.memory, slots[chosen])
+            outputs = runner.run("step", {"tokens": tokens, **memory.gather(places)})
+            memory.write(places, outputs)
+            heads = runner.run("head", memory.gather_hidden(places))
+            found += [outputs["logits"], heads["logits"], outputs[HIDDEN]]
+            held = [*held, outputs][-(turn % 4) :] if turn % 4 else []
+        found += [outputs["logits"] for outputs in held]
+        answers.append(found)
+        ends.append(list(pool.read(slots).values()) + list(scratch.read(range(8)).values()))
+    for one, other in zip(*answers, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_array_equal(one, other)
+    step = sessions["step"]
+    assert len(step.numbers) == 30 and "-1" not in step.numbers
+    assert 8 <= len(step.captured) <= 24, "four sizes, two memories, and one to three buffers of each"
+    sizes = {number: binding.get_outputs()[0].shape()[0] for number, binding in step.captured.items()}
+    assert set(sizes.values()) == {1, 2, 4, 8}
+
+
+def test_only_a_bounded_number_of_runs_is_captured_and_no_loop() -> None:
+    bundle = opened(PATHS[0])[0]
+    runner, sessions = replaying(bundle)
+    pool = make_pool(bundle, runner)
+    memories = [pool.memory.scratch(2) for _ in range(MOST_CAPTURES + 3)]
+    for memory in memories:
+        runner.run("step", {"tokens": np.array([3]), **memory.gather([0])})
+    assert sessions["step"].numbers == [*map(str, range(1, MOST_CAPTURES + 1)), "-1", "-1", "-1"]
+    runner.run("step", {"tokens": np.array([3]), **memories[5].gather([1])})
+    assert sessions["step"].numbers[-1] == "6", "the other slot of a memory repeats its graph"
+    run([Work("advance", random_tokens(bundle, 4), read=ZERO, write=START)], pool, runner)
+    run([Work("window", random_tokens(bundle, 4))], pool, runner)
+    assert sessions["advance"].numbers == sessions["window"].numbers == ["-1"]
+
+
+def test_a_graph_that_cannot_be_captured_runs_without_cuda_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """onnxruntime opens a session on the CPU if it refuses to capture a graph."""
+    opened_with: list[tuple[bool, str]] = []
+
+    class Refusing(NoSession):
+        def __init__(self, path: Path, options: object, providers: list[Any]) -> None:
+            (name, chosen), _ = providers
+            self._provider = CPU if "enable_cuda_graph" in chosen else name
+            opened_with.append(("enable_cuda_graph" in chosen, chosen["use_tf32"]))
+
+        def get_providers(self) -> list[str]:
+            return [self._provider]
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Refusing)
+    runner = DeviceRunner(Bundle.read(PATHS[0]), "cuda", threads=1)
+    assert runner.device == "cuda"
+    assert opened_with.count((True, "0")) == 2, "step and head"
+    assert opened_with.count((False, "0")) == 5 + 2, "every graph, and the two that take rows"
+    assert "runs without CUDA graphs" in caplog.text
+    assert next(runner._numbers["step"]) == UNCAPTURED
 
 
 def test_the_inputs_of_a_padded_batch_have_equal_lengths() -> None:
@@ -362,44 +522,6 @@ async def test_answers_agree_with_the_oracle(path: Path, device: Device, make_en
 # Bytes between the host and the device
 
 
-class Copies:
-    """Counts the bytes that are copied between the host and the device. It stands in for the functions of onnxruntime
-    that copy arrays, and fails if a run passes arrays of the host in another way."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.to_device = self.to_host = 0
-        bind, fetch = onnxruntime.IOBinding.bind_cpu_input, onnxruntime.OrtValue.numpy
-        update = onnxruntime.OrtValue.update_inplace
-
-        def counted_bind(binding: onnxruntime.IOBinding, name: str, values: NDArray[Any]) -> None:
-            self.to_device += values.nbytes
-            bind(binding, name, values)
-
-        def counted_update(value: onnxruntime.OrtValue, values: NDArray[Any]) -> None:
-            self.to_device += values.nbytes
-            update(value, values)
-
-        def counted_fetch(value: onnxruntime.OrtValue) -> NDArray[Any]:
-            found: NDArray[Any] = fetch(value)
-            self.to_host += found.nbytes
-            return found
-
-        def no_run(*_: object) -> None:
-            raise AssertionError("the run used no I/O binding, so it copied every input and output")
-
-        monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", counted_bind)
-        monkeypatch.setattr(onnxruntime.OrtValue, "update_inplace", counted_update)
-        monkeypatch.setattr(onnxruntime.OrtValue, "numpy", counted_fetch)
-        monkeypatch.setattr(onnxruntime.InferenceSession, "run", no_run)
-
-    def take(self) -> tuple[int, int]:
-        """Returns the number of bytes that were copied to the device since the last call of this method, and the number
-        of bytes that were copied to the host."""
-        found = self.to_device, self.to_host
-        self.to_device = self.to_host = 0
-        return found
-
-
 def random_bundle(path: Path, hidden: int) -> Bundle:
     """Makes a bundle of a model with random weights. `hidden` is the number of units in each layer."""
     model = architecture("lstm", layers=2, hidden=hidden, embedding=hidden)
@@ -422,41 +544,38 @@ def random_bundle(path: Path, hidden: int) -> Bundle:
     return Bundle.open(path)
 
 
-def test_only_the_requested_number_of_largest_logits_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_number_of_largest_logits_is_copied() -> None:
     bundle, runner = on_device(PATHS[0])
     pool = make_pool(bundle, runner)
     tokens = random_tokens(bundle, 3)
     outputs = Outputs.of(runner.run("step", {"tokens": tokens, **pool.gather([ZERO] * 3)}))
-    copies = Copies(monkeypatch)
-    outputs.largest(1, 5)
-    copies.take()
-    found = outputs.largest(1, 9)  # copied for all rows at once, because the other rows probably need them, too
-    assert copies.take() == (3 * 8 + 8, 3 * 9 * (4 + 8))
+    with Copies() as copies:
+        outputs.largest(1, 5)
+        copies.take()
+        found = outputs.largest(1, 9)  # copied for all rows at once, because the other rows probably need them, too
+        assert copies.take() == (3 * 8 + 8, 3 * 9 * (4 + 8))
     assert found is not None and found.ids == outputs["top_ids"][1, :9].tolist()
 
 
-def test_a_comparison_of_states_copies_one_number_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_of_states_copies_one_number_for_each_pair() -> None:
     bundle, runner = on_device(PATHS[0])
     pool = make_pool(bundle, runner)
-    copies = Copies(monkeypatch)
-    pool.memory.differences([ZERO, ZERO, ZERO], [2, 3, 4])
-    assert copies.take() == (2 * 3 * 8, 3 * 4)
-    pool.memory.unit_differences([ZERO, ZERO, ZERO], [2, 3, 4])
-    assert copies.take() == (2 * 3 * 8, pool.slot_bytes - 4 * bundle.manifest.architecture.hidden)
+    with Copies() as copies:
+        pool.memory.differences([ZERO, ZERO, ZERO], [2, 3, 4])
+        assert copies.take() == (2 * 3 * 8, 3 * 4)
+        pool.memory.unit_differences([ZERO, ZERO, ZERO], [2, 3, 4])
+        assert copies.take() == (2 * 3 * 8, pool.slot_bytes - 4 * bundle.manifest.architecture.hidden)
 
 
-async def test_steps_with_a_cache_copy_logits_but_no_states(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_steps_with_a_cache_copy_logits_but_no_states(make_engine: MakeEngine) -> None:
     path = next(path for path in PATHS if opened(path)[0].manifest.cache is not None)
     bundle, runner = on_device(path)
     engine = make_engine(bundle, runner)
     sessions = [(await engine.create_session(mode=Mode.RECURRENT)).session for _ in range(5)]
     for _ in range(2):
-        copies = Copies(monkeypatch)
-        await asyncio.gather(*[engine.submit(StepRequest(session, (3,))) for session in sessions])
+        with Copies() as copies:
+            await asyncio.gather(*[engine.submit(StepRequest(session, (3,))) for session in sessions])
         to_device, to_host = copies.take()
-        monkeypatch.undo()
     # Tokens, slots and the summary are those of the padded batch of eight. The commit and the logits are of five rows.
     vocabulary, most = bundle.vocabulary.size, runner.top
     indexes = 2 * 5 * 8  # of the rows whose logits and ids are copied, and the number of ids
@@ -465,7 +584,7 @@ async def test_steps_with_a_cache_copy_logits_but_no_states(
 
 
 async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
-    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_engine: MakeEngine
 ) -> None:
     counted: list[dict[str, tuple[int, int]]] = []
     for hidden in (8, 72):
@@ -474,8 +593,7 @@ async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
         session = (await engine.create_session(mode=Mode.RECURRENT)).session
         await engine.submit(StepRequest(session, (3,)))
         found: dict[str, tuple[int, int]] = {}
-        with monkeypatch.context() as patched:
-            copies = Copies(patched)
+        with Copies() as copies:
             await engine.submit(StepRequest(session, (3,)))
             found["step"] = copies.take()
             await engine.submit(StepRequest(session, (3, 4, 5)))

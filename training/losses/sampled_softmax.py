@@ -61,7 +61,12 @@ class SampledSoftmax:
         drawn = drawn.to(targets.device)
         weight, bias = network.head.weight, network.head.bias
         hidden = network.dropped(hidden)
-        of_target = (hidden * weight[targets]).sum(-1).float() + bias[targets].float()
-        of_drawn = functional.linear(hidden, weight[drawn], bias[drawn]).float() - correction
+        # One read of the rows of both, because the gradient of each read fills a matrix of the whole vocabulary.
+        rows, biases = weight[torch.cat([targets, drawn])], bias[torch.cat([targets, drawn])]
+        split = [len(targets), len(drawn)]
+        (target_rows, drawn_rows), (target_biases, drawn_biases) = rows.split(split), biases.split(split)
+        of_target = (hidden * target_rows).sum(-1).float() + target_biases.float()
+        of_drawn = functional.linear(hidden, drawn_rows, drawn_biases).float() - correction
         of_drawn = of_drawn.masked_fill(drawn == targets[:, None], -torch.inf)
-        return torch.logsumexp(torch.cat([of_target[:, None], of_drawn], 1), 1) - of_target
+        losses: Tensor = torch.logsumexp(torch.cat([of_target[:, None], of_drawn], 1), 1) - of_target
+        return losses
