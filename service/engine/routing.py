@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wane.models.manifest import Certificate
-from wane.service.engine.bounds import bound, meets
+from wane.service.engine.bounds import expected, meets
 from wane.service.types import Mode
 
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # faster than looking up the enum member on each use
@@ -50,7 +50,7 @@ def ways(
     is used if the bound that its run outputs meets the tolerance. Otherwise the second window is run. A model that is
     not certified runs all tokens. A k that covers all tokens becomes None.
     """
-    if not certificate.certified or certificate.rounding is None:
+    if not certificate.certified or not certificate.has_rounding:
         return (None,)
     tried = own if window is None else window
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
@@ -91,7 +91,7 @@ def rebuilt_from(
     certificate's curve at `own`, the model's default k, exceeds UNASKED.
     """
     k = None
-    if certificate.certified and certificate.rounding is not None:
+    if certificate.certified and certificate.has_rounding:
         k = _enough(certificate, position, window=None, own=own, largest=largest, tolerance=tolerance)
     if k is None or k >= held or cost(None) <= max(1 + used, COST_TOLERANCE) * cost(k):
         return None
@@ -104,9 +104,9 @@ def _enough(
     """Returns the k that `ways` describes, chosen from the certificate alone, before any run. None stands for all
     tokens."""
     if tolerance is None:
-        k = window or (own if meets(bound(certificate, own, position), UNASKED) else position)
+        k = window or (own if meets(expected(certificate, own, position), UNASKED) else position)
     elif window is not None:
-        k = window if meets(bound(certificate, window, position), tolerance) else position
+        k = window if meets(expected(certificate, window, position), tolerance) else position
     else:
         smallest = certificate.smallest_window(tolerance)
         k = smallest if smallest is not None and smallest <= largest else position

@@ -320,12 +320,12 @@ class Scorer:
     def _bounded(self) -> bool:
         """Whether the certificate gives any bound."""
         certificate = self._certificate
-        return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
+        return certificate.has_rounding and bool(certificate.error_bound or self.propagation)
 
     async def _moved(self, plan: ChunkPlan) -> float:
         """Returns the bound of the total variation that the measured differences at the joints can cause; 1 if it is
         unknown."""
-        rounding = self._certificate.rounding
+        rounding = self._certificate.between_runs()
         if self.propagation is None or rounding is None:
             return 1.0
         tokens = MAX_TOKENS if plan.apart is None else plan.apart
@@ -333,4 +333,4 @@ class Scorer:
         apart = await loop.run_in_executor(self._executor, self.propagation.apart, plan.joints, tokens)
         if apart is None:
             return 1.0
-        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.between_runs)))
+        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding)))

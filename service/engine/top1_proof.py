@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 
 from wane.models.certificate.interval_rounding import Matrix, roundoff
 from wane.models.certificate.mixture import SLACK, LogitMoves, first_is_proved
-from wane.models.certificate.request import RequestBound, WindowBound
+from wane.models.certificate.request import Evaluated, RequestBound, WindowBound
 from wane.models.certificate.top1 import Top1, variation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
@@ -277,7 +277,6 @@ class DirectionProof:
 
         `request`, `margin` and the graphs of `runner` must be made from `weights`.
         """
-        assert manifest.certificate.rounding is not None, "the certificate has no measured rounding: this is a bug"
         self._architecture = manifest.architecture
         self._margin = margin
         self._request = request
@@ -286,11 +285,13 @@ class DirectionProof:
         self._longest = float(np.sqrt((self._rows**2).sum(axis=1).max())) * OUTWARD
         self._bias = weights["head.bias"].astype(np.float64)
         self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
-        rounding = manifest.certificate.rounding
-        self._error = rounding.between_runs
+        rounding, self._readout = manifest.certificate.rounding, manifest.certificate.readout
         self._diameter = manifest.certificate.head_diameter
-        states = max(error.ball for error in rounding.states.values())
-        self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
+        self._error = self.rounding = 0.0
+        if rounding is not None:
+            self._error = rounding.between_runs
+            states = max(error.ball for error in rounding.states.values())
+            self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
 
     @classmethod
     def of(
@@ -301,8 +302,8 @@ class DirectionProof:
         margin: MarginProof,
         runner: Runner,
     ) -> DirectionProof | None:
-        """Returns the gradient proof; None if the graphs do not output a stream, or if no rounding was measured."""
-        if STREAM not in runner.outputs("window") or manifest.certificate.rounding is None:
+        """Returns the gradient proof; None if the graphs do not output a stream, or if nothing bounds the rounding."""
+        if STREAM not in runner.outputs("window") or not manifest.certificate.has_rounding:
             return None
         return cls(manifest, weights, request(), margin, runner)
 
@@ -323,9 +324,18 @@ class DirectionProof:
         if not np.isfinite(bound.radius[0]):
             return False, 1.0
         moves = self._top1.moves(bound, 0)
-        rounding = float(total_variation(self._diameter, np.array(self._error)))
-        found = min(variation(moves) + rounding, 1.0)
+        found = min(variation(moves) + self._rounded(trace, bound, moves), 1.0)
         return first is not None and self._proves(bound, moves, first, weight, added, among), found
+
+    def _rounded(self, trace: WindowTrace, bound: WindowBound, moves: LogitMoves) -> float:
+        """Returns the bound of the total variation that rounding adds, and that `moves` does not include."""
+        if self._readout is None:
+            return float(total_variation(self._diameter, np.array(self._error)))
+        # The distance of the answer's own logits from those of `bound`, and the rounding of the other run's logits.
+        logits = trace.logits.astype(np.float64) - moves.logits
+        length = float(np.linalg.norm(bound.hidden[0])) * OUTWARD + float(bound.radius[0])
+        spread = float(np.ptp(logits)) + 2 * float(self._margin.rounding(slice(None), length).max())
+        return float(np.tanh(spread / 4)) * OUTWARD
 
     def _proves(
         self,
@@ -360,7 +370,16 @@ class DirectionProof:
             [trace.states[name][None].astype(np.float64) for name in self._names],
             [trace.errors[name][None].astype(np.float64) for name in self._names],
             self.rounding,
+            self._evaluated(trace),
         )
+
+    def _evaluated(self, trace: WindowTrace) -> Evaluated | None:
+        """Returns the errors that the never-interrupted run's evaluation adds above the cell."""
+        if self._readout is None:
+            return None
+        # Both runs have equal bits in the stream, and the magnitudes of the bound include those of any state.
+        assert trace.norms is not None, "the graph outputs no `norms` although the model has a readout: this is a bug"
+        return Evaluated(*self._readout.of_one(trace.norms), self._readout.top)
 
     def _measured(self, runner: Runner, window: int) -> float:
         """Runs windows of random, repeated and cycling tokens. Returns the larger of two 2-norms: the largest rounding

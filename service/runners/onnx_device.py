@@ -28,6 +28,7 @@ from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, OnnxSession
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
     HIDDEN,
+    KEPT,
     LOG_SUM_EXP,
     RADIUS,
     TOP_IDS,
@@ -298,7 +299,7 @@ class SlotSessions:
         self.write = device.open(write_graph(shapes))
         self.read = device.open(read_graph(shapes))
         self.differences = device.open(
-            differences_graph({name: shape for name, shape in shapes.items() if name != HIDDEN})
+            differences_graph({name: shape for name, shape in shapes.items() if name not in KEPT})
         )
 
 
@@ -317,7 +318,7 @@ class DeviceMemory:
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:  # noqa: ARG002
         """See `StateMemory`. Copies nothing: the graphs gather the states."""
-        return self._feeds(slots, [name for name in self._values if name != HIDDEN])
+        return self._feeds(slots, [name for name in self._values if name not in KEPT])
 
     def gather_hidden(self, slots: Slots) -> Feeds:
         """See `StateMemory`. Copies nothing."""
@@ -361,7 +362,7 @@ class DeviceMemory:
 
     def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
         """See `StateMemory`. Copies only the result."""
-        names = [name for name in self._values if name != HIDDEN]
+        names = [name for name in self._values if name not in KEPT]
         return dict(zip(names, self._differences(slots, others, names), strict=True))
 
     def _differences(self, slots: Slots, others: Slots, outputs: Sequence[str]) -> list[Array]:
@@ -370,7 +371,7 @@ class DeviceMemory:
         bind_array(binding, SLOTS, np.asarray(slots, np.int64))
         bind_array(binding, "others", np.asarray(others, np.int64))
         for name, value in self._values.items():
-            if name != HIDDEN:
+            if name not in KEPT:
                 binding.bind_ortvalue_input(IN_SLOTS + name, value)
         for name in outputs:
             binding.bind_output(name, "cpu")
