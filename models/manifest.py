@@ -345,7 +345,7 @@ class Readout(Frozen):
         """Bounds the errors that one evaluation adds at the sum after the mixing matrix, and at the sum after the
         feed-forward part, in the 2-norm. norms: of one answer."""
         mean, inverse = norms[0], norms[1]
-        off = self.relative * (self.width * (mean * mean + 1 / (inverse * inverse))) ** 0.5 * INVERSE_UP
+        off: float = self.relative * (self.width * (mean * mean + 1 / (inverse * inverse))) ** 0.5 * INVERSE_UP
         return self.mixed + off, 0.0 if self.slope is None else self.fed + off
 
     def between(self, norms: Sequence[float], runs: int = 2) -> float:

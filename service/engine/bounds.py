@@ -115,7 +115,7 @@ def of_mixture(found: Bound | None, weight: float, unknown: float) -> Bound | No
 
 
 def _variation(certificate: Certificate, state: float) -> float:
-    return float(total_variation(certificate.head_diameter, np.float64(state)))
+    return float(total_variation(certificate.head_diameter, np.array(state)))
 
 
 def largest(variations: Sequence[float | None]) -> float | None:

@@ -264,6 +264,10 @@ class MarginProof:
 WINDOWS = 12
 """Number of windows for which the float32 rounding of the stream and of the error bounds is measured."""
 
+HOPELESS = 2.0
+"""The proof gives up at once if the input of the last LayerNorm may change by this many times its length. Its direction
+is then unknown."""
+
 
 class DirectionProof:
     """The gradient proof for one model whose `window` graph outputs a stream. Its methods block, so they must not be
@@ -287,6 +291,7 @@ class DirectionProof:
         self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
         rounding, self._readout = manifest.certificate.rounding, manifest.certificate.readout
         self._diameter = manifest.certificate.head_diameter
+        self._hopeless = HOPELESS * math.sqrt(self._architecture.hidden)
         self._error = self.rounding = 0.0
         if rounding is not None:
             self._error = rounding.between_runs
@@ -321,7 +326,7 @@ class DirectionProof:
         cache's part of the probabilities in the mixture. Without a cache `weight` is 1 and `added` is None. among: see
         `first_is_proved`."""
         bound = self._bound(trace)
-        if not np.isfinite(bound.radius[0]):
+        if not np.isfinite(bound.radius[0]) or (bound.norm is not None and bound.norm.reached(0) >= self._hopeless):
             return False, 1.0
         moves = self._top1.moves(bound, 0)
         found = min(variation(moves) + self._rounded(trace, bound, moves), 1.0)

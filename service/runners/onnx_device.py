@@ -57,7 +57,7 @@ BUCKETED: tuple[Role, ...] = ("step", "head")
 contain."""
 
 
-KEPT = 2
+SPARE_BUFFERS = 2
 """The largest number of free buffers for each graph and each size of a batch."""
 
 
@@ -148,8 +148,8 @@ class FreeBuffers:
         return self._free.pop() if self._free else None
 
     def give_back(self, buffers: Buffers) -> None:
-        """Keeps buffers for a later run, unless KEPT buffers are already free."""
-        if self._free is not None and len(self._free) < KEPT:
+        """Keeps buffers for a later run, unless SPARE_BUFFERS buffers are already free."""
+        if self._free is not None and len(self._free) < SPARE_BUFFERS:
             self._free.append(buffers)
 
     def close(self) -> None:
