@@ -47,12 +47,15 @@ def ways(
 
     `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run. This bound may be far
     below the curve. If this function returns two windows, the first is an attempt that relies on this bound. Its answer
-    is used if the bound that its run outputs meets the tolerance. Otherwise the second window is run. A model that is
+    is used if the bound that its run outputs, or that a search for a proof finds, meets the tolerance. Otherwise the
+    second window is run. If the rounding depends on the run, a last None stands for the case that the rounding is too
+    large. A model that is
     not certified runs all tokens. A k that covers all tokens becomes None.
     """
     if not certificate.certified or not certificate.has_rounding:
         return (None,)
     tried = own if window is None else window
+    found: tuple[int | None, ...]
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
     if sure is not None and cost(None) <= COST_TOLERANCE * cost(sure):
         sure = None
@@ -64,8 +67,12 @@ def ways(
         and tried < position
         and 2 * cost(tried) <= cost(sure)
     ):
-        return (tried, sure)
-    return (sure,)
+        found = (tried, sure)
+    else:
+        found = (sure,)
+    # The rounding of a run is known only after the run. It may be too large for the tolerance.
+    rounded = tolerance is not None and certificate.readout is not None
+    return (*found, None) if rounded and sure is not None else found
 
 
 def rebuilt_from(
