@@ -48,6 +48,7 @@ class Step:
     state: the cell's state after the token.
     error: the bound of the distance between `state` and the run's state.
     off: (B), the bound of the rounding error of the layer's output, in the 2-norm.
+    mixed: (B), the bound of the rounding error of the sum after the mixing matrix, in the 2-norm.
     norm: the block's LayerNorm before the feed-forward part, None if there is none.
     fed: the output of the feed-forward part, None if there is none.
     """
@@ -55,6 +56,7 @@ class Step:
     state: States
     error: Deviations
     off: Vector
+    mixed: Vector
     norm: Normalised | None = None
     fed: Fed | None = None
 
@@ -237,19 +239,20 @@ class Block:
         at most `ball` (B) in the 2-norm. state, error: the cell's state after the token, and the bounds of its distance
         from the run's state. evaluated: see `RequestBound.resume`."""
         if not self._residual:
-            return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
+            return state[0], error[0].ball, Step(state, error, np.zeros(len(x)), np.zeros(len(x)))
         rest, box = ball, error[0].box
         ball = ball + np.minimum(error[0].ball * self.mix.norm, self.mix.furthest(box))
         off = np.linalg.norm(self.mix.rounding(state[0]), axis=1)
         x = x + self.mix(state[0])
         off = off + roundoff(1) * np.linalg.norm(x, axis=1) + (0.0 if evaluated is None else evaluated.mixed)
         if self.feed_forward is None:
-            return x, ball + off, Step(state, error, off)
+            return x, ball + off, Step(state, error, off, off)
+        mixed = off
         norm = Normalised(x, self._epsilon, ball + off)
         out = self.feed_forward(norm.value, norm.ball, partial(norm.seen_by, self._between, box, rest + off))
         x = x + out.value
         off = off + roundoff(1) * np.linalg.norm(x, axis=1) + (0.0 if evaluated is None else evaluated.fed)
-        return x, ball + out.ball + off, Step(state, error, off, norm, out)
+        return x, ball + out.ball + off, Step(state, error, off, mixed, norm, out)
 
 
 Seen = tuple[Matrix, Matrix]
