@@ -73,6 +73,17 @@ def expected(certificate: Certificate, k: int, position: int) -> Bound | None:
     return _after(certificate, k, position, None, 0.0)
 
 
+def smallest_window(certificate: Certificate, tolerance: float, largest: int) -> int | None:
+    """Returns the smallest k, at most `largest`, for which the expected bound of a window of k tokens is within the
+    tolerance for all windows of at least k tokens. Returns None if there is no such k."""
+    k = certificate.smallest_window(tolerance)
+    if k is None or not meets(expected(certificate, largest, largest + 1), tolerance):
+        return None
+    while k <= largest and not meets(expected(certificate, k, k + 1), tolerance):
+        k += 1
+    return k if k <= largest else None
+
+
 def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.float32]) -> list[Bound | None]:
     """Like `bound`, for B steps of a model with a `readout`. `known`: k for a state that has not read the whole
     sequence, 0 for a state that has read it. `norms`: (B, columns)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wane.models.manifest import Certificate
-from wane.service.engine.bounds import expected, meets
+from wane.service.engine.bounds import expected, meets, smallest_window
 from wane.service.types import Mode
 
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # faster than looking up the enum member on each use
@@ -115,8 +115,8 @@ def _enough(
     elif window is not None:
         k = window if meets(expected(certificate, window, position), tolerance) else position
     else:
-        smallest = certificate.smallest_window(tolerance)
-        k = smallest if smallest is not None and smallest <= largest else position
+        smallest = smallest_window(certificate, tolerance, largest)
+        k = position if smallest is None else smallest
     return None if k >= position else k
 
 

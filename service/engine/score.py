@@ -291,7 +291,10 @@ class Scorer:
             return Demand(RESIDUAL)
         if tolerance == 0 or not self._bounded:
             return EXACT
-        enough = self._certificate.smallest_window(tolerance)
+        # With a readout, the rounding is not known for all tokens, so no warm-up is known to be enough.
+        enough = None
+        if self._certificate.readout is None:
+            enough = bounds.smallest_window(self._certificate, tolerance, len(self._certificate.error_bound))
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
@@ -313,8 +316,9 @@ class Scorer:
             return None if found is None else found.variation
         if not self._bounded or plan.warm_up is None:
             return None
-        curve, moved = self._certificate.error_bound_at(plan.warm_up + 1), await self._moved(plan)
-        return moved if curve is None else min(moved, curve)
+        known = plan.warm_up + 1
+        curve, moved = bounds.bound(self._certificate, known, known + 1), await self._moved(plan)
+        return moved if curve is None else min(moved, curve.variation)
 
     @property
     def _bounded(self) -> bool:
