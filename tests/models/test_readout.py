@@ -96,7 +96,7 @@ def answers(bundle: Bundle, requests: list[PredictRequest]) -> list[Answer]:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize(("epsilon", "head"), [(1e-8, 60.0), (1e-10, 2.0)])
+@pytest.mark.parametrize(("epsilon", "head"), [(1e-8, 4.0), (1e-10, 2.0)])
 def test_no_bound_is_passed_if_the_input_of_the_last_norm_vanishes(
     export: Callable[..., Bundle], epsilon: float, head: float
 ) -> None:
@@ -111,15 +111,15 @@ def test_no_bound_is_passed_if_the_input_of_the_last_norm_vanishes(
     requests.append(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=2, logits=True))
     found = answers(bundle, requests)
     assert bundle.manifest.certificate.certified
-    seen = 0.0
+    seen = apart = 0.0
     for answer in found[:2]:
         pair = answer.agreement
         assert pair is not None and pair.error_bound is not None and pair.state_error_bound is not None
         assert pair.total_variation <= pair.error_bound + ROUNDING
         assert pair.state_distance <= pair.state_error_bound
         assert pair.top1_match or not pair.top1_proved
-        seen = max(seen, pair.total_variation)
-    assert seen > 1e-3, "rounding has no effect on this model, so this test checks nothing"
+        seen, apart = max(seen, pair.total_variation), max(apart, pair.state_distance)
+    assert apart > 5e-4, "rounding has no effect on this model, so this test checks nothing"
     full = found[-1].predictions[0].token_id
     for answer in found[2:4]:
         assert answer.error_bound is not None and answer.error_bound >= seen - ROUNDING
