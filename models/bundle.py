@@ -104,8 +104,8 @@ class Bundle:
             return
         if claimed.rounding is not None and self.manifest.schema_version < ROUNDING_SCHEMA:
             raise CertificateError(
-                f"{self.path}: its rounding was measured by an earlier version of Wane, on sequences that do not show the "
-                f"largest rounding: write it again with `wane export {self.path}`"
+                f"{self.path}: its rounding was measured by an earlier version of Wane, on sequences that do not show "
+                f"the largest rounding: write it again with `wane export {self.path}`"
             )
         architecture, max_window = self.manifest.architecture, self.manifest.max_window
         computed = certify(architecture, self._weights, max_window, claimed.rounding, self._layers)

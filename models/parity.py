@@ -177,7 +177,8 @@ class _Check:
         return self._worst
 
     def _check_readout(self, readout: Readout, outputs: Tensors) -> None:
-        """Compares the rounding of `hidden` with the certificate's bound of one evaluation. The oracle computes it from the graph's state and stream."""
+        """Compares the rounding of `hidden` with the certificate's bound of one evaluation. The oracle computes it from
+        the graph's state and stream."""
         if STREAM not in outputs:
             return
         state = outputs[f"next.{self._reference.architecture.layer_states(0)[0]}"].astype(np.float64)
@@ -188,8 +189,8 @@ class _Check:
             seen = float(apart[row])
             if not seen * HEADROOM <= bound:
                 raise RoundingError(
-                    f"window, row {row}: hidden is {seen:.3g} away from the oracle in the 2-norm, but the certificate's "
-                    f"readout, which must be at least {HEADROOM:g} times this distance, is {bound:.3g}"
+                    f"window, row {row}: hidden is {seen:.3g} away from the oracle in the 2-norm, but the "
+                    f"certificate's readout, which must be at least {HEADROOM:g} times this distance, is {bound:.3g}"
                 )
 
     def _oracle(self, state: State) -> Expected:

@@ -28,8 +28,8 @@ def certify(
 ) -> Certificate:
     """Computes the certificate of float32 weights, for windows of up to `max_window` tokens.
 
-    `rounding`, if given, is the measured rounding of the float32 graphs. The errors of a whole run are computed from the
-    measured errors of one step. `rounding.worst_case` is computed, too. The certificate of a model that is not
+    `rounding`, if given, is the measured rounding of the float32 graphs. The errors of a whole run are computed from
+    the measured errors of one step. `rounding.worst_case` is computed, too. The certificate of a model that is not
     contractive has no rounding. Neither has that of a model whose rounding is bounded without measurements
     (`models/certificate/readout.py`). `layers` are the layers of these weights, if the caller has already built them.
     """

@@ -7,7 +7,8 @@ value theorem |g - g~| <= cap F(m) |a - a~|, where F(m) is the greatest slope of
 pre-activation. The slope F(m) is small where sigma(m) is close to 1, so a nearly open gate hardly changes. The range of
 m is split into intervals (pieces), and each interval has its own bounds of the value and of the slope.
 
-**Products** (`GateProducts`). Bounds the 2-norm (length) of a vector r after k elementwise products with one row f(x) of a table of gates.
+**Products** (`GateProducts`). Bounds the 2-norm (length) of a vector r after k elementwise products with one row f(x)
+of a table of gates.
 
 For row x, the squared length `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k. Between two values of k, it is at
 most the geometric interpolation of its values at these two. The lengths of all rows are therefore computed only for

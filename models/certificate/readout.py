@@ -15,8 +15,8 @@ sequence, also for a token that is repeated for ever.
 vectors of the two runs differ by the effect of E and by the rounding of one evaluation in each run. A LayerNorm
 multiplies this difference by 1 / sqrt(variance + epsilon). This factor is an output of the graphs (`norms`), so the
 bound is evaluated at the answer's own LayerNorms (`Readout.between`). If the input of a LayerNorm nearly vanishes, the
-bound of this answer is large. The two vectors at a LayerNorm may also differ by the effect of the cut. The certificate's
-curve bounds this effect for all vectors, so the two bounds are added.
+bound of this answer is large. The two vectors at a LayerNorm may also differ by the effect of the cut. The
+certificate's curve bounds this effect for all vectors, so the two bounds are added.
 
 **Assumptions** about float32 arithmetic:
 

@@ -206,8 +206,8 @@ def _has_radius(bundle: Bundle) -> bool:
 
 
 def _may_have_radius(architecture: Architecture) -> bool:
-    """Returns whether a `window` graph of the architecture can have a radius that also bounds the rounding. In a residual
-    network with several layers, rounding changes the gates of the higher layers."""
+    """Returns whether a `window` graph of the architecture can have a radius that also bounds the rounding. In a
+    residual network with several layers, rounding changes the gates of the higher layers."""
     if architecture.block == "residual" and architecture.layers > 1:
         return False
     return CELLS[architecture.cell].input_gated
@@ -239,8 +239,9 @@ def _request_bound(
 ) -> RequestBound | None:
     """Returns the bound from which the window graph's radius is built, or None if the graph is to have no radius.
 
-    A radius exists only for input-gated cells, and in residual networks only for one layer. It is not worth its computing time if the radius of a window of
-    `max_window` tokens is at least half the radius of a window of one token.
+    A radius exists only for input-gated cells, and in residual networks only for one layer. It is not worth its
+    computing time if the radius of a window of `max_window` tokens is at least half the radius of a window of one
+    token.
     """
     if not _may_have_radius(architecture):
         return None

@@ -52,8 +52,8 @@ class RadiusWriter:
     def __init__(
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
     ) -> None:
-        """shape: int64 (2), T and B. lengths: int64 (B). With `request.readout`, all bounds include the float32 rounding
-        of both runs."""
+        """shape: int64 (2), T and B. lengths: int64 (B). With `request.readout`, all bounds include the float32
+        rounding of both runs."""
         assert CELLS[architecture.cell].input_gated, "only input-gated cells have a radius: this is a bug"
         self._graph = graph
         self._architecture = architecture

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -244,9 +245,7 @@ class _Measuring:
         others = np.setdiff1d(np.arange(size), chosen)
         return np.concatenate([chosen, self._random.choice(others, count - len(chosen), replace=False)])
 
-    def _measure(
-        self, tokens: Tokens, state: Tensors, front: State
-    ) -> tuple[dict[str, Matrix], Tensors, State]:
+    def _measure(self, tokens: Tokens, state: Tensors, front: State) -> tuple[dict[str, Matrix], Tensors, State]:
         """Measures one step of every row.
 
         state: the float32 state that the graph returned last. front: the oracle's state, of which only the tensors of

@@ -92,10 +92,10 @@ class Work:
 class WindowTrace:
     """One row of the window graph's outputs that the gradient proof reads. All values are float32 and finite.
 
-    length: the number of tokens in the window. logits: (V). norms: see `Row`. stream: (H), the value to which the output of the first layer's mixing
-    matrix is added. states: each layer's state by tensor name, (units). errors: error bounds by the same names, one for
-    each unit of `states`. An error bound limits the distance between the unit's value and its value after any longer
-    history that ends in the window's tokens.
+    length: the number of tokens in the window. logits: (V). norms: see `Row`. stream: (H), the value to which the
+    output of the first layer's mixing matrix is added. states: each layer's state by tensor name, (units). errors:
+    error bounds by the same names, one for each unit of `states`. An error bound limits the distance between the unit's
+    value and its value after any longer history that ends in the window's tokens.
     """
 
     length: int

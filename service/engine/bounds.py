@@ -95,9 +95,7 @@ def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.f
     ]
 
 
-def _after(
-    certificate: Certificate, k: int, position: int, radius: float | None, rounding: float
-) -> Bound | None:
+def _after(certificate: Certificate, k: int, position: int, radius: float | None, rounding: float) -> Bound | None:
     """Returns the bound of an answer whose rounding is not 0. rounding: the bound of the distance between the `hidden`
     of two runs over the same tokens."""
     readout = certificate.readout

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.runners.runner import HIDDEN, KEPT, NEXT, Array, Feeds, Shapes, Slots, StateMemory
+from wane.service.runners.runner import KEPT, NEXT, Array, Feeds, Shapes, Slots, StateMemory
 
 
 def output_name(name: str) -> str:

@@ -27,8 +27,8 @@ ERROR = "error."  # prefix of outputs: a graph's output `error.layers.0.s` is th
 
 Slots = Sequence[int] | range | NDArray[np.intp]
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of one state by tensor name. The last entries are `norms`, if the graphs output it, and `hidden`, the output
-layer's input."""
+"""The shape of one state by tensor name. The last entries are `norms`, if the graphs output it, and `hidden`, the
+output layer's input."""
 
 KEPT = (NORMS, HIDDEN)
 """Outputs that are stored with every state. They are not inputs of a run from this state."""
@@ -122,9 +122,9 @@ class Runner(Protocol):
     for outputs that only some models have. `radius` (B) is a bound of the 2-norm distance between `hidden` and the
     `hidden` of any run that starts in a reachable state and ends in the same tokens: of a float32 run if the graphs
     output `norms`, otherwise in exact arithmetic. `norms` (B, columns) is an output of all graphs except `head`: see
-    `Readout` in `models/manifest.py`. `radius` is infinite if there is no bound. Gated models may also have `stream` (B, H), the value to which the output of the
-    first layer's mixing matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of
-    the distance between `next.<name>` and the state of such a run.
+    `Readout` in `models/manifest.py`. `radius` is infinite if there is no bound. Gated models may also have `stream`
+    (B, H), the value to which the output of the first layer's mixing matrix is added, and one `error.<name>` per state.
+    `error.<name>` is a bound, for each unit, of the distance between `next.<name>` and the state of such a run.
     """
 
     @property

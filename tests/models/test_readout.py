@@ -1,6 +1,6 @@
-"""Tests the bound of the rounding of residual networks with one gated layer. The models are made by hand: after one pair
-of tokens, the input of the last LayerNorm nearly vanishes, so that the LayerNorm amplifies the difference that rounding
-leaves between the states of two runs."""
+"""Tests the bound of the rounding of residual networks with one gated layer. The models are made by hand: after one
+pair of tokens, the input of the last LayerNorm nearly vanishes, so that the LayerNorm amplifies the difference that
+rounding leaves between the states of two runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ ROUNDING = 1e-6
 Make = Callable[..., Engine]
 
 
-def vanishing(epsilon: float, head: float = 20.0, width: int = 64) -> tuple[Architecture, dict[str, NDArray[np.float32]]]:
+def vanishing(
+    epsilon: float, head: float = 20.0, width: int = 64
+) -> tuple[Architecture, dict[str, NDArray[np.float32]]]:
     """Returns a model for which the input of the last LayerNorm is almost zero after TOKENS. head: the scale of the
     output layer."""
     model = architecture(
@@ -52,7 +54,10 @@ def vanishing(epsilon: float, head: float = 20.0, width: int = 64) -> tuple[Arch
     weights["layers.0.cell.bias"] = np.repeat(np.array([4, 0], np.float32), width)
     weights["layers.0.mix.weight"] = (0.3 * np.linalg.qr(random.normal(size=(width, width)))[0]).astype(np.float32)
     for name, value in (("layers.0.norm", 1), ("norm", 1)):
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = np.full(width, value, np.float32), np.zeros(width, np.float32)
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = (
+            np.full(width, value, np.float32),
+            np.zeros(width, np.float32),
+        )
     for _ in range(30):
         exact = Reference(model, weights)
         state = exact.zero_state(1)
@@ -161,7 +166,7 @@ def test_a_changed_readout_is_refused(export: Callable[..., Bundle], tmp_path: P
 
 
 def test_a_bundle_of_an_earlier_version_is_not_certified(export: Callable[..., Bundle], tmp_path: Path) -> None:
-    bundle = export(*vanishing(1e-5))
+    export(*vanishing(1e-5))
     errors = {"layers.0.s": {"box": 1e-6, "ball": 1e-5}}
     measured = {"sequences": "probed", "steps": 1, "safety": 2, "step": errors, "output": 1e-5, "states": errors}
     edit_manifest(tmp_path / "model", "certificate", "readout", value=None)

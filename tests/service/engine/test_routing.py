@@ -10,7 +10,13 @@ from wane.service.types import Mode
 
 BOUNDS = tuple(0.5**k for k in range(1, 17))
 CERTIFIED = Certificate(
-    contractive=True, certified=True, layers=(), state_error=BOUNDS, error_bound=BOUNDS, head_diameter=4, rounding=rounding(1e-12)
+    contractive=True,
+    certified=True,
+    layers=(),
+    state_error=BOUNDS,
+    error_bound=BOUNDS,
+    head_diameter=4,
+    rounding=rounding(1e-12),
 )
 
 
