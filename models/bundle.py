@@ -60,6 +60,10 @@ BEYOND_FRONT = 16
 blocks. The `window` graph's radius for this sequence depends on the gates at these additional tokens. Without them, the
 check would not cover the gates' effect on the radius."""
 
+ROUNDING_SCHEMA = 5
+"""The oldest schema whose certificates bound the rounding of every answer. An older contractive bundle is served as
+uncertified."""
+
 QUANTISED = Certificate(
     contractive=False, reason="its graphs multiply in int8, and what is proved is of the float32 weights", layers=()
 )
@@ -98,6 +102,11 @@ class Bundle:
         if self.manifest.precision != "float32":
             check_certificate(self.path, claimed, QUANTISED)
             return
+        if claimed.rounding is not None and self.manifest.schema_version < ROUNDING_SCHEMA:
+            raise CertificateError(
+                f"{self.path}: its rounding was measured by an earlier version of Wane, on sequences that do not show "
+                f"the largest rounding: write it again with `wane export {self.path}`"
+            )
         architecture, max_window = self.manifest.architecture, self.manifest.max_window
         computed = certify(architecture, self._weights, max_window, claimed.rounding, self._layers)
         check_certificate(self.path, claimed, computed)
@@ -114,11 +123,11 @@ class Bundle:
 
     def propagation(self) -> Propagation | None:
         """Returns the object that bounds how errors of the state propagate along a sequence. Returns None if a layer is
-        not contractive, or if the certificate has no measured rounding."""
+        not contractive, or if nothing bounds the rounding."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
-        if not certificate.contractive or certificate.rounding is None:
+        if not certificate.has_rounding:
             return None
-        return Propagation(architecture, self._weights, self._layers, certificate.rounding)
+        return Propagation(architecture, self._weights, self._layers, certificate.states_apart)
 
     def graph_path(self, role: Role) -> Path:
         """Returns the path of the ONNX file of one of the graphs."""

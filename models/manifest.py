@@ -3,9 +3,11 @@ and an unknown field is an error."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -17,18 +19,22 @@ from pydantic import (
 
 from wane.models.cell_registry import CELLS, Cell
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """The version of the manifest's schema that this version of Wane writes."""
 
 OLDEST_SCHEMA = 3
 """The oldest version of the schema that this version of Wane reads. Schema 4 added the fields `unknown` and `start`,
-and the output `hiddens` of the `scan` graph."""
+and the output `hiddens` of the `scan` graph. Schema 5 added `certificate.readout` and the output `norms`, and the
+curve `certificate.error_bound` became free of rounding."""
 
 LARGEST_WINDOW = 65_536
 """The largest window, in tokens. A window is one input of a graph and is held in memory."""
 
 REWOUND_TOKENS = 512
 """A session's cache is still full after a rewind by at most this number of tokens."""
+
+INVERSE_UP = 1 + 2.0**-10
+"""The factor by which 1 / sqrt(variance + epsilon) from a graph is rounded up."""
 
 LARGEST_CACHE = 8_192
 """The largest cache, in tokens. Each session whose state is in memory also has its cache in memory."""
@@ -149,6 +155,11 @@ class Architecture(Frozen):
     def layer_states(self, layer: int) -> tuple[str, ...]:
         """Returns the names of one layer's state tensors: `layers.0.h`, `layers.0.c`."""
         return tuple(f"layers.{layer}.{name}" for name in CELLS[self.cell].states)
+
+    @property
+    def norm_columns(self) -> int:
+        """The number of columns of the output `norms` (see `Readout`)."""
+        return 3 if self.feed_forward else 2
 
     def front_tensors(self) -> tuple[StateTensor, ...]:
         """Returns the state tensors of the convolution blocks, `front.0.inputs`, ...: the last normalised inputs of
@@ -286,15 +297,9 @@ class Rounding(Frozen):
     `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
         enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
         `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
-    `sequences`: the token sequences for which the errors of steps were accumulated:
-
-    - all: the errors of all steps are accumulated by the theorem that bounds a window's error for any tokens. `states`
-      and `carried` are recomputed from `step` when a bundle is loaded. Plain networks use this.
-    - probed: the errors of all steps are accumulated along each of the measured sequences, by the theorem for one
-      request's tokens. The bounds are the largest results, times `safety`. Residual networks use this if the bound for
-      all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
-      observed change. The error may be larger for an unmeasured sequence for which the input of a LayerNorm,
-      without its mean, is almost zero.
+    `sequences`: the token sequences for which the errors of steps were accumulated. "all": by the theorem that bounds a
+        window's error for any tokens. `states` and `carried` are recomputed from `step` when a bundle is loaded.
+        "probed", along the measured sequences only, occurs in bundles up to schema 4, which are served as uncertified.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -315,6 +320,87 @@ class Rounding(Frozen):
         return 2 * self.carried
 
 
+class Readout(Frozen):
+    """Bounds the effect of float32 rounding on the answers of a residual network with one layer of an input-gated cell.
+    `models/certificate/readout.py` has the theorem and its assumptions. No number here is measured.
+
+    Two runs over the same tokens read the same bits in their gates and candidates, so their states differ only by the
+    rounding of the recurrence. Above the cell, each run adds the rounding of its own sums. LayerNorms amplify these
+    differences. `between` reads the amplification from the answer's own LayerNorms.
+
+    `width`, `epsilon`: H and the number that every LayerNorm adds to the variance.
+    `gate`: the bound of the relative rounding error of a gate.
+    `name`: the name of the state tensor.
+    `states`: the bound of the difference of the states of two runs, by unit and in the 2-norm.
+    `state`: the bound of this difference after the mixing matrix, in the 2-norm.
+    `mixed`, `fed`, `top`: the errors that one evaluation adds at the sum after the mixing matrix, at the sum after the
+        feed-forward part, and at `hidden`, in the 2-norm. `top` includes the error of the logits.
+    `relative`: the further error of both sums, per unit of the 2-norm of the sum after the mixing matrix.
+    `slope`: the Lipschitz constant of the feed-forward part behind its LayerNorm. It is null without such a part.
+    `gain`: the largest absolute gain of the last LayerNorm.
+
+    The argument `norms` is an output of the graphs in float32. Its columns are the mean of the input of the first
+    LayerNorm above the cell, and 1 / sqrt(variance + epsilon) of the input of each LayerNorm above the cell.
+    """
+
+    width: Positive
+    epsilon: float = Field(gt=0)
+    gate: float = Field(ge=0)
+    name: str
+    states: StateError
+    state: float = Field(ge=0)
+    mixed: float = Field(ge=0)
+    relative: float = Field(ge=0)
+    slope: float | None = Field(default=None, ge=0)
+    fed: float = Field(ge=0)
+    gain: float = Field(ge=0)
+    top: float = Field(ge=0)
+
+    @property
+    def furthest(self) -> float:
+        """The largest possible 2-norm distance between the `hidden` of two runs."""
+        return 2 * self.gain * float(np.sqrt(self.width)) + 2 * self.top
+
+    def of_one(self, norms: Sequence[float]) -> tuple[float, float]:
+        """Bounds the errors that one evaluation adds at the sum after the mixing matrix, and at the sum after the
+        feed-forward part, in the 2-norm. norms: of one answer."""
+        mean, inverse = norms[0], norms[1]
+        off: float = self.relative * (self.width * (mean * mean + 1 / (inverse * inverse))) ** 0.5 * INVERSE_UP
+        return self.mixed + off, 0.0 if self.slope is None else self.fed + off
+
+    def between(self, norms: Sequence[float], runs: int = 2) -> float:
+        """Bounds the 2-norm distance between the `hidden` of two runs over the same tokens. With `runs=1`, bounds the
+        error of one evaluation of `hidden` from the computed state and the computed input of the first layer. norms: of
+        one answer."""
+        mixed, fed = self.of_one(norms)
+        r = runs * mixed + (self.state if runs == 2 else 0.0)
+        if self.slope is not None:
+            r += self.slope * self._normalised(r, norms[1]) + runs * fed
+        return self.gain * self._normalised(r, norms[-1]) + runs * self.top
+
+    def between_all(self, norms: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Like `between`, for two runs of B answers: (B, columns) -> (B)."""
+        mean, *inverse = norms.astype(np.float64).T
+        off = self.relative * np.sqrt(self.width * (mean * mean + 1 / (inverse[0] * inverse[0]))) * INVERSE_UP
+        r = self.state + 2 * (self.mixed + off)
+        if self.slope is not None:
+            r = r + self.slope * self._normalised_all(r, inverse[0]) + 2 * (self.fed + off)
+        result: NDArray[np.float64] = self.gain * self._normalised_all(r, inverse[-1]) + 2 * self.top
+        return result
+
+    def _normalised(self, r: float, inverse: float) -> float:
+        """Bounds the change of a LayerNorm's normalised vector if its input changes by at most r (see
+        `models/export/radius.py`)."""
+        q = r * inverse * INVERSE_UP
+        return min(q + q * q * q / self.width, r / self.epsilon**0.5, 2 * self.width**0.5)
+
+    def _normalised_all(self, r: NDArray[np.float64], inverse: NDArray[np.float64]) -> NDArray[np.float64]:
+        q = r * inverse * INVERSE_UP
+        most = np.minimum(r / self.epsilon**0.5, 2 * self.width**0.5)
+        result: NDArray[np.float64] = np.minimum(q + q * q * q / self.width, most)
+        return result
+
+
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
@@ -322,19 +408,20 @@ class Certificate(Frozen):
         by at most the layer's factor.
     `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
         arithmetic.
-    `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1, with the
-        rounding of two runs added to e_k: epsilon(k) = tanh(D (e_k + rounding) / 4).
+    `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1 in exact
+        arithmetic: epsilon(k) = tanh(D e_k / 4). Each answer adds its own rounding.
     `head_diameter`: D, the largest 2-norm distance of two rows of the output matrix, or an upper bound of this distance
         if the vocabulary is large.
     `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why.
-    `rounding`: the rounding of the graphs. It is null unless the model is contractive.
+    `rounding`: the rounding of the graphs, from measured errors of one step. `readout`: the rounding of the graphs by a
+        theorem, for residual networks with one layer of an input-gated cell. A model that is contractive may have one
+        of the two. Without both, nothing bounds the rounding.
     `bit_identical`: whether the graphs give the same bits for the same tokens, step by step, as a window, in pieces,
         alone and in the largest batch. It is not in a manifest, but measured when the bundle is loaded.
 
     Only contractive models have the two curves. Both values at k hold for every window of at least k tokens, so the
     curves never rise. The certificate is recomputed from the float32 weights when the bundle is loaded. The measured
-    part of `rounding` (`step`, `output`, and `states` and `carried` if `sequences` is probed) is the exception: only a
-    sample of it is measured again.
+    part of `rounding` (`step` and `output`) is the exception: only a sample of it is measured again.
     """
 
     contractive: bool
@@ -345,7 +432,32 @@ class Certificate(Frozen):
     error_bound: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     head_diameter: float = Field(default=0.0, ge=0)
     rounding: Rounding | None = None
+    readout: Readout | None = None
     bit_identical: bool = Field(default=True, exclude=True)
+
+    @property
+    def has_rounding(self) -> bool:
+        """Whether the rounding of the graphs is bounded. A `readout` bounds it only if equal tokens give equal bits."""
+        return self.contractive and (self.rounding is not None or (self.readout is not None and self.bit_identical))
+
+    @property
+    def states_apart(self) -> dict[str, StateError]:
+        """The bounds of the difference of the states of two runs over the same tokens, by state tensor."""
+        if self.readout is not None:
+            return {self.readout.name: self.readout.states}
+        assert self.rounding is not None, "nothing bounds the rounding: this is a bug"
+        return {
+            name: StateError(box=2 * error.box, ball=2 * error.ball) for name, error in self.rounding.states.items()
+        }
+
+    def between_runs(self, norms: Sequence[float] | None = None) -> float | None:
+        """Bounds the 2-norm distance between the `hidden` of two runs over the same tokens. Returns None if nothing
+        bounds it. norms: see `Readout`. None means that they are unknown, which gives the largest distance."""
+        if not self.has_rounding:
+            return None
+        if self.readout is not None:
+            return self.readout.furthest if norms is None else self.readout.between(norms)
+        return None if self.rounding is None else self.rounding.between_runs
 
     def state_error_at(self, k: int) -> float | None:
         """Returns e_k. For a window longer than the curve, returns the curve's last value, which holds for it, too.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.certificate.request import RequestBound
-from wane.models.manifest import Architecture, Certificate, Precision, Role, Rounding
+from wane.models.manifest import Architecture, Certificate, Precision, Readout, Role, Rounding
 from wane.models.reference import Reference, State
 
 TOLERANCE = 1e-4
@@ -45,6 +45,8 @@ Run = Callable[[Role, Tensors], Tensors]
 by name."""
 
 RADIUS = "radius"
+STREAM = "stream"
+NORMS = "norms"
 HIDDENS = "hiddens"
 """An output of `scan` that bundles of schema 3 lack: `hidden` after every token."""
 TOP = ("top_logits", "top_ids", "log_sum_exp")
@@ -165,12 +167,31 @@ class _Check:
         self._compare(
             "head", "a batch", {"hidden": hidden}, {"logits": self._reference.logits(hidden.astype(np.float64))}
         )
+        if certificate is not None and certificate.readout is not None:
+            self._check_readout(certificate.readout, windowed[0])
         if certificate is not None and certificate.rounding is not None:
             _check_rounding("window, a batch", *windowed, certificate.rounding, certificate.head_diameter)
             for step in self._token_by_token(zeros, uncut):
                 _check_rounding("step, a stream", *step, certificate.rounding, certificate.head_diameter)
             self._one_step_at_a_time(certificate.rounding)
         return self._worst
+
+    def _check_readout(self, readout: Readout, outputs: Tensors) -> None:
+        """Compares the rounding of `hidden` with the certificate's bound of one evaluation. The oracle computes it from
+        the graph's state and stream."""
+        if STREAM not in outputs:
+            return
+        state = outputs[f"next.{self._reference.architecture.layer_states(0)[0]}"].astype(np.float64)
+        hidden = self._reference.readout(outputs[STREAM].astype(np.float64), [state])
+        apart = np.linalg.norm(outputs["hidden"] - hidden, axis=1)
+        for row, norms in enumerate(outputs[NORMS].tolist()):
+            bound = readout.between(norms, runs=1)
+            seen = float(apart[row])
+            if not seen * HEADROOM <= bound:
+                raise RoundingError(
+                    f"window, row {row}: hidden is {seen:.3g} away from the oracle in the 2-norm, but the "
+                    f"certificate's readout, which must be at least {HEADROOM:g} times this distance, is {bound:.3g}"
+                )
 
     def _oracle(self, state: State) -> Expected:
         """Returns the expected value of every output after every token, (B, T, ...), starting from `state`.

@@ -16,6 +16,7 @@ from research.histories import (
     random_histories,
 )
 from wane.models.cell_registry import CELLS
+from wane.models.certificate import certify
 from wane.models.certificate.cells.gated import GatedLayer
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layers import build_layers
@@ -27,7 +28,7 @@ from wane.models.certificate.total_variation import head_diameter
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.roles import build_graph
 from wane.models.export.rounding import measure_rounding
-from wane.models.manifest import Architecture
+from wane.models.manifest import Architecture, Certificate
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
 from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
@@ -206,26 +207,35 @@ class _Examined:
         with opened_step(step, data) as run:
             given = histories[0].tolist()
             rounding = measure_rounding(self.architecture, self.weights, self.layers, run, diameter, given)
-            assert rounding is not None, "a layer is not contractive: this is a bug"
-            stack = Stack(self.architecture, self.weights, self.layers)
-            limits = state_error_curve(stack, LONG) + rounding.between_runs
-            apart, off = self._long_runs(run, pasts, tokens)
+            certificate = certify(self.architecture, self.weights, LONG, rounding, self.layers)
+            assert certificate.has_rounding, "a layer is not contractive: this is a bug"
+            apart, off, rounded = self._long_runs(run, pasts, tokens, certificate)
+        growth = 1.0 if certificate.readout is None else (1 + certificate.readout.gate) ** np.arange(1, LONG + 1)
+        limits = np.array(certificate.state_error) * growth + rounded
         found["served_pairs"] = len(tokens)
-        found["served_above"] = int((~(apart <= limits)).any(axis=1).sum()) + int((~(off <= rounding.carried)).sum())
-        found["served_sequences"] = rounding.sequences
+        found["served_above"] = int((~(apart <= limits)).any(axis=1).sum())
+        found["served_sequences"], found["served_of_one"] = "own", None
+        if certificate.rounding is not None:
+            found["served_sequences"] = "all"
+            found["served_above"] = int(str(found["served_above"])) + int(
+                (~(off <= certificate.rounding.carried)).sum()
+            )
+            found["served_of_one"] = float(off.max() / certificate.rounding.carried)
         # At these positions e_k is small, so the limit of the distance is mostly the rounding of two runs.
-        left = limits <= 1.5 * rounding.between_runs
-        found["served_of_two"] = float(apart[:, left].max() / rounding.between_runs) if left.any() else None
-        found["served_of_one"] = float(off.max() / rounding.carried)
+        left = limits <= 1.5 * rounded
+        found["served_of_two"] = float((apart / rounded)[left].max()) if left.any() else None
 
-    def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
+    def _long_runs(
+        self, run: Run, pasts: Tokens, tokens: Tokens, certificate: Certificate
+    ) -> tuple[Floats, Floats, Floats]:
         """Returns the distance (N, T) between the `hidden` of the two float32 runs of `_hold_served` after each token,
-        and, for the run with the past, the largest distance (N) from the same run in exact arithmetic.
+        for the run with the past, the largest distance (N) from the same run in exact arithmetic, and the served bound
+        (N, T) of the rounding of the run without the past.
         """
         rows = len(tokens)
         exact = self.exact.zero_state(rows)
         zeros: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
-        full, off, apart = zeros, np.zeros(rows), []
+        full, off, apart, rounded = zeros, np.zeros(rows), [], []
         for column in pasts.T:
             outputs = run("step", {"tokens": column, **full})
             full = {name: outputs[f"next.{name}"] for name in zeros}
@@ -236,10 +246,14 @@ class _Examined:
             outputs = run("step", {"tokens": np.tile(column, 2), **both})
             both = {name: outputs[f"next.{name}"] for name in zeros}
             ends = outputs["hidden"].astype(np.float64)
+            if certificate.readout is None:
+                rounded.append(np.full(rows, certificate.between_runs()))
+            else:
+                rounded.append(certificate.readout.between_all(outputs["norms"][rows:]))
             apart.append(np.linalg.norm(ends[:rows] - ends[rows:], axis=1))
             hidden, exact = self.exact.advance(column, exact)
             off = np.maximum(off, np.linalg.norm(ends[:rows] - hidden, axis=1))
-        return np.stack(apart, axis=1), off
+        return np.stack(apart, axis=1), off, np.stack(rounded, axis=1)
 
     def _hold_windows(self, found: Found, histories: Tokens, states: State) -> None:
         """Checks the bounds of a few windows: the radius, the bounds of the changes of leads (differences between two

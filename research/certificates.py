@@ -111,7 +111,7 @@ def report_served(console: Console, results: list[dict[str, object]]) -> None:
     for heading in ("cell", "errors accumulated over", "models", "pairs", "violations", "one run", "two runs"):
         table.add_column(heading, justify="right")
     for cell in (*CELLS, "all"):
-        for sequences in ("all", "probed") if cell != "all" else ("all", "probed", None):
+        for sequences in ("all", "own") if cell != "all" else ("all", "own", None):
             rows = [each for each in results if cell in (each["cell"], "all") and "served_pairs" in each]
             rows = [each for each in rows if sequences in (each["served_sequences"], None)]
             shares = []
@@ -119,7 +119,7 @@ def report_served(console: Console, results: list[dict[str, object]]) -> None:
                 values = [float(str(each[key])) for each in rows if each[key] is not None]
                 shares.append(f"{np.median(values):.2g} ({max(values):.3g})" if values else "-")
             pairs, above = (sum(int(str(each[f"served_{key}"])) for each in rows) for key in ("pairs", "above"))
-            along = {"all": "all sequences", "probed": "probed sequences", None: ""}[sequences]
+            along = {"all": "all sequences", "own": "the answer's own run", None: ""}[sequences]
             table.add_row(cell, along, f"{len(rows):,}", f"{pairs:,}", f"{above:,}", *shares)
     console.print(table)
 

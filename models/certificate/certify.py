@@ -7,6 +7,7 @@ import numpy as np
 from wane.models.certificate.interval_rounding import norm_above
 from wane.models.certificate.layer_bound import Layer, LayerBound
 from wane.models.certificate.layers import build_layers
+from wane.models.certificate.readout import has_readout, readout_of
 from wane.models.certificate.rounding import carry, worst_case
 from wane.models.certificate.stack import Stack, state_error_curve
 from wane.models.certificate.total_variation import head_diameter, total_variation
@@ -15,7 +16,7 @@ from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
 """A model is certified if, for the largest window, the bound of the total variation between the next-token
-distributions of the window and of the uninterrupted run is at most this value."""
+distributions of the window and of the uninterrupted run, in exact arithmetic, is at most this value."""
 
 
 def certify(
@@ -27,11 +28,10 @@ def certify(
 ) -> Certificate:
     """Computes the certificate of float32 weights, for windows of up to `max_window` tokens.
 
-    `rounding`, if given, is the measured rounding of the float32 graphs. The bound of the total variation includes this
-    rounding twice, once for the window and once for the run. If `rounding.sequences` is "all", the errors of a whole
-    run are computed from the measured errors of one step. `rounding.worst_case` is computed, too. The certificate of a
-    model that is not contractive has no rounding. `layers` are the layers of these weights, if the caller has already
-    built them.
+    `rounding`, if given, is the measured rounding of the float32 graphs. The errors of a whole run are computed from
+    the measured errors of one step. `rounding.worst_case` is computed, too. The certificate of a model that is not
+    contractive has no rounding. Neither has that of a model whose rounding is bounded without measurements
+    (`models/certificate/readout.py`). `layers` are the layers of these weights, if the caller has already built them.
     """
     layers = layers or build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]
@@ -48,15 +48,20 @@ def certify(
         return Certificate(contractive=False, reason=reason, layers=proved, head_diameter=diameter)
     stack = Stack(architecture, weights, layers)
     state_error = state_error_curve(stack, max_window)
-    if rounding and architecture.block == "plain":
-        rounding = rounding.model_copy(update={"sequences": "all"})
+    readout = readout_of(architecture, weights, layers) if has_readout(architecture) else None
+    if readout is not None:
+        rounding = None
     if rounding:
-        found: dict[str, object] = {"worst_case": worst_case(architecture, weights, stack, "float32")}
-        if rounding.sequences == "all":
-            states, carried = carry(stack, rounding.step)
-            found |= {"states": states, "carried": carried + rounding.output}
-        rounding = rounding.model_copy(update=found)
-    error = total_variation(diameter, state_error + (rounding.between_runs if rounding else 0.0))
+        states, carried = carry(stack, rounding.step)
+        rounding = rounding.model_copy(
+            update={
+                "sequences": "all",
+                "worst_case": worst_case(architecture, weights, stack, "float32"),
+                "states": states,
+                "carried": carried + rounding.output,
+            }
+        )
+    error = total_variation(diameter, state_error)
     certified = bool(error[-1] <= CERTIFIED)
     reason = (
         None
@@ -72,6 +77,7 @@ def certify(
         error_bound=tuple(error.tolist()),
         head_diameter=diameter,
         rounding=rounding,
+        readout=readout,
     )
 
 

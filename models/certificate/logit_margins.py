@@ -160,7 +160,7 @@ class LogitMargins:
                 left += second * step.norm.remainder[row]
                 by_column = np.hstack([by_column, products])
                 derivative = derivative.plus(outer, live.slope[:, None] * turned)
-                left += length * (derivative.size * float(step.off[row]))
+                left += length * (derivative.size * float(step.mixed[row]))
             left += self._by_unit(layer, tokens, read, by_column, derivative, mean, step.error[0].box[row])
         left += length * (derivative.size * float(bound.below[row]))
         # The terms of a product may cancel. The product's error in float64 is far below MARGIN times the product of its

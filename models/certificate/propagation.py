@@ -13,7 +13,7 @@ distance of `hidden` after any token. F does not include the convolution blocks:
 field, their state is equal in both runs, except for rounding.
 
 **Rounding.** rho is measured between float32 runs, each of which differs from exact arithmetic. Rounding alone moves
-the states of two runs apart by at most twice the certificate's `rounding.states`. This bound is added to every rho_i.
+the states of two runs apart by at most the certificate's `states_apart`. This bound is added to every rho_i.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wane.models.certificate.interval_rounding import Vector
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.stack import Stack
-from wane.models.manifest import Architecture, Rounding
+from wane.models.manifest import Architecture, StateError
 from wane.models.weights import Weights
 
 ROOM = 8
@@ -44,14 +44,15 @@ class Propagation:
     reach: the number of preceding tokens on which the output of the convolution blocks depends.
     """
 
-    def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:
+    def __init__(
+        self, architecture: Architecture, weights: Weights, layers: list[Layer], states_apart: Mapping[str, StateError]
+    ) -> None:
         self._architecture, self._weights, self._layers = architecture, weights, layers
         self.reach = architecture.front.reach if architecture.front else 0
         self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         units = architecture.cell_units
         self._off = {
-            name: Perturbation.within(np.full(units, 2 * error.box), 2 * error.ball)
-            for name, error in rounding.states.items()
+            name: Perturbation.within(np.full(units, error.box), error.ball) for name, error in states_apart.items()
         }
 
     @cached_property

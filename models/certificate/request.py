@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,8 @@ from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layer_norm import Between, Normalised
 from wane.models.certificate.layers import build_layers
-from wane.models.manifest import Architecture
+from wane.models.certificate.readout import has_readout, readout_of, states_apart
+from wane.models.manifest import Architecture, Readout
 from wane.models.weights import Weights
 
 
@@ -46,6 +48,7 @@ class Step:
     state: the cell's state after the token.
     error: the bound of the distance between `state` and the run's state.
     off: (B), the bound of the rounding error of the layer's output, in the 2-norm.
+    mixed: (B), the bound of the rounding error of the sum after the mixing matrix, in the 2-norm.
     norm: the block's LayerNorm before the feed-forward part, None if there is none.
     fed: the output of the feed-forward part, None if there is none.
     """
@@ -53,6 +56,7 @@ class Step:
     state: States
     error: Deviations
     off: Vector
+    mixed: Vector
     norm: Normalised | None = None
     fed: Fed | None = None
 
@@ -79,6 +83,15 @@ class WindowBound:
     norm: Normalised | None
 
 
+class Evaluated(NamedTuple):
+    """The errors that one float32 evaluation adds at the sum after a mixing matrix, at the sum after a feed-forward
+    part, and at `hidden`, in the 2-norm."""
+
+    mixed: float
+    fed: float
+    top: float
+
+
 class RequestBound:
     """Computes the `WindowBound` of one model's windows. The values that do not depend on the request are computed
     once."""
@@ -86,6 +99,13 @@ class RequestBound:
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
         """layers: the layers of these weights, if the caller has already built them."""
         self._architecture = architecture
+        layers = layers or build_layers(architecture, weights)
+        self.readout: Readout | None = None
+        """The rounding of the answers of float32 runs, None if no theorem bounds it."""
+        self.states_apart: Vector | None = None
+        """The bounds of the states' difference that rounding causes in two float32 runs, None without a readout."""
+        if has_readout(architecture) and layers[0].bound.factor < 1:
+            self.readout, self.states_apart = readout_of(architecture, weights, layers), states_apart(layers[0])
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         self._residual = architecture.block == "residual"
         self.largest_gain = float(np.abs(self._weights["norm.weight"]).max()) if self._residual else 1.0
@@ -93,7 +113,7 @@ class RequestBound:
         self._front = [FrontBlock(architecture, self._of(f"front.{block}.")) for block in range(front)]
         self.layers = [
             Block(architecture, index, self._of(f"layers.{index}."), layer.bound.reach)
-            for index, layer in enumerate(layers or build_layers(architecture, weights))
+            for index, layer in enumerate(layers)
         ]
 
     def __call__(self, windows: NDArray[np.int64]) -> WindowBound:
@@ -123,6 +143,7 @@ class RequestBound:
         states: list[Matrix],
         errors: list[Matrix],
         rounding: float = 0.0,
+        evaluated: Evaluated | None = None,
     ) -> WindowBound:
         """Returns the bounds of windows from the outputs of a gated network's `window` graph. These outputs are values
         at each window's last token.
@@ -133,6 +154,7 @@ class RequestBound:
         errors: the bounds of the distance between `states` and the run's, one array (B, units) for each layer.
         rounding: the 2-norm bound of the rounding of the stream, of each layer's state and of the errors. With it, the
             result holds for runs in exact arithmetic. If it is 0, the graph's values are assumed to be exact.
+        evaluated: if given, the result holds for float32 runs that add these errors above the cells.
 
         `hidden` is computed from these arrays in float64, and may differ from the graph's.
         """
@@ -141,17 +163,19 @@ class RequestBound:
         below, steps = ball, []
         for layer, state, error in zip(self.layers, states, errors, strict=True):
             apart = Deviation.within(error + rounding, np.linalg.norm(error, axis=1) + rounding)
-            x, ball, step = layer.above(x, ball, (state,), (apart,))
+            x, ball, step = layer.above(x, ball, (state,), (apart,), evaluated)
             steps.append(step)
-        return self._end(x, ball, stream, below, steps)
+        return self._end(x, ball, stream, below, steps, 0.0 if evaluated is None else evaluated.top)
 
-    def _end(self, x: Matrix, ball: Vector, stream: Matrix, below: Vector, steps: list[Step]) -> WindowBound:
+    def _end(
+        self, x: Matrix, ball: Vector, stream: Matrix, below: Vector, steps: list[Step], top: float = 0.0
+    ) -> WindowBound:
         if not self._residual:
             return WindowBound(x, _outward(ball), np.zeros(len(x)), stream, below, steps, None)
         norm = Normalised(x, self._architecture.norm_epsilon, ball)
         gain, shift = self._weights["norm.weight"], self._weights["norm.bias"]
         hidden = norm.value * gain + shift
-        off = roundoff(1) * (np.linalg.norm(hidden, axis=1) + np.linalg.norm(shift))
+        off = roundoff(1) * (np.linalg.norm(hidden, axis=1) + np.linalg.norm(shift)) + top
         return WindowBound(hidden, _outward(norm.ball * self.largest_gain + off), off, stream, below, steps, norm)
 
     def _of(self, prefix: str) -> dict[str, Matrix]:
@@ -208,24 +232,27 @@ class Block:
         norm = Normalised(x, self._epsilon, ball)
         return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
 
-    def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
+    def above(
+        self, x: Matrix, ball: Vector, state: States, error: Deviations, evaluated: Evaluated | None = None
+    ) -> tuple[Matrix, Vector, Step]:
         """Computes the block's output, and the bound of the output's change. x: (B, H), the block's input. x changes by
         at most `ball` (B) in the 2-norm. state, error: the cell's state after the token, and the bounds of its distance
-        from the run's state."""
+        from the run's state. evaluated: see `RequestBound.resume`."""
         if not self._residual:
-            return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
+            return state[0], error[0].ball, Step(state, error, np.zeros(len(x)), np.zeros(len(x)))
         rest, box = ball, error[0].box
         ball = ball + np.minimum(error[0].ball * self.mix.norm, self.mix.furthest(box))
         off = np.linalg.norm(self.mix.rounding(state[0]), axis=1)
         x = x + self.mix(state[0])
-        off = off + roundoff(1) * np.linalg.norm(x, axis=1)
+        off = off + roundoff(1) * np.linalg.norm(x, axis=1) + (0.0 if evaluated is None else evaluated.mixed)
         if self.feed_forward is None:
-            return x, ball + off, Step(state, error, off)
+            return x, ball + off, Step(state, error, off, off)
+        mixed = off
         norm = Normalised(x, self._epsilon, ball + off)
         out = self.feed_forward(norm.value, norm.ball, partial(norm.seen_by, self._between, box, rest + off))
         x = x + out.value
-        off = off + roundoff(1) * np.linalg.norm(x, axis=1)
-        return x, ball + out.ball + off, Step(state, error, off, norm, out)
+        off = off + roundoff(1) * np.linalg.norm(x, axis=1) + (0.0 if evaluated is None else evaluated.fed)
+        return x, ball + out.ball + off, Step(state, error, off, mixed, norm, out)
 
 
 Seen = tuple[Matrix, Matrix]

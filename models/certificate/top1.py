@@ -157,7 +157,7 @@ class Top1:
                 inner, units_left = step.fed.pull(g, rows)
                 inner, norm_left = step.norm.pull(inner, rows)
                 g = g + inner
-                left = left + units_left + norm_left + np.linalg.norm(g, axis=1) * step.off[rows]
+                left = left + units_left + norm_left + np.linalg.norm(g, axis=1) * step.mixed[rows]
             error = step.error[0]
             left = left + _support(g @ mix.weight, error.box[rows], error.ball[rows])
         result: Vector = left + np.linalg.norm(g, axis=1) * bound.below[rows]

@@ -43,7 +43,7 @@ class Gate:
     the gate's bounds by interval, (C, H).
 
     If the smaller of two gates is in an interval, it is between low and high, and the gates differ by at most slope
-    times the difference of their pre-activations (`models/certificate/gate_pieces.py`).
+    times the difference of their pre-activations (`models/certificate/gates.py`).
     """
 
     low: Tensor

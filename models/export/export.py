@@ -147,7 +147,8 @@ def export_again(
     """Writes the bundle `directory` with the weights of `source`. The graphs and all other files are built by this
     version of Wane.
 
-    The certificate and the provenance stay those of `source`. `precision`, `cache` and `quality`: None means the value
+    The certificate is computed again, with the measured errors of one step of `source`. They are measured if `source`
+    does not have them. The provenance stays that of `source`. `precision`, `cache` and `quality`: None means the value
     of `source`. If a float32 bundle is exported in int8, the new bundle has no certificate, its name is that of
     `directory`, and None for `quality` means no quality. `replace` and the errors are those of `export_bundle`.
     """
@@ -162,9 +163,20 @@ def export_again(
     tokenizer_json = with_decoder(before.vocabulary.kind, (source.path / before.tokenizer).read_text(encoding="utf-8"))
     vocabulary = Vocabulary(before.vocabulary.kind, tokenizer_json, before.vocabulary.reserved)
     weights_data = encode_weights(source.weights())
-    bounded = precision == "float32" and _has_radius(source)
+    architecture, weights = before.architecture, source.weights()
+    bounded = precision == "float32" and _has_radius(source) and _may_have_radius(architecture)
     request = source.request_bound() if bounded else None
     graphs = build_graphs(before.architecture, WEIGHTS, tensor_extents(weights_data), request, precision)
+    sample = np.random.default_rng(0).integers(vocabulary.size, size=RANDOM_SAMPLE)
+    certificate = QUANTISED
+    if precision == "float32":
+        layers = build_layers(architecture, weights)
+        rounding = before.certificate.rounding
+        if rounding is None or rounding.sequences != "all":
+            diameter = head_diameter(head_weight(weights).astype(np.float64))
+            with opened_step(graphs["step"], weights_data) as run:
+                rounding = measure_rounding(architecture, weights, layers, run, diameter, sample.tolist())
+        certificate = certify(architecture, weights, before.max_window, rounding, layers)
     manifest = before.model_copy(
         update={
             "schema_version": SCHEMA_VERSION,
@@ -176,12 +188,11 @@ def export_again(
             "graphs": _file_names(graphs),
             "weights": WEIGHTS,
             "tokenizer": TOKENIZER,
-            "certificate": QUANTISED if quantised else before.certificate,
+            "certificate": certificate,
             "cache": cache or before.cache,
             "quality": quality or (None if quantised else before.quality),
         }
     )
-    sample = np.random.default_rng(0).integers(vocabulary.size, size=RANDOM_SAMPLE)
 
     def check(bundle: Bundle) -> None:
         check_bundle(bundle, sample.tolist(), None)
@@ -193,6 +204,14 @@ def export_again(
 def _has_radius(bundle: Bundle) -> bool:
     graph = onnx.load(bundle.graph_path("window"), load_external_data=False).graph
     return any(output.name == RADIUS for output in graph.output)
+
+
+def _may_have_radius(architecture: Architecture) -> bool:
+    """Returns whether a `window` graph of the architecture can have a radius that also bounds the rounding. In a
+    residual network with several layers, rounding changes the gates of the higher layers."""
+    if architecture.block == "residual" and architecture.layers > 1:
+        return False
+    return CELLS[architecture.cell].input_gated
 
 
 def _vocabulary_info(vocabulary: Vocabulary) -> VocabularyInfo:
@@ -227,10 +246,11 @@ def _request_bound(
 ) -> RequestBound | None:
     """Returns the bound from which the window graph's radius is built, or None if the graph is to have no radius.
 
-    A radius exists only for input-gated cells. It is not worth its computing time if the radius of a window of
-    `max_window` tokens is at least half the radius of a window of one token.
+    A radius exists only for input-gated cells, and in residual networks only for one layer. It is not worth its
+    computing time if the radius of a window of `max_window` tokens is at least half the radius of a window of one
+    token.
     """
-    if not CELLS[architecture.cell].input_gated:
+    if not _may_have_radius(architecture):
         return None
     request, window = RequestBound(architecture, weights), np.array([tokens[-max_window:]])
     return request if request(window).radius[0] < request(window[:, -1:]).radius[0] / 2 else None

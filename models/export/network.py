@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wane.models.cell_registry import CELLS
+from wane.models.certificate.readout import has_readout
 from wane.models.certificate.request import RequestBound
 from wane.models.export.cell_writer import InputGatedWriter, build_cell
 from wane.models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
@@ -21,7 +22,8 @@ such a table when it loads the graph. If the table would be larger, `drive` is c
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
     """The results of a run over sequences: `every` is `hidden` after every token, (T * B, H). `last` is `hidden` after
-    each sequence's last token, (B, H). `state` is the state after the last token.
+    each sequence's last token, (B, H). `state` is the state after the last token. `norms` describes the LayerNorms
+    after the last token, (B, columns): see `Readout` in `models/manifest.py`. It is "" for other architectures.
 
     With a request bound, there are three more results after the last token: `radius` (B), the first layer's input
     `stream` (B, H), and `errors`, which bound the error of each layer's state (B, units).
@@ -30,6 +32,7 @@ class SequenceRun:
     every: str
     last: str
     state: list[str]
+    norms: str = ""
     radius: str = ""
     stream: str = ""
     errors: tuple[str, ...] = ()
@@ -46,16 +49,20 @@ class NetworkWriter:
         self._states = len(CELLS[architecture.cell].states)
         self._front = FrontWriter(graph, architecture)
         self._cells = [build_cell(graph, architecture, layer) for layer in range(architecture.layers)]
+        self._has_readout = has_readout(architecture) and graph.precision == "float32"
+        self._statistics: list[str] = []
 
-    def step(self, tokens: str, state: list[str]) -> tuple[str, list[str]]:
-        """Adds one step. tokens: (B). Returns hidden (B, H) and the next state."""
+    def step(self, tokens: str, state: list[str]) -> tuple[str, list[str], str]:
+        """Adds one step. tokens: (B). Returns hidden (B, H), the next state, and `norms` (see `SequenceRun`)."""
         x = self._graph.node("Gather", self._embedding(), tokens)
         x, after = self._front.step(x, state)
         for layer, cell in enumerate(self._cells):
             driven = self._drive(layer, tokens, x)
             after += cell.step(self._graph, self._state_of(layer, state), driven)
             x, _ = self._above_cell(layer, x, after[-self._states], "", None)
-        return self._normalise("norm", x) if self._residual else x, after
+        if self._residual:
+            x, _ = self._normalise_off("norm", x, "", None)
+        return x, after, self._norms()
 
     def sequence(
         self,
@@ -120,10 +127,11 @@ class NetworkWriter:
         if self._residual:
             x, r = self._normalise_off("norm", x, r, radius)
         if every:
-            return SequenceRun(x, graph.node("Gather", x, last), after)
+            norms = self._norms()
+            return SequenceRun(x, graph.node("Gather", x, last), after, norms and graph.node("Gather", norms, last))
         if radius is None:
-            return SequenceRun("", x, after)
-        return SequenceRun("", x, after, radius.radius(r), stream, tuple(errors))
+            return SequenceRun("", x, after, self._norms())
+        return SequenceRun("", x, after, self._norms(), radius.radius(r), stream, tuple(errors))
 
     def head(self, graph: GraphWriter, hidden: str) -> str:
         """Adds the output layer. hidden: (N, H). Returns logits (N, V). `graph` is this network's graph, or the body of
@@ -165,25 +173,33 @@ class NetworkWriter:
         units = self._architecture.cell_units
         prefix = f"layers.{layer}."
         x = linear(graph, y, graph.weight(prefix + "mix.weight", hidden, units), x)
+        off = ""
+        if radius is not None:
+            r, off = radius.evaluated(r, x)
         if width == 0:
             return x, r
         y, rho = self._normalise_off(prefix + "feed_forward_norm", x, r, radius)
         if radius is not None:
-            r = radius.fed_forward(layer, r, rho)
+            r = radius.fed_forward(layer, r, rho, off)
         return graph.node("Add", x, feed_forward(graph, prefix, y, hidden, width)), r
 
     def _normalise(self, name: str, x: str) -> str:
         return layer_norm(self._graph, name, x, self._architecture)
 
     def _normalise_off(self, name: str, x: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
-        """Adds a LayerNorm. Returns its output, and the bound of the normalised vector's error if r bounds the error of
-        x."""
-        if radius is None:
-            return self._normalise(name, x), ""
+        """Adds a LayerNorm above a cell. Returns its output, and the bound of the normalised vector's error if r bounds
+        the error of x."""
         if not self._residual:
             return x, r
-        y, _, inverse = layer_norm_by(self._graph, name, x, self._architecture, outputs=3)
-        return y, radius.normalised(r, inverse)
+        if radius is None and not self._has_readout:
+            return self._normalise(name, x), ""
+        y, mean, inverse = layer_norm_by(self._graph, name, x, self._architecture, outputs=3)
+        self._statistics += [inverse] if self._statistics else [mean, inverse]
+        return y, "" if radius is None else radius.normalised(r, inverse)
+
+    def _norms(self) -> str:
+        """Returns the statistics of the LayerNorms above the cell, (N, columns), or "" without a `Readout`."""
+        return self._graph.node("Concat", *self._statistics, axis=1) if self._has_readout else ""
 
     def _state_of(self, layer: int, state: list[str]) -> list[str]:
         first = len(self._architecture.front_tensors()) + layer * self._states

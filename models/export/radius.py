@@ -19,8 +19,10 @@ unit by unit. e' is the next value of e:
 
 The bound includes the rounding of its own float32 arithmetic. Constants are rounded up by UP. Gates below SMALLEST are
 replaced by SMALLEST. All other gates have a relative error of at most 2^-17. To include it, e is multiplied by GROWTH
-for every token. FLOOR is added to the radius for the rounding of the float64 oracle. The radius does not include the
-rounding of the run's float32 arithmetic.
+for every token. FLOOR is added to the radius for the rounding of the float64 oracle.
+
+In a residual network with one layer, the radius also includes the rounding of the float32 arithmetic of both runs
+(`models/certificate/readout.py`). In other networks it does not.
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ class RadiusWriter:
     def __init__(
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
     ) -> None:
-        """shape: int64 (2), T and B. lengths: int64 (B)."""
+        """shape: int64 (2), T and B. lengths: int64 (B). With `request.readout`, all bounds include the float32
+        rounding of both runs."""
         assert CELLS[architecture.cell].input_gated, "only input-gated cells have a radius: this is a bug"
         self._graph = graph
         self._architecture = architecture
         self._request = request
+        self._readout = request.readout
         self._shape = shape
         self._lengths = lengths
         self._reach = 0 if architecture.front is None else architecture.front.reach
@@ -82,6 +86,8 @@ class RadiusWriter:
         kept = graph.node("Max", f, least)
         kept = graph.node("ReduceProd", kept, graph.integers(0), keepdims=0)
         error = self._ended(graph.node("Mul", kept, self._start(states)))
+        if self._request.states_apart is not None:
+            error = graph.node("Add", error, self._up("states apart", self._request.states_apart))
         length = graph.node("ReduceL2", error, graph.integers(1), keepdims=1)
         if self._early:
             length = graph.node("Add", length, graph.node("Mul", self._column(self._short(1)), graph.number(FAR)))
@@ -149,20 +155,35 @@ class RadiusWriter:
         turned = self._graph.node("Mul", error, self._graph.number(UP * self._request.layers[layer].mix.norm))
         return self._graph.node("Add", r, turned) if r else turned
 
-    def fed_forward(self, layer: int, r: str, rho: str) -> str:
+    def evaluated(self, r: str, x: str) -> tuple[str, str]:
+        """Returns `r`, the bound of the error of the sum `x` after the mixing matrix, with the rounding of both runs
+        added, and the bound of the rounding that depends on the length of `x`. r: (N, 1), x: (N, H). Without a readout,
+        returns `r` and ""."""
+        if self._readout is None:
+            return r, ""
+        graph = self._graph
+        length = graph.node("ReduceL2", x, graph.integers(1), keepdims=1)
+        off = graph.node("Mul", length, graph.number(UP * 2 * self._readout.relative))
+        return graph.node("Add", graph.node("Add", r, off), graph.number(UP * 2 * self._readout.mixed)), off
+
+    def fed_forward(self, layer: int, r: str, rho: str, off: str) -> str:
         """Bounds the error of the stream after the feed-forward block. r, rho: the bounds before and after the block's
-        LayerNorm, (N, 1)."""
-        part = self._request.layers[layer].feed_forward
+        LayerNorm, (N, 1). off: see `evaluated`."""
+        graph, part = self._graph, self._request.layers[layer].feed_forward
         assert part is not None, "the block has no feed-forward part: this is a bug"
-        gain = self._graph.number(UP * part.inner.norm * part.outer.norm)
-        return self._graph.node("Add", r, self._graph.node("Mul", rho, gain))
+        if self._readout is None:
+            return graph.node("Add", r, graph.node("Mul", rho, graph.number(UP * part.inner.norm * part.outer.norm)))
+        assert self._readout.slope is not None, "the readout has no feed-forward part: this is a bug"
+        r = graph.node("Add", r, graph.node("Mul", rho, graph.number(UP * self._readout.slope)))
+        return graph.node("Add", graph.node("Add", r, off), graph.number(UP * 2 * self._readout.fed))
 
     def radius(self, rho: str) -> str:
         """Returns the windows' radius, (B). rho: (B, 1), the bound of the last LayerNorm's error, or of the last
         state's error in a plain network."""
         graph = self._graph
         outward = graph.node("Mul", rho, graph.number(UP * self._request.largest_gain))
-        return graph.node("Squeeze", graph.node("Add", outward, graph.number(FLOOR)), graph.integers(1))
+        floor = FLOOR if self._readout is None else FLOOR + UP * 2 * self._readout.top
+        return graph.node("Squeeze", graph.node("Add", outward, graph.number(floor)), graph.integers(1))
 
     def _start(self, states: str) -> str:
         """Returns the bound of the error of the first layer's state before the first token whose receptive field is

@@ -7,12 +7,13 @@
     scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hiddens[B,T,H], hidden[B,H], state'
     head     hidden[B,H]                             -> logits[B,V], top
 
-Each row of tokens is padded on the right with arbitrary tokens: 1 <= length <= T, and tokens beyond the length have no
-effect. The next state is named `next.` + the name of the state. `hiddens` is `hidden` after every token, and zero
-beyond the length of a row. Graphs of schema 3 have no `hiddens`. `radius` bounds, in exact arithmetic, the 2-norm
-distance of `hidden` from that of any run that ends in these tokens. The sharper bounds of `models/certificate/top1.py`
-are computed from `stream` and `error`. `stream` is the first block's input. `error` bounds the distance of each unit of
-a state from the run's.
+All graphs except `head` also have the output `norms[B,columns]` if the architecture has a `Readout`
+(`models/manifest.py`). Each row of tokens is padded on the right with arbitrary tokens: 1 <= length <= T, and tokens
+beyond the length have no effect. The next state is named `next.` + the name of the state. `hiddens` is `hidden` after
+every token, and zero beyond the length of a row. Graphs of schema 3 have no `hiddens`. `radius` bounds the 2-norm
+distance of `hidden` from that of any run that ends in these tokens, in exact arithmetic or, with a `Readout`, in
+float32. The sharper bounds of `models/certificate/top1.py` are computed from `stream` and `error`. `stream` is the
+first block's input. `error` bounds the distance of each unit of a state from the run's.
 
 `top` stands for three outputs. `top_logits[B,K]` are the largest logits in descending order. `top_ids[B,K]` (int64) are
 their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is the logarithm of the sum of exp over all logits.
@@ -80,11 +81,11 @@ def build_graph(
 
     if role == "step":
         assert state is not None, "step has no state: this is a bug"
-        hidden, after = network.step(tokens, state)
+        hidden, after, norms = network.step(tokens, state)
     else:
         bounded = role == "window" and CELLS[architecture.cell].input_gated
         run = network.sequence(tokens, lengths, state, role == "scan", request if bounded else None)
-        hidden, after = run.last, run.state
+        hidden, after, norms = run.last, run.state, run.norms
         if run.radius:
             graph.output("radius", run.radius, ["B"])
             graph.output("stream", run.stream, ["B", architecture.embedding])
@@ -97,6 +98,8 @@ def build_graph(
     elif role != "advance":
         _answer(graph, network.head(graph, hidden), vocabulary)
     graph.output("hidden", hidden, ["B", hidden_width])
+    if norms:
+        graph.output("norms", norms, ["B", architecture.norm_columns])
     for tensor, value in zip(tensors, after, strict=True):
         graph.output(f"next.{tensor.name}", value, ["B", *tensor.shape])
     return graph.model()

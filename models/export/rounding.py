@@ -20,30 +20,25 @@ One step with every token of the vocabulary is measured from two states. The rep
 reduces the difference of two states least (with the largest gates), those whose step has the largest error, and random
 ones.
 
-**A whole run.** Theorems bound the error of a run of any length by one step's error. One theorem holds for all token
-sequences (`models/certificate/rounding.py`). If its bound is too large for a certificate, the errors are accumulated
-along the measured sequences instead, by the theorem of `models/certificate/request.py`. In this case the measurement
-also searches for the states and tokens for which an error of the states has the largest effect on `hidden`. To this
-end, it keeps the rows with the largest bounds at every step, and computes a further step of all rows with many tokens.
+**A whole run.** The error of a run of any length is bounded by one step's error, by a theorem that holds for all token
+sequences (`models/certificate/rounding.py`). In residual networks, this bound is mostly too large to be of use, because
+the Lipschitz constants of LayerNorms are far above any observed change. Residual networks with one layer of an
+input-gated cell need no measurement (`models/certificate/readout.py`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.certify import CERTIFIED
-from wane.models.certificate.deviation import Deviation
-from wane.models.certificate.interval_rounding import Matrix, Vector
+from wane.models.certificate.interval_rounding import Matrix
 from wane.models.certificate.layer_bound import Layer
-from wane.models.certificate.request import RequestBound
+from wane.models.certificate.readout import has_readout
 from wane.models.certificate.rounding import carry
 from wane.models.certificate.stack import Stack
-from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Architecture, Rounding, StateError
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
@@ -54,8 +49,9 @@ Tokens = NDArray[np.int64]
 SAFETY_OF_STEP = 1.25
 """The factor by which the largest measured error of one step is multiplied."""
 
-SAFETY_OF_SEQUENCE = 2.0
-"""The factor by which the measured errors are multiplied if they are accumulated along the measured sequences only."""
+SAFETY_OF_NORM = 2.0
+"""The factor for the error of the output of residual networks, because the largest rounding error of a LayerNorm is not
+known."""
 
 ROW_STEPS = 1 << 16
 """The approximate number of measured steps. This number divided by the length of the sequences is the number of rows.
@@ -81,30 +77,17 @@ AT_ONCE, LOGITS_AT_ONCE = 4096, 1 << 26
 WITH_LOGITS = 16
 """The number of rows of a batch whose logits' errors are measured."""
 
-TURNED = 24
-"""The largest number of pairs of a row and a step for which the derivative of `hidden` with respect to the states is
-computed. These are the pairs with the largest bounds of the error of `hidden`."""
-
-TRIED = 24
-"""The number of different tokens with which a further step of every row is computed."""
-
-SMALL = 1e-6
-"""The step size of a difference quotient in float64."""
-
-FAR = 1 << 30
-"""The length of a window, in tokens, that stands for any length above the receptive field of the convolution blocks."""
-
 
 def measure_rounding(
     architecture: Architecture, weights: Weights, layers: list[Layer], run: Run, diameter: float, given: list[int]
 ) -> Rounding | None:
     """Measures the rounding of a model's graphs. Returns None if a layer is not contractive, because then no theorem
-    bounds the rounding.
+    bounds the rounding, and if the rounding is bounded without measurements.
 
     `run` runs a graph. diameter: the largest distance D of two rows of the output matrix. given: real tokens.
     """
     factor = max(layer.bound.factor for layer in layers)
-    if not factor < 1:
+    if not factor < 1 or has_readout(architecture):
         return None
     return _Measuring(architecture, weights, layers, run, diameter).rounding(given, factor)
 
@@ -143,57 +126,26 @@ class _Measuring:
         rows = min(max(ROW_STEPS // (past + hold), ROWS[0]), ROWS[1])
         tokens = np.concatenate([self._sequences(given, rows, past, hold), self._greedy(past + hold)])
         rows = len(tokens)
-        along = _Along(self._architecture, self._weights, self._layers, self._reference) if self._residual else None
-        state, front, before = self._zero(rows), self._reference.zero_state(rows), None
-        for step, column in enumerate(tokens.T, start=1):
-            errors, after, state, front = self._measure(column, state, front)
-            if along is not None:
-                before = along.step(after, errors, before)
-                if step in (past, past + hold):
-                    self._try_every_token(along, state, front, before)
-        everywhere = self._carried_everywhere()
-        variation = total_variation(self._diameter, np.array(everywhere.between_runs))
-        return everywhere if along is None or variation <= CERTIFIED / 2 else self._carried_along(along)
-
-    def _carried_everywhere(self) -> Rounding:
-        """Returns the rounding of a whole run by the theorem that holds for all sequences."""
-        rounding = self._rounding("all", SAFETY_OF_STEP)
-        states, carried = carry(Stack(self._architecture, self._weights, self._layers), rounding.step)
-        return rounding.model_copy(update={"states": states, "carried": carried + rounding.output})
-
-    def _carried_along(self, along: _Along) -> Rounding:
-        """Returns the rounding of a whole run from the errors accumulated along the measured sequences."""
-        rounding = self._rounding("probed", SAFETY_OF_SEQUENCE)
-        states = {
-            name: StateError(box=rounding.safety * box, ball=rounding.safety * ball)
-            for name, (box, ball) in along.largest.items()
-        }
-        carried = rounding.safety * along.at_hidden() + rounding.output
-        return rounding.model_copy(update={"states": states, "carried": carried})
-
-    def _rounding(self, sequences: Literal["all", "probed"], safety: float) -> Rounding:
-        """Returns the rounding of one step, from the errors measured so far, without the errors of a whole run."""
+        state, front = self._zero(rows), self._reference.zero_state(rows)
+        for column in tokens.T:
+            _, state, front = self._measure(column, state, front)
         seen = self._seen
-        step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        # The largest rounding error of a LayerNorm is not known, so the measured error gets the larger factor.
-        of_output = SAFETY_OF_SEQUENCE if self._residual else safety
+        step = {
+            name: StateError(box=SAFETY_OF_STEP * box, ball=SAFETY_OF_STEP * ball)
+            for name, (box, ball) in seen.step.items()
+        }
+        of_output = SAFETY_OF_NORM if self._residual else SAFETY_OF_STEP
         output = of_output * (seen.output + seen.logits / self._diameter)
+        states, carried = carry(Stack(self._architecture, self._weights, self._layers), step)
         return Rounding(
-            sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
+            sequences="all",
+            steps=seen.steps,
+            safety=SAFETY_OF_STEP,
+            step=step,
+            output=output,
+            states=states,
+            carried=carried + output,
         )
-
-    def _try_every_token(
-        self, along: _Along, state: Tensors, front: State, errors: list[tuple[Deviation, ...]]
-    ) -> None:
-        """Computes a further step of every row with each of several tokens, and updates the largest bounds of the error
-        of `hidden`. errors: the errors of the rows' states."""
-        rows = len(next(iter(state.values())))
-        tokens = np.arange(self._architecture.vocabulary_size)
-        if len(tokens) > TRIED:
-            tokens = self._random.choice(tokens, TRIED, replace=False)
-        for token in tokens:
-            _, after, _, _ = self._measure(np.full(rows, token), state, front)
-            along.look(after, errors)
 
     def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
         """Returns the tokens of all rows: (rows, past + hold). In a row that repeats a token, `hold` repetitions follow
@@ -271,7 +223,7 @@ class _Measuring:
         pasts[1] = pasts[1, 0]
         state, front = self._zero(2), self._reference.zero_state(2)
         for column in pasts.T:
-            _, _, state, front = self._measure(column, state, front)
+            _, state, front = self._measure(column, state, front)
         kept, rounded = np.zeros(size), np.zeros(size)
         at_once = max(1, min(AT_ONCE, LOGITS_AT_ONCE // size))
         for start in range(0, size, at_once):
@@ -280,8 +232,8 @@ class _Measuring:
             for row in range(2):
                 alone = {name: np.repeat(value[row : row + 1], len(tokens), axis=0) for name, value in state.items()}
                 exact = {name: np.repeat(value[row : row + 1], len(tokens), axis=0) for name, value in front.items()}
-                errors, after, _, _ = self._measure(tokens, alone, exact)
-                ends.append(np.concatenate([after.state[name] for name in self._flat], axis=1))
+                errors, after, _ = self._measure(tokens, alone, exact)
+                ends.append(np.concatenate([after[name].astype(np.float64) for name in self._flat], axis=1))
                 rounded[tokens] = np.maximum(
                     rounded[tokens], sum(np.square(each).sum(axis=1) for each in errors.values())
                 )
@@ -293,20 +245,17 @@ class _Measuring:
         others = np.setdiff1d(np.arange(size), chosen)
         return np.concatenate([chosen, self._random.choice(others, count - len(chosen), replace=False)])
 
-    def _measure(
-        self, tokens: Tokens, state: Tensors, front: State
-    ) -> tuple[dict[str, Matrix], _After, Tensors, State]:
+    def _measure(self, tokens: Tokens, state: Tensors, front: State) -> tuple[dict[str, Matrix], Tensors, State]:
         """Measures one step of every row.
 
         state: the float32 state that the graph returned last. front: the oracle's state, of which only the tensors of
-        the convolution blocks are read. Returns the errors of the units by state tensor, the step in exact arithmetic,
-        the graph's next state, and the oracle's.
+        the convolution blocks are read. Returns the errors of the units by state tensor, the graph's next state, and
+        the oracle's.
         """
         before = {name: value.astype(np.float64) for name, value in state.items()} | {
             name: value for name, value in front.items() if name not in self._flat
         }
         outputs = self._run("step", {"tokens": tokens, **state})
-        stream, _ = self._reference.stream(tokens, before)
         hidden, exact = self._reference.advance(tokens, before)
         seen, errors = self._seen, {}
         for name in self._flat:
@@ -321,86 +270,7 @@ class _Measuring:
         off = outputs["logits"][:WITH_LOGITS].astype(np.float64) - self._reference.logits(own)
         seen.logits = max(seen.logits, float(np.ptp(off, axis=1).max()))
         seen.steps += len(tokens)
-        return errors, _After(stream, before, exact), {name: outputs[f"next.{name}"] for name in state}, exact
+        return errors, {name: outputs[f"next.{name}"] for name in state}, exact
 
     def _zero(self, rows: int) -> Tensors:
         return {name: value.astype(np.float32) for name, value in self._reference.zero_state(rows).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _After:
-    """A step in exact arithmetic: the first layer's input `stream` (B, H), the state before the step, and the state
-    after it."""
-
-    stream: Matrix
-    before: State
-    state: State
-
-
-class _Along:
-    """Accumulates bounds of the states' errors along the rows' tokens, by the theorem for one request
-    (`models/certificate/request.py`)."""
-
-    def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], reference: Reference) -> None:
-        self._request = RequestBound(architecture, weights, layers)
-        self._reference = reference
-        self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
-        self._worst: list[tuple[float, Vector, list[Vector], list[Vector]]] = []
-        self.largest: dict[str, tuple[float, float]] = {}
-
-    def step(
-        self, after: _After, made: dict[str, Matrix], before: list[tuple[Deviation, ...]] | None
-    ) -> list[tuple[Deviation, ...]]:
-        """Returns bounds of the errors of every row's states after a step, by layer and tensor.
-
-        before: the bounds before the step. None means no error. made: the measured errors of this step, by state
-        tensor.
-        """
-        errors = []
-        for names, layer in zip(self._names, self.look(after, before), strict=True):
-            grown = []
-            for name, error in zip(names, layer, strict=True):
-                error = Deviation.within(error.box + made[name], error.ball + np.linalg.norm(made[name], axis=1))
-                box, length = self.largest.get(name, (0.0, 0.0))
-                self.largest[name] = max(box, float(error.box.max())), max(length, float(error.ball.max()))
-                grown.append(error)
-            errors.append(tuple(grown))
-        return errors
-
-    def look(self, after: _After, before: list[tuple[Deviation, ...]] | None) -> list[tuple[Deviation, ...]]:
-        """Returns the bounds of the errors after a step that itself adds no error. Keeps the two rows with the largest
-        bounds of the error of `hidden`, if they are among the TURNED largest so far."""
-        x, ball, moved = after.stream, np.zeros(len(after.stream)), []
-        outputs = [after.state[names[0]] for names in self._names]
-        for index, (layer, names) in enumerate(zip(self._request.layers, self._names, strict=True)):
-            states = tuple(after.before[name] for name in names)
-            errors = before[index] if before else tuple(Deviation.within(np.zeros_like(each)) for each in states)
-            states, errors = layer.step(x, ball, (states, errors))
-            moved.append(errors)
-            if index + 1 < len(self._names):
-                x, ball, _ = layer.above(x, ball, states, errors)
-        boxes = [errors[0].box for errors in moved]
-        radius = self._request.resume(after.stream, np.full(len(x), FAR), outputs, boxes).radius
-        for row in np.argsort(-radius)[:2]:
-            self._worst.append(
-                (float(radius[row]), after.stream[row], [y[row] for y in outputs], [e[row] for e in boxes])
-            )
-        self._worst = sorted(self._worst, key=lambda each: -each[0])[:TURNED]
-        return moved
-
-    def at_hidden(self) -> float:
-        """Returns the largest error of `hidden` that the states' errors can cause, in the 2-norm, over the rows that
-        `look` has kept.
-
-        The result is to first order: J e, where e are the errors of the cells' outputs and J is the derivative of
-        `hidden` with respect to these outputs. If |e_i| <= E_i for all i, |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
-        """
-        largest = 0.0
-        for radius, stream, rows, boxes in self._worst:
-            outputs, errors = np.concatenate(rows), np.concatenate(boxes)
-            units = len(outputs)
-            moved = np.concatenate([outputs + SMALL * np.eye(units), outputs[None]])
-            hidden = self._reference.readout(np.tile(stream, (units + 1, 1)), np.split(moved, len(rows), axis=1))
-            turned = (hidden[:-1] - hidden[-1]) / SMALL * errors[:, None]  # (units, H)
-            largest = max(largest, min(radius, float(np.sqrt(np.abs(turned @ turned.T).sum()))))
-        return largest

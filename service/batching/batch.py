@@ -24,6 +24,7 @@ from wane.service.runners.runner import (
     HIDDENS,
     LOG_SUM_EXP,
     NEXT,
+    NORMS,
     RADIUS,
     STREAM,
     TOP_IDS,
@@ -91,13 +92,15 @@ class Work:
 class WindowTrace:
     """One row of the window graph's outputs that the gradient proof reads. All values are float32 and finite.
 
-    length: the number of tokens in the window. stream: (H), the value to which the output of the first layer's mixing
-    matrix is added. states: each layer's state by tensor name, (units). errors: error bounds by the same names, one for
-    each unit of `states`. An error bound limits the distance between the unit's value and its value after any longer
-    history that ends in the window's tokens.
+    length: the number of tokens in the window. logits: (V). norms: see `Row`. stream: (H), the value to which the
+    output of the first layer's mixing matrix is added. states: each layer's state by tensor name, (units). errors:
+    error bounds by the same names, one for each unit of `states`. An error bound limits the distance between the unit's
+    value and its value after any longer history that ends in the window's tokens.
     """
 
     length: int
+    logits: NDArray[np.float32]
+    norms: Sequence[float] | None
     stream: NDArray[np.float32]
     states: Mapping[str, NDArray[np.float32]]
     errors: Mapping[str, NDArray[np.float32]]
@@ -108,15 +111,23 @@ class Row:
     logits. All values are finite. An output that the graph does not have is None. Each array is read on access: it is a
     view of the batch's array, or a copy if the batch's array is on a device.
 
-    radius: the window graph's bound of the effect of earlier tokens. In exact arithmetic, the final hidden state of
-    every history that ends in the window's tokens is within this 2-norm distance of `hidden`. None if there is no
-    bound.
+    radius: the window graph's bound of the effect of earlier tokens. The final hidden state of every history that ends
+    in the window's tokens is within this 2-norm distance of `hidden`: see `Runner`. None if there is no
+    bound. norms: the row's LayerNorms above the cell (see `Readout` in `models/manifest.py`). None if they are unknown.
     """
 
-    __slots__ = ("_outputs", "_row", "_window", "radius")
+    __slots__ = ("_outputs", "_row", "_window", "norms", "radius")
 
-    def __init__(self, outputs: Outputs, row: int, radius: float | None = None, window: int = 0) -> None:
+    def __init__(
+        self,
+        outputs: Outputs,
+        row: int,
+        radius: float | None = None,
+        window: int = 0,
+        norms: Sequence[float] | None = None,
+    ) -> None:
         """`row`: the item's index in the `outputs` of its batch. `window`: the number of tokens of a window."""
+        self.norms = norms
         self._outputs = outputs
         self._row = row
         self._window = window
@@ -126,14 +137,15 @@ class Row:
     def trace(self) -> WindowTrace | None:
         """The row's trace. None if the graph does not output one, or if it is not finite."""
         stream = self.output(STREAM)
-        if stream is None:
+        logits = self.logits
+        if stream is None or logits is None:
             return None
         names = [name.removeprefix(ERROR) for name in self._outputs if name.startswith(ERROR)]
         states = {name: self._outputs.row(NEXT + name, self._row) for name in names}
         errors = {name: self._outputs.row(ERROR + name, self._row) for name in names}
         if not all(np.isfinite(values).all() for values in (stream, *states.values(), *errors.values())):
             return None
-        return WindowTrace(self._window, stream, states, errors)
+        return WindowTrace(self._window, logits, self.norms, stream, states, errors)
 
     @property
     def logits(self) -> NDArray[np.float32] | None:
@@ -232,19 +244,21 @@ def _run(
     role = works[0].role
     reads = [work.read for work in works]
     if role == "head":
-        feeds = _hidden(works, pool)
+        feeds = dict(_hidden(works, pool))
+        kept = {NORMS: feeds.pop(NORMS)} if NORMS in feeds else {}
         outputs = Outputs.of(runner.run(role, feeds))
         if HIDDEN not in outputs:
-            outputs = Outputs({**outputs, HIDDEN: feeds[HIDDEN]})
+            outputs = Outputs({**outputs, HIDDEN: feeds[HIDDEN], **kept})
     else:
         states = {} if role == "window" else pool.gather(reads, room)
         outputs = Outputs.of(runner.run(role, {**_tokens(works), **states}))
         pool.scatter([work.write for work in works], outputs)
     radii = _radii(outputs, len(works))
+    norms = outputs[NORMS].tolist() if NORMS in outputs else [None] * len(works)
     finite: list[bool] = outputs.finite.tolist()
     answers = outputs.only(_answers(outputs))
     return [
-        Row(answers, row, radii[row], work.length)
+        Row(answers, row, radii[row], work.length, norms[row])
         if finite[row]
         else FloatingPointError("the model's output is not finite")
         for row, work in enumerate(works)

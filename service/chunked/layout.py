@@ -16,7 +16,7 @@ import numpy as np
 from wane.models.manifest import Manifest, Role
 from wane.service.batching.batch import MOST_POSITIONS, Work
 from wane.service.batching.cost_model import run_seconds
-from wane.service.runners.runner import HIDDEN, NEXT, Array, Runner
+from wane.service.runners.runner import KEPT, NEXT, Array, Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
 LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -42,7 +42,8 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
     from the zero state. Yields after each run. Each run blocks."""
     random = np.random.default_rng(4)
     zeros = pool.read([ZERO] * ROWS)
-    del zeros[HIDDEN]
+    for name in KEPT:
+        zeros.pop(name, None)
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
     yield
     both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}

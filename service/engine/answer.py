@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
@@ -68,16 +68,26 @@ class AnswerPlan(NamedTuple):
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """Returns the answer's bound as far as it is known before the run: the certificate's bound. The run may output
-        a radius that gives a smaller bound."""
-        return self.bound_of(certificate, self.mode is not Mode.WINDOW)
+        """Returns the answer's bound as far as it is known before the run (`bounds.expected`). The run may output a
+        radius that gives a smaller bound."""
+        return bounds.expected(certificate, self._known(self.mode is not Mode.WINDOW), self.position)
 
-    def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
-        """Returns the bound of the recurrent part or, if not `recurrent`, of the window part. `radius`: see
+    def bound_of(
+        self,
+        certificate: Certificate,
+        recurrent: bool,
+        radius: float | None = None,
+        norms: Sequence[float] | None = None,
+    ) -> Bound | None:
+        """Returns the bound of the recurrent part or, if not `recurrent`, of the window part. `radius`, `norms`: see
         `bounds.bound`."""
-        context_length = self.context_length if recurrent else self.window
-        assert context_length is not None, "the plan of a window part has no k: this is a bug"
-        return bounds.bound(certificate, context_length, self.position, radius)
+        return bounds.bound(certificate, self._known(recurrent), self.position, radius, norms)
+
+    def _known(self, recurrent: bool) -> int:
+        """Returns the number of latest tokens that the recurrent or the window part has read."""
+        known = self.context_length if recurrent else self.window
+        assert known is not None, "the plan of a window part has no k: this is a bug"
+        return known
 
 
 class ModeResult(NamedTuple):
@@ -141,7 +151,7 @@ class AnswerBuilder:
         all available tokens up to the plan's position. These tokens begin with the start token if they are the whole
         sequence.
         """
-        found = plan.bound_of(self._certificate, recurrent, result.radius)
+        found = plan.bound_of(self._certificate, recurrent, result.radius, result.norms)
         if plan.cache and self.cache is not None:
             # whether `input_ids` begins with the start token
             starts = len(input_ids) > plan.position or not plan.context_length

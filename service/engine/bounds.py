@@ -7,8 +7,10 @@ the last k of the n tokens.
   a model is loaded (`Certificate.bit_identical`). Otherwise, the bound is the rounding of two runs.
 - k < n: the bound is the smaller of two bounds. The first bound is the certificate's bound for k, which holds for any
   k tokens. The second bound is an output of the run, and holds for the tokens of this run. Both bounds are theorems
-  about the weights in exact arithmetic. The rounding of two float32 runs (`Certificate.rounding`) is added to both
-  bounds. This rounding is computed from the measured error of one step and a proved bound of the growth of errors.
+  about the weights in exact arithmetic. The rounding of two float32 runs is added to the first bound. In residual
+  networks with one layer, it is a theorem too (`Certificate.readout`): it depends on the LayerNorms of the answer's own
+  run, and the second bound includes it. In other networks, it is computed from the measured error of one step and a
+  proved bound of the growth of errors (`Certificate.rounding`), and added to both bounds.
 - k = 0 < n: there is no bound.
 - A model that is not contractive has only the bound of 0 for k >= n, because the effect of a rounding error or of a
   dropped token is unlimited. In all other cases its bound is None, and the most probable token is not proved.
@@ -22,6 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Certificate
@@ -42,31 +45,74 @@ class Bound(NamedTuple):
     runs: float | None
 
 
-def bound(certificate: Certificate, k: int, position: int, radius: float | None = None) -> Bound | None:
+def bound(
+    certificate: Certificate,
+    k: int,
+    position: int,
+    radius: float | None = None,
+    norms: Sequence[float] | None = None,
+) -> Bound | None:
     """Returns the bound of an answer from a state that has read the last `k` of `position` tokens. Returns None if
     there is no bound.
 
     `radius` is an output of the run over these k tokens. It bounds the distance of this run's last state from the last
-    state of any run that ends in the same k tokens.
+    state of any run that ends in the same k tokens. `norms` describes the LayerNorms of the answer's run (see `Row`).
+    Without it, the largest possible rounding is assumed.
     """
-    rounding = certificate.rounding.between_runs if certificate.contractive and certificate.rounding else None
+    rounding = certificate.between_runs(norms)
     if k >= position and certificate.bit_identical:
         return Bound(0.0, 0.0, rounding)
-    if rounding is None:
+    return None if rounding is None else _after(certificate, k, position, radius, rounding)
+
+
+def expected(certificate: Certificate, k: int, position: int) -> Bound | None:
+    """Like `bound`, before the run. The result does not include a rounding that depends on the run, so that it is no
+    bound, but an expectation."""
+    if certificate.readout is None or k >= position or not certificate.has_rounding:
+        return bound(certificate, k, position)
+    return _after(certificate, k, position, None, 0.0)
+
+
+def smallest_window(certificate: Certificate, tolerance: float, largest: int) -> int | None:
+    """Returns the smallest k, at most `largest`, for which the expected bound of a window of k tokens is within the
+    tolerance for all windows of at least k tokens. Returns None if there is no such k."""
+    k = certificate.smallest_window(tolerance)
+    if k is None or not meets(expected(certificate, largest, largest + 1), tolerance):
         return None
+    while k <= largest and not meets(expected(certificate, k, k + 1), tolerance):
+        k += 1
+    return k if k <= largest else None
+
+
+def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.float32]) -> list[Bound | None]:
+    """Like `bound`, for B steps of a model with a `readout`. `known`: k for a state that has not read the whole
+    sequence, 0 for a state that has read it. `norms`: (B, columns)."""
+    assert certificate.readout is not None, "the certificate has no readout: this is a bug"
+    found = certificate.readout.between_all(norms).tolist()
+    return [
+        _after(certificate, k, k + 1, None, rounding) if k else Bound(0.0, 0.0, rounding)
+        for k, rounding in zip(known, found, strict=True)
+    ]
+
+
+def _after(certificate: Certificate, k: int, position: int, radius: float | None, rounding: float) -> Bound | None:
+    """Returns the bound of an answer whose rounding is not 0. rounding: the bound of the distance between the `hidden`
+    of two runs over the same tokens."""
+    readout = certificate.readout
     if k >= position:
         return Bound(rounding, _variation(certificate, rounding), rounding)
     if k < 1:
         return None
-    state, variation = certificate.state_error_at(k), certificate.error_bound_at(k)
-    states = [] if state is None else [state + rounding]
-    variations = [] if variation is None else [variation]
+    curve = certificate.state_error_at(k)
+    states = []
+    if curve is not None:
+        states.append(curve * (1.0 if readout is None else (1 + readout.gate) ** k) + rounding)
     if radius is not None:
-        states.append(radius + rounding)
-        variations.append(_variation(certificate, radius + rounding))
-    if not states or not variations:
+        states.append(radius + (rounding if readout is None else 0.0))
+    if not states:
         return None
-    return Bound(min(states), min(variations), min(states))
+    state = min(states)
+    return Bound(state, _variation(certificate, state), state)
 
 
 def of_mixture(found: Bound | None, weight: float, unknown: float) -> Bound | None:

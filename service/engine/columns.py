@@ -40,7 +40,7 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
-from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.state.cache import StateCache
@@ -302,6 +302,7 @@ class StepColumns:
         self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._certificate = certificate
         # The bound of an answer from a state that has read the whole sequence.
         self._bound_of_all = bounds.bound(certificate, 1, 1)
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
@@ -509,7 +510,10 @@ class StepColumns:
         positions = self._state_cache.positions[batch.slots]
         results.positions = positions.tolist()
         dropped = self._state_cache.dropped_tokens[batch.slots]
-        if dropped.any():
+        if self._certificate.readout is not None and self._certificate.has_rounding:
+            known = np.where(dropped, positions - dropped, 0).tolist()
+            results.bounds = bounds.of_steps(self._certificate, known, outputs[NORMS])
+        elif dropped.any():
             results.bounds = [
                 self._bound_of(known) if lost else self._bound_of_all
                 for known, lost in zip((positions - dropped).tolist(), dropped.tolist(), strict=True)

@@ -55,7 +55,7 @@ from wane.service.engine.top_places import TopPlaces
 from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
-from wane.service.runners.runner import HIDDENS, RADIUS, Runner
+from wane.service.runners.runner import HIDDENS, NORMS, RADIUS, Runner
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
@@ -151,6 +151,7 @@ class Engine:
             metrics.states_evicted.labels(name).inc,
             runner.memory,
             cache_bytes=0 if cache is None else cache.ring_bytes,
+            norms=manifest.architecture.norm_columns if NORMS in runner.outputs("step") else 0,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self.batcher = Batcher(

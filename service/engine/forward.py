@@ -110,9 +110,15 @@ class RunResult:
         return RunResult(self.row, Mixed(cache, history, self.network_logits, self.row, known))
 
     @classmethod
-    def of(cls, logits: NDArray[np.float32], hidden: NDArray[np.float32], radius: float | None = None) -> RunResult:
+    def of(
+        cls,
+        logits: NDArray[np.float32],
+        hidden: NDArray[np.float32],
+        radius: float | None = None,
+        norms: Sequence[float] | None = None,
+    ) -> RunResult:
         """Returns a result from arrays outside of a batch: logits (V), hidden (H)."""
-        return cls(Row(Outputs({"logits": logits[None], HIDDEN: hidden[None]}), 0, radius))
+        return cls(Row(Outputs({"logits": logits[None], HIDDEN: hidden[None]}), 0, radius, norms=norms))
 
     @property
     def logits(self) -> NDArray[np.float32]:
@@ -165,6 +171,11 @@ class RunResult:
     def radius(self) -> float | None:
         """See `Row`."""
         return self.row.radius
+
+    @property
+    def norms(self) -> Sequence[float] | None:
+        """See `Row`."""
+        return self.row.norms
 
     @property
     def trace(self) -> WindowTrace | None:

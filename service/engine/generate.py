@@ -262,7 +262,7 @@ async def generate(
             known = min(source.window, known)
         if cache is not None:
             result = result.mix(cache, list(recent), position)
-        found = bound(manifest.certificate, known, position, result.radius)
+        found = bound(manifest.certificate, known, position, result.radius, result.norms)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         logprobs = log_softmax(result.logits)

@@ -96,7 +96,7 @@ class Predictor:
         else:
             ways = (None if request.mode is Mode.RECURRENT else request.window or self._limits.window,)
         for k in ways:
-            mode = request.mode
+            mode, proving = request.mode, request.prove
             if mode is Mode.AUTO:
                 mode = Mode.RECURRENT if k is None else Mode.WINDOW
             plan = AnswerPlan.of_prompt(
@@ -104,8 +104,12 @@ class Predictor:
             )
             recurrent = await self._recurrent(request, plan, ticket) if mode is not Mode.WINDOW else None
             window = await self._window(request, plan, plan.window, ticket) if plan.window is not None else None
+            if request.tolerance is None:
+                break
+            if window is not None and mode is Mode.WINDOW and not (proving or meets(window.bound, request.tolerance)):
+                window, proving = await self._answer_builder.search(plan, window, ticket), True
             found = recurrent or window
-            if found is not None and request.tolerance is not None and meets(found.bound, request.tolerance):
+            if found is not None and meets(found.bound, request.tolerance):
                 break
         return await self._answer_builder.answer(
             plan,
@@ -114,7 +118,7 @@ class Predictor:
             window,
             request.top_k,
             ticket,
-            prove=request.prove,
+            prove=proving,
             logits=request.logits,
             unknown=request.unknown + request.filter.unknown,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wane.models.manifest import Certificate
-from wane.service.engine.bounds import bound, meets
+from wane.service.engine.bounds import expected, meets, smallest_window
 from wane.service.types import Mode
 
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # faster than looking up the enum member on each use
@@ -47,12 +47,15 @@ def ways(
 
     `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run. This bound may be far
     below the curve. If this function returns two windows, the first is an attempt that relies on this bound. Its answer
-    is used if the bound that its run outputs meets the tolerance. Otherwise the second window is run. A model that is
+    is used if the bound that its run outputs, or that a search for a proof finds, meets the tolerance. Otherwise the
+    second window is run. If the rounding depends on the run, a last None stands for the case that the rounding is too
+    large. A model that is
     not certified runs all tokens. A k that covers all tokens becomes None.
     """
-    if not certificate.certified or certificate.rounding is None:
+    if not certificate.certified or not certificate.has_rounding:
         return (None,)
     tried = own if window is None else window
+    found: tuple[int | None, ...]
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
     if sure is not None and cost(None) <= COST_TOLERANCE * cost(sure):
         sure = None
@@ -64,8 +67,12 @@ def ways(
         and tried < position
         and 2 * cost(tried) <= cost(sure)
     ):
-        return (tried, sure)
-    return (sure,)
+        found = (tried, sure)
+    else:
+        found = (sure,)
+    # The rounding of a run is known only after the run. It may be too large for the tolerance.
+    rounded = tolerance is not None and certificate.readout is not None
+    return (*found, None) if rounded and sure is not None else found
 
 
 def rebuilt_from(
@@ -91,7 +98,7 @@ def rebuilt_from(
     certificate's curve at `own`, the model's default k, exceeds UNASKED.
     """
     k = None
-    if certificate.certified and certificate.rounding is not None:
+    if certificate.certified and certificate.has_rounding:
         k = _enough(certificate, position, window=None, own=own, largest=largest, tolerance=tolerance)
     if k is None or k >= held or cost(None) <= max(1 + used, COST_TOLERANCE) * cost(k):
         return None
@@ -104,12 +111,12 @@ def _enough(
     """Returns the k that `ways` describes, chosen from the certificate alone, before any run. None stands for all
     tokens."""
     if tolerance is None:
-        k = window or (own if meets(bound(certificate, own, position), UNASKED) else position)
+        k = window or (own if meets(expected(certificate, own, position), UNASKED) else position)
     elif window is not None:
-        k = window if meets(bound(certificate, window, position), tolerance) else position
+        k = window if meets(expected(certificate, window, position), tolerance) else position
     else:
-        smallest = certificate.smallest_window(tolerance)
-        k = smallest if smallest is not None and smallest <= largest else position
+        smallest = smallest_window(certificate, tolerance, largest)
+        k = position if smallest is None else smallest
     return None if k >= position else k
 
 

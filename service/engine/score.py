@@ -260,7 +260,10 @@ class Scorer:
             return Demand(RESIDUAL)
         if tolerance == 0 or not self._bounded:
             return EXACT
-        enough = self._certificate.smallest_window(tolerance)
+        # With a readout, the rounding is not known for all tokens, so no warm-up is known to be enough.
+        enough = None
+        if self._certificate.readout is None:
+            enough = bounds.smallest_window(self._certificate, tolerance, len(self._certificate.error_bound))
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
@@ -282,23 +285,24 @@ class Scorer:
             return None if found is None else found.variation
         if not self._bounded or plan.warm_up is None:
             return None
-        curve, moved = self._certificate.error_bound_at(plan.warm_up + 1), await self._moved(plan)
-        return moved if curve is None else min(moved, curve)
+        known = plan.warm_up + 1
+        curve, moved = bounds.bound(self._certificate, known, known + 1), await self._moved(plan)
+        return moved if curve is None else min(moved, curve.variation)
 
     @property
     def _bounded(self) -> bool:
         """Whether the certificate gives any bound."""
         certificate = self._certificate
-        return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
+        return certificate.has_rounding and bool(certificate.error_bound or self.propagation)
 
     async def _moved(self, plan: ChunkPlan) -> float:
         """Returns the bound of the total variation that the measured differences at the joints can cause; 1 if it is
         unknown."""
-        rounding = self._certificate.rounding
+        rounding = self._certificate.between_runs()
         if self.propagation is None or rounding is None:
             return 1.0
         tokens = MAX_TOKENS if plan.apart is None else plan.apart
         apart = await self._aside(partial(self.propagation.apart, plan.joints, tokens))
         if apart is None:
             return 1.0
-        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.between_runs)))
+        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding)))

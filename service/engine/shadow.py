@@ -27,7 +27,7 @@ from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.forward import RunResult, tail
 from wane.service.engine.stats import Stats
-from wane.service.runners.runner import HIDDEN, NEXT, RADIUS, Runner
+from wane.service.runners.runner import HIDDEN, NEXT, NORMS, RADIUS, Runner
 from wane.service.types import Agreement, Latency, Mode
 
 logger = logging.getLogger("wane.engine")
@@ -135,7 +135,10 @@ class Shadow:
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
         """Copies a sampled answer into a `Case`. Without the copy, the answer's row, which is a view, would keep the
         whole batch in memory."""
-        result = RunResult.of(live.result.network_logits.copy(), live.result.hidden.copy(), live.result.radius)
+        live_result = live.result
+        result = RunResult.of(
+            live_result.network_logits.copy(), live_result.hidden.copy(), live_result.radius, live_result.norms
+        )
         cache, history = self._answer_builder.cache, NO_TOKENS
         if cache is not None and live.result.mixed is not None:
             history = input_ids[max(len(input_ids) - cache.length, len(input_ids) > plan.position) :].copy()
@@ -205,7 +208,8 @@ class Shadow:
         if not (np.isfinite(logits).all() and np.isfinite(outputs[HIDDEN]).all()):
             raise FloatingPointError("the model's output is not finite")
         found = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
-        result = RunResult.of(logits[0], outputs[HIDDEN][0], found)
+        norms = outputs[NORMS][0].tolist() if NORMS in outputs else None
+        result = RunResult.of(logits[0], outputs[HIDDEN][0], found, norms)
         other = self._answer_builder.part(case.plan, result, NO_TIME, case.history, recurrent=not case.recurrent)
         pair = (case.live, other) if case.recurrent else (other, case.live)
         yield self._answer_builder.apart(case.plan, *pair)

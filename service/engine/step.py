@@ -18,7 +18,7 @@ from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
-from wane.service.engine.bounds import Bound, bound, meets
+from wane.service.engine.bounds import Bound, expected, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
@@ -449,7 +449,7 @@ class SessionSteps:
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
             known = record.position - base.dropped_tokens
-            if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
+            if not meets(expected(self._manifest.certificate, known, record.position), tolerance):
                 # The record holds more tokens than the state has read, so a rebuilt state may meet the tolerance.
                 base, rebuilt = None, True
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens

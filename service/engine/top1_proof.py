@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 
 from wane.models.certificate.interval_rounding import Matrix, roundoff
 from wane.models.certificate.mixture import SLACK, LogitMoves, first_is_proved
-from wane.models.certificate.request import RequestBound, WindowBound
+from wane.models.certificate.request import Evaluated, RequestBound, WindowBound
 from wane.models.certificate.top1 import Top1, variation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
@@ -264,6 +264,10 @@ class MarginProof:
 WINDOWS = 12
 """Number of windows for which the float32 rounding of the stream and of the error bounds is measured."""
 
+HOPELESS = 2.0
+"""The proof gives up at once if the input of the last LayerNorm may change by this many times its length. Its direction
+is then unknown."""
+
 
 class DirectionProof:
     """The gradient proof for one model whose `window` graph outputs a stream. Its methods block, so they must not be
@@ -277,7 +281,6 @@ class DirectionProof:
 
         `request`, `margin` and the graphs of `runner` must be made from `weights`.
         """
-        assert manifest.certificate.rounding is not None, "the certificate has no measured rounding: this is a bug"
         self._architecture = manifest.architecture
         self._margin = margin
         self._request = request
@@ -286,11 +289,14 @@ class DirectionProof:
         self._longest = float(np.sqrt((self._rows**2).sum(axis=1).max())) * OUTWARD
         self._bias = weights["head.bias"].astype(np.float64)
         self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
-        rounding = manifest.certificate.rounding
-        self._error = rounding.between_runs
+        rounding, self._readout = manifest.certificate.rounding, manifest.certificate.readout
         self._diameter = manifest.certificate.head_diameter
-        states = max(error.ball for error in rounding.states.values())
-        self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
+        self._hopeless = HOPELESS * math.sqrt(self._architecture.hidden)
+        self._error = self.rounding = 0.0
+        if rounding is not None:
+            self._error = rounding.between_runs
+            states = max(error.ball for error in rounding.states.values())
+            self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
 
     @classmethod
     def of(
@@ -301,8 +307,8 @@ class DirectionProof:
         margin: MarginProof,
         runner: Runner,
     ) -> DirectionProof | None:
-        """Returns the gradient proof; None if the graphs do not output a stream, or if no rounding was measured."""
-        if STREAM not in runner.outputs("window") or manifest.certificate.rounding is None:
+        """Returns the gradient proof; None if the graphs do not output a stream, or if nothing bounds the rounding."""
+        if STREAM not in runner.outputs("window") or not manifest.certificate.has_rounding:
             return None
         return cls(manifest, weights, request(), margin, runner)
 
@@ -320,12 +326,21 @@ class DirectionProof:
         cache's part of the probabilities in the mixture. Without a cache `weight` is 1 and `added` is None. among: see
         `first_is_proved`."""
         bound = self._bound(trace)
-        if not np.isfinite(bound.radius[0]):
+        if not np.isfinite(bound.radius[0]) or (bound.norm is not None and bound.norm.reached(0) >= self._hopeless):
             return False, 1.0
         moves = self._top1.moves(bound, 0)
-        rounding = float(total_variation(self._diameter, np.array(self._error)))
-        found = min(variation(moves) + rounding, 1.0)
+        found = min(variation(moves) + self._rounded(trace, bound, moves), 1.0)
         return first is not None and self._proves(bound, moves, first, weight, added, among), found
+
+    def _rounded(self, trace: WindowTrace, bound: WindowBound, moves: LogitMoves) -> float:
+        """Returns the bound of the total variation that rounding adds, and that `moves` does not include."""
+        if self._readout is None:
+            return float(total_variation(self._diameter, np.array(self._error)))
+        # The distance of the answer's own logits from those of `bound`, and the rounding of the other run's logits.
+        logits = trace.logits.astype(np.float64) - moves.logits
+        length = float(np.linalg.norm(bound.hidden[0])) * OUTWARD + float(bound.radius[0])
+        spread = float(np.ptp(logits)) + 2 * float(self._margin.rounding(slice(None), length).max())
+        return float(np.tanh(spread / 4)) * OUTWARD
 
     def _proves(
         self,
@@ -360,7 +375,16 @@ class DirectionProof:
             [trace.states[name][None].astype(np.float64) for name in self._names],
             [trace.errors[name][None].astype(np.float64) for name in self._names],
             self.rounding,
+            self._evaluated(trace),
         )
+
+    def _evaluated(self, trace: WindowTrace) -> Evaluated | None:
+        """Returns the errors that the never-interrupted run's evaluation adds above the cell."""
+        if self._readout is None:
+            return None
+        # Both runs have equal bits in the stream, and the magnitudes of the bound include those of any state.
+        assert trace.norms is not None, "the graph outputs no `norms` although the model has a readout: this is a bug"
+        return Evaluated(*self._readout.of_one(trace.norms), self._readout.top)
 
     def _measured(self, runner: Runner, window: int) -> float:
         """Runs windows of random, repeated and cycling tokens. Returns the larger of two 2-norms: the largest rounding

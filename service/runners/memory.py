@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.runners.runner import HIDDEN, NEXT, Array, Feeds, Shapes, Slots, StateMemory
+from wane.service.runners.runner import KEPT, NEXT, Array, Feeds, Shapes, Slots, StateMemory
 
 
 def output_name(name: str) -> str:
     """Returns the name of the output of a run that is written to the array `name`."""
-    return name if name == HIDDEN else NEXT + name
+    return name if name in KEPT else NEXT + name
 
 
 def _differences(one: Array, other: Array) -> Array:
@@ -34,7 +34,7 @@ class HostMemory:
         self.arrays: dict[str, Array] = {
             name: np.zeros((capacity, *shape), np.float32) for name, shape in shapes.items()
         }
-        self._names = [name for name in shapes if name != HIDDEN]
+        self._names = [name for name in shapes if name not in KEPT]
 
     def room(self, rows: int) -> Mapping[str, Array]:
         """See `StateMemory`."""
@@ -54,7 +54,8 @@ class HostMemory:
 
     def gather_hidden(self, slots: Slots) -> Feeds:
         """See `StateMemory`."""
-        return {HIDDEN: self.arrays[HIDDEN].take(np.asarray(slots, np.intp), 0)}
+        rows = np.asarray(slots, np.intp)
+        return {name: self.arrays[name].take(rows, 0) for name in KEPT if name in self.arrays}
 
     def read(self, slots: Slots) -> dict[str, Array]:
         """See `StateMemory`."""

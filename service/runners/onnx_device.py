@@ -32,6 +32,7 @@ from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
     HIDDEN,
     HIDDENS,
+    KEPT,
     LOG_SUM_EXP,
     RADIUS,
     TOP_IDS,
@@ -67,7 +68,7 @@ CAPTURED: tuple[Role, ...] = ("step", "head")
 """Graphs that run in `Buffers` and can be captured as CUDA graphs. The other graphs contain a loop, which a CUDA graph
 cannot contain."""
 
-KEPT = 2
+SPARE_BUFFERS = 2
 """The largest number of free buffers for each graph and each size of a batch."""
 
 MOST_CAPTURES = 64
@@ -196,8 +197,8 @@ class FreeBuffers:
         return self._free.pop() if self._free else None
 
     def give_back(self, buffers: Buffers) -> None:
-        """Keeps buffers for a later run, unless KEPT buffers are already free."""
-        if self._free is not None and len(self._free) < KEPT:
+        """Keeps buffers for a later run, unless SPARE_BUFFERS buffers are already free."""
+        if self._free is not None and len(self._free) < SPARE_BUFFERS:
             self._free.append(buffers)
 
     def close(self) -> None:
@@ -353,7 +354,7 @@ class SlotSessions:
         self.write = device.open(write_graph(shapes))
         self.read = device.open(read_graph(shapes))
         self.differences = device.open(
-            differences_graph({name: shape for name, shape in shapes.items() if name != HIDDEN})
+            differences_graph({name: shape for name, shape in shapes.items() if name not in KEPT})
         )
 
 
@@ -372,7 +373,7 @@ class DeviceMemory:
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:  # noqa: ARG002
         """See `StateMemory`. Copies nothing: the graphs gather the states."""
-        return self._feeds(slots, [name for name in self._values if name != HIDDEN])
+        return self._feeds(slots, [name for name in self._values if name not in KEPT])
 
     def gather_hidden(self, slots: Slots) -> Feeds:
         """See `StateMemory`. Copies nothing."""
@@ -416,7 +417,7 @@ class DeviceMemory:
 
     def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
         """See `StateMemory`. Copies only the result."""
-        names = [name for name in self._values if name != HIDDEN]
+        names = [name for name in self._values if name not in KEPT]
         return dict(zip(names, self._differences(slots, others, names), strict=True))
 
     def _differences(self, slots: Slots, others: Slots, outputs: Sequence[str]) -> list[Array]:
@@ -425,7 +426,7 @@ class DeviceMemory:
         bind_array(binding, SLOTS, np.asarray(slots, np.int64))
         bind_array(binding, "others", np.asarray(others, np.int64))
         for name, value in self._values.items():
-            if name != HIDDEN:
+            if name not in KEPT:
                 binding.bind_ortvalue_input(IN_SLOTS + name, value)
         for name in outputs:
             binding.bind_output(name, "cpu")

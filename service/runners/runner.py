@@ -18,6 +18,7 @@ Feeds = Mapping[str, Any]
 HIDDEN = "hidden"
 NEXT = "next."  # prefix of outputs: a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
 RADIUS = "radius"
+NORMS = "norms"
 HIDDENS = "hiddens"
 TOP_LOGITS, TOP_IDS, LOG_SUM_EXP = "top_logits", "top_ids", "log_sum_exp"
 STREAM = "stream"
@@ -26,7 +27,11 @@ ERROR = "error."  # prefix of outputs: a graph's output `error.layers.0.s` is th
 
 Slots = Sequence[int] | range | NDArray[np.intp]
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of one state by tensor name. The last entry is `hidden`, the output layer's input."""
+"""The shape of one state by tensor name. The last entries are `norms`, if the graphs output it, and `hidden`, the
+output layer's input."""
+
+KEPT = (NORMS, HIDDEN)
+"""Outputs that are stored with every state. They are not inputs of a run from this state."""
 
 
 class DeviceError(Exception):
@@ -115,10 +120,11 @@ class Runner(Protocol):
 
     Lengths are 1 <= length <= T. Positions from an item's length on are padding and have no effect. `<bound>` stands
     for outputs that only some models have. `radius` (B) is a bound of the 2-norm distance between `hidden` and the
-    `hidden` of any run that starts in a reachable state and ends in the same tokens, in exact arithmetic. `radius` is
-    infinite if there is no bound. Gated models may also have `stream` (B, H), the value to which the output of the
-    first layer's mixing matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of
-    the distance between `next.<name>` and the state of such a run.
+    `hidden` of any run that starts in a reachable state and ends in the same tokens: of a float32 run if the graphs
+    output `norms`, otherwise in exact arithmetic. `norms` (B, columns) is an output of all graphs except `head`: see
+    `Readout` in `models/manifest.py`. `radius` is infinite if there is no bound. Gated models may also have `stream`
+    (B, H), the value to which the output of the first layer's mixing matrix is added, and one `error.<name>` per state.
+    `error.<name>` is a bound, for each unit, of the distance between `next.<name>` and the state of such a run.
     """
 
     @property

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wane.models.manifest import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
-from wane.service.runners.runner import HIDDEN, Array, Feeds, MakeMemory, Slots, StateMemory
+from wane.service.runners.runner import HIDDEN, NORMS, Array, Feeds, MakeMemory, Slots, StateMemory
 
 ZERO: Final = 0  # the slot that holds the zero state
 # The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
@@ -42,14 +42,19 @@ class StatePool:
         memory: MakeMemory = HostMemory,
         *,
         cache_bytes: int = 0,
+        norms: int = 0,
     ) -> None:
-        """`hidden` is the width of the output layer's input, which is stored with every state. `memory` allocates the
+        """`hidden` is the width of the output layer's input, which is stored with every state. So are the `norms`
+        columns of the output `norms`, if the graphs have it. `memory` allocates the
         memory of the states, on the device of the runner that reads them. `cache_bytes` is the size of the ring buffer
         that a model with a cache keeps for each slot (`CacheMixture.ring_bytes`). It counts towards the budget.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
-        self._shapes = shapes = {tensor.name: tensor.shape for tensor in state} | {HIDDEN: (hidden,)}
+        self._shapes = shapes = {tensor.name: tensor.shape for tensor in state}
+        if norms:
+            shapes[NORMS] = (norms,)
+        shapes[HIDDEN] = (hidden,)
         self.slot_bytes = FLOAT32_BYTES * sum(int(np.prod(shape)) for shape in shapes.values())
         self._budgeted_bytes = self.slot_bytes + cache_bytes
         self.capacity = budget_bytes // self._budgeted_bytes

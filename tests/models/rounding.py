@@ -11,12 +11,11 @@ def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 
     """Returns rounding errors. `between_runs`: the largest distance of the vectors `hidden` of two runs. `states`: the
     names of the state tensors. `state`: the error of each state tensor.
 
-    The result states that it was measured on probed sequences, so `certify` uses these numbers for a residual network
-    unchanged.
+    `certify` replaces the errors of whole runs by those that follow from the errors of one step.
     """
     errors = {name: StateError(box=state, ball=state) for name in states}
     return Rounding(
-        sequences="probed",
+        sequences="all",
         steps=1,
         safety=2,
         step=errors,

@@ -82,7 +82,7 @@ def test_the_error_names_a_missing_file(path: Path, name: str) -> None:
 def test_a_newer_manifest_is_refused(path: Path) -> None:
     edit_manifest(path, "schema_version", value=7)
     edit_manifest(path, "a_field_of_the_future", value=True)
-    refused(path, "written by a newer version of Wane: schema_version is 7, but this version reads up to 4")
+    refused(path, "written by a newer version of Wane: schema_version is 7, but this version reads up to 5")
 
 
 def test_a_manifest_of_schema_3_is_read(path: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_becomes_of_unknown_events_must_fit_the_vocabulary(path: Path) -> N
 def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path) -> None:
     edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
-    refused(path, "schema_version is 2, but this version reads 3 to 4: export the bundle again")
+    refused(path, "schema_version is 2, but this version reads 3 to 5: export the bundle again")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.models.rounding import rounding
 from tests.service.engine_harness import InOrder, make_manifest, name_vocabulary
 from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
+from wane.models.certificate.readout import has_readout
 from wane.models.certificate.request import RequestBound
 from wane.models.manifest import Architecture, Manifest, Role
 from wane.models.reference import Reference, State
@@ -22,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.memory import HostMemory
-from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array, Shapes
+from wane.service.runners.runner import ERROR, NEXT, NORMS, RADIUS, STREAM, Array, Shapes
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
@@ -46,12 +47,14 @@ class OracleRunner:
         self._reference = Reference(architecture, weights)
         self._radius = RequestBound(architecture, weights) if beside else None
         self._gated = architecture.cell == "gated"
+        self._weights = weights
+        self._has_readout = has_readout(architecture)
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
         """Returns the names of the outputs of a graph. The graph "step" does not output the largest logits."""
         if role == "step":
-            return ["logits", "hidden"]
+            return ["logits", "hidden", *([NORMS] if self._has_readout else [])]
         if role == "scan":
             return ["logprobs", "hidden"]
         assert role == "window"
@@ -79,21 +82,38 @@ class OracleRunner:
         if role != "window":
             state = {name: feeds[name][None] for name in self._names}
         for token in tokens:
+            stream, _ = self._reference.stream(np.array([token]), state)
             hidden, after = self._reference.advance(np.array([token]), state)
             state = {name: _float32(value) for name, value in after.items()}
         outputs = {"hidden": _float32(hidden[0]), "logits": _float32(self._reference.logits(hidden)[0])}
         outputs |= {NEXT + name: value[0] for name, value in state.items()}
+        if self._has_readout:
+            outputs[NORMS] = self._norms(stream, after[self._names[-1]])
         if role == "window" and self._radius is not None:
             bound = self._radius(tokens[None])
-            outputs[RADIUS] = np.nextafter(np.float32(bound.radius[0]), np.float32(np.inf))
+            readout, apart = self._radius.readout, self._radius.states_apart
+            # The graphs include the rounding in the bounds of the errors. This sum is close enough for these tests.
+            off = 0.0 if readout is None else readout.between(outputs[NORMS].tolist())
+            outputs[RADIUS] = np.nextafter(np.float32(bound.radius[0] + off), np.float32(np.inf))
             if self._gated:
                 outputs[STREAM] = _float32(bound.stream[0])
                 for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
-                    outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
+                    box = step.error[0].box[0] + (0.0 if apart is None else apart)
+                    outputs[ERROR + name] = np.nextafter(_float32(box), np.float32(np.inf))
         if role == "scan":
             # Only the engine's warm-up runs this graph, and the warm-up ignores the values.
             outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)
         return outputs
+
+    def _norms(self, stream: NDArray[np.float64], state: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Returns the output `norms` of one row. stream: (1, H). state: (1, units)."""
+        x = stream + state @ self._weights["layers.0.mix.weight"].T
+        epsilon = self._reference.architecture.norm_epsilon
+        found = [x.mean(), 1 / np.sqrt(x.var() + epsilon)]
+        if self._reference.architecture.feed_forward:
+            x = self._reference._above_cell(0, stream, state)
+            found.append(1 / np.sqrt(x.var() + epsilon))
+        return _float32(np.array(found))
 
 
 class Small:

@@ -11,7 +11,7 @@ factor is the largest f over units and inputs, which is never larger than the ca
     s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
 
 By symmetry, f may be taken as the smaller of the two gates. Let m be its pre-activation and F(m) the greatest slope of
-the sigmoid at or above m. Then `|f - f~| <= F(m) |W_f dx|`. Where f is large, F is small (`gate_pieces.py`). |s - z| is
+the sigmoid at or above m. Then `|f - f~| <= F(m) |W_f dx|`. Where f is large, F is small (`gates.py`). |s - z| is
 at most the width of the box.
 
 **First layer.** All units read the same sequence of tokens x_1 .. x_k. Let r_i be the error of unit i at the cut, where
@@ -19,7 +19,7 @@ the window starts. By Hoelder's inequality, the squared error k tokens after the
 
     sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
 
-is largest if the k tokens are all equal. `gate_products.py` computes the maximum over the vocabulary exactly.
+is largest if the k tokens are all equal. `gates.py` computes the maximum over the vocabulary exactly.
 
 **One step in a window** (`moved`). The window's values are known. The run's values have a tilde. ds, df and dz bound
 the distances of s, f and z from the run's values. The error is linear in f~:
@@ -36,14 +36,17 @@ import numpy as np
 from wane.models.certificate.admissible import Inputs, Rows
 from wane.models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
 from wane.models.certificate.deviation import sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
-from wane.models.certificate.gate_pieces import GatePieces
-from wane.models.certificate.gate_products import GateProducts
+from wane.models.certificate.gates import GatePieces, GateProducts
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector
 from wane.models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from wane.models.certificate.norm import Norm
 from wane.models.certificate.perturbation import Perturbation
 from wane.models.reference.functions import sigmoid
 from wane.models.weights import CellWeights
+
+SMALLEST_GATE = 2.0**-6
+"""The bounds of a first layer's error replace smaller gates by this value. The relative rounding error of all gates is
+then small, so that the bounds also hold for computed gates (`models/certificate/readout.py`)."""
 
 JOINT_TABLE = 4_000_000
 """The first layer's exact maximum needs a table (V, H) of the gates of all tokens and units. This is the largest number
@@ -62,6 +65,7 @@ class GatedLayer:
         self.high = np.maximum(0.0, np.tanh(candidate.high) * np.where(candidate.high > 0, UP, 1))
         self.width = (self.high - self.low) * UP
         self.gate = np.minimum(cap * sigmoid(gate.high) * UP, cap)
+        self.kept = np.maximum(self.gate, SMALLEST_GATE)
         self.pieces = GatePieces.of(gate, cap)
         self.tanh_slope = candidate.tanh_slope() * UP
         self.into = None
@@ -71,7 +75,7 @@ class GatedLayer:
         table: Matrix | None = None
         if isinstance(inputs, Rows) and len(inputs.rows) * self.hidden <= JOINT_TABLE:
             each = inputs.each(weight[: self.hidden], bias[: self.hidden])
-            table = np.minimum(cap * sigmoid(each) * UP, cap) * UP
+            table = np.maximum(np.minimum(cap * sigmoid(each) * UP, cap), SMALLEST_GATE) * UP
         widest = float(self.gate.max())
         proofs = [Proof("gate_maximum", Norm("inf"), widest), Proof("gate_cap", Norm("inf"), cap)]
         if widest >= cap:
@@ -97,7 +101,7 @@ class GatedLayer:
         if fed is None:
             joint = self._joint(steps) if self._joint is not None and errors.cut_only else np.inf
             after = Perturbation.within(
-                self.gate * before.box * UP, min(joint, float(self.gate.max()) * before.ball * UP)
+                self.kept * before.box * UP, min(joint, float(self.kept.max()) * before.ball * UP)
             )
             return Errors((after,), (), steps, errors.cut_only)
         assert self.into is not None, (

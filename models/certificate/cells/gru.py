@@ -13,7 +13,7 @@ n, and the bound of n bounds h. No iteration enlarges the box.
     h' - h~' = z (h - h~) + (1 - z) (n - n~) + (z - z~) (h~ - n~) = z~ (h - h~) + (1 - z~) (n - n~) + (z - z~) (h - n)
 
 By symmetry, z may be taken as the smaller of its two values. Let m be its pre-activation and Z(m) the sigmoid's
-greatest slope at or above m. Then `|z - z~| <= Z(m) y_z` (`gate_pieces.py`), where y_z <= |W_z dh| + |U_z dx| unit by
+greatest slope at or above m. Then `|z - z~| <= Z(m) y_z` (`gates.py`), where y_z <= |W_z dh| + |U_z dx| unit by
 unit. y_r and y_n are defined likewise. R is the greatest slope of r's sigmoid within the box and N that of tanh. q^,
 r^, h^ and n^ are the greatest |q|, r, |h| and |n|, so |h - n| <= h^ + n^. Then
 
@@ -41,7 +41,7 @@ import numpy as np
 from wane.models.certificate.admissible import Inputs, Reach, Rows
 from wane.models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
 from wane.models.certificate.deviation import ULP, sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
-from wane.models.certificate.gate_pieces import GatePieces
+from wane.models.certificate.gates import GatePieces
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector, product_above, roundoff
 from wane.models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from wane.models.certificate.norm import Norm

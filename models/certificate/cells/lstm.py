@@ -11,7 +11,7 @@ Then
     dc' = f dc + c~ df + g di + i~ dg = f~ dc + c df + ...     dh' = o dt + t~ do = o~ dt + t do,   t = tanh(c')
 
 By symmetry, f and o may each be taken as the smaller of its two values. Let m be its pre-activation and F(m) the
-sigmoid's greatest slope at or above m. Then `|df| <= F(m) |y_f|` (`gate_pieces.py`) and `|y_f| <= |W_f dh| + |U_f dx|`
+sigmoid's greatest slope at or above m. Then `|df| <= F(m) |y_f|` (`gates.py`) and `|y_f| <= |W_f dh| + |U_f dx|`
 unit by unit. y_i, y_g and y_o are defined likewise. I is the greatest slope of i's sigmoid within the box and G that of
 g's tanh, so |di| <= I |y_i| and |dg| <= G |y_g|. Unit by unit, therefore,
 
@@ -59,7 +59,7 @@ from numpy.typing import NDArray
 from wane.models.certificate.admissible import Inputs, Reach, Rows
 from wane.models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States
 from wane.models.certificate.deviation import longest, sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
-from wane.models.certificate.gate_pieces import GatePieces
+from wane.models.certificate.gates import GatePieces
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, product_above
 from wane.models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from wane.models.certificate.norm import Norm, Order

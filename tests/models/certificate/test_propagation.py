@@ -8,21 +8,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.models.random_models import architecture, random_weights
-from tests.models.rounding import rounding
 from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.propagation import Propagation
-from wane.models.manifest import Architecture, Rounding
+from wane.models.manifest import Architecture, StateError
 from wane.models.reference import Reference, State
 
 LENGTH = 48
 NOTHING = 1e-12
 
 
-def rounded(of: Architecture, error: float) -> Rounding:
-    """Returns the rounding of runs in which every state tensor differs by `error` from its exact value."""
+def rounded(of: Architecture, error: float) -> dict[str, StateError]:
+    """Returns the bounds of the difference of two runs in which every state tensor differs by `error` from its exact
+    value."""
     names = [tensor.name for tensor in of.state_tensors() if tensor.name.startswith("layers.")]
-    return rounding(0.0, states=names, state=error)
+    return {name: StateError(box=2 * error, ball=2 * error) for name in names}
 
 
 def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:

@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.service.engine_harness import CONTRACTIVE, ROUNDING
+from tests.models.rounding import rounding
+from tests.service.engine_harness import CONTRACTIVE
 from wane.models.manifest import Certificate
 from wane.service.engine.routing import UNASKED, Cost, is_free, of_session, rebuilt_from, ways
 from wane.service.types import Mode
 
 BOUNDS = tuple(0.5**k for k in range(1, 17))
 CERTIFIED = Certificate(
-    contractive=True, certified=True, layers=(), state_error=BOUNDS, error_bound=BOUNDS, rounding=ROUNDING
+    contractive=True,
+    certified=True,
+    layers=(),
+    state_error=BOUNDS,
+    error_bound=BOUNDS,
+    head_diameter=4,
+    rounding=rounding(1e-12),
 )
 
 

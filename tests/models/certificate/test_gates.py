@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wane.models.certificate.gate_products import GateProducts
+from wane.models.certificate.gates import GateProducts
 from wane.models.reference.functions import sigmoid
 
 

@@ -1,0 +1,143 @@
+"""Bounds the effect of float32 rounding in a residual network with one layer of an input-gated cell: s' = f s + b.
+
+The bound compares two float32 runs of the same graphs: the run that answers, and the never-interrupted run. The loader
+has checked that the graphs give equal bits for equal inputs (`models/parity.py`). After the receptive field of the
+convolution blocks, both runs therefore read the same bits in their gates f, in b = (1 - f) z, and in the first layer's
+input x.
+
+**State.** Each run computes s' with one product and one sum, so its error is at most u f |s| + u |s'|, where u is the
+unit roundoff. Let r bound the unit's states and f its gates. The states of the two runs then differ by f e + 2 u (1 +
+f) r after a token if they differed by e before it. The effect of the cut shrinks by the gates, as in exact arithmetic.
+The rest is at most E = 2 u (1 + f) r / (1 - f), unit by unit, after any number of tokens. This holds for every token
+sequence, also for a token that is repeated for ever.
+
+**Readout.** `hidden` is computed from the state and x by two sums and up to two LayerNorms. Before a LayerNorm, the
+vectors of the two runs differ by the effect of E and by the rounding of one evaluation in each run. A LayerNorm
+multiplies this difference by 1 / sqrt(variance + epsilon). This factor is an output of the graphs (`norms`), so the
+bound is evaluated at the answer's own LayerNorms (`Readout.between`). If the input of a LayerNorm nearly vanishes, the
+bound of this answer is large. The two vectors at a LayerNorm may also differ by the effect of the cut. The
+certificate's curve bounds this effect for all vectors, so the two bounds are added.
+
+**Assumptions** about float32 arithmetic:
+
+- The rounding errors of a product `W x + b` are, in the 2-norm over the rows, at most SUMS u times the 2-norm of the
+  sums of magnitudes `|W| |x| + |b|`. The a priori bound has the number of terms instead of SUMS, and is reached only if
+  almost all roundings have the same sign. The loader compares the outputs with exact arithmetic.
+- A LayerNorm subtracts the mean before it squares. Its error is at most that of an input that is NORM u |x| away, plus
+  NORM u times the 2-norm of its result.
+- exp, tanh and the sigmoid are within FUNCTION u of their values.
+
+The errors of logits need no assumption (`service/engine/top1_proof.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from wane.models.cell_registry import CELLS
+from wane.models.certificate.cells.gated import SMALLEST_GATE
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, spectral_norm
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.rounding import FUNCTION, UNITS
+from wane.models.certificate.total_variation import head_diameter
+from wane.models.manifest import Architecture, Readout, StateError
+from wane.models.weights import CellWeights, Weights, head_weight
+
+SUMS = 4.0
+"""See the module's docstring. On x86-64 processors with AVX2, the largest measured value is below 1."""
+
+NORM = 4.0
+"""See the module's docstring."""
+
+ROOM = 1 + 2.0**-10
+"""The factor by which bounds of exact values are multiplied to bound the computed values."""
+
+UNIT = UNITS["float32"]
+
+
+def has_readout(architecture: Architecture) -> bool:
+    """Returns whether this module bounds the rounding of the architecture."""
+    return architecture.block == "residual" and architecture.layers == 1 and CELLS[architecture.cell].input_gated
+
+
+def states_apart(layer: Layer) -> Vector:
+    """Returns E, the bound of the difference of the states of two runs that have read the same tokens, by unit."""
+    factor, reach = layer.bound.factor, layer.bound.reach[0] * ROOM
+    # A subnormal result has an absolute error, which the last term covers.
+    apart: Vector = (2 * UNIT * (1 + factor) * reach + 2.0**-140) / (1 - factor) * ROOM
+    return apart
+
+
+def readout_of(architecture: Architecture, weights: Weights, layers: list[Layer]) -> Readout:
+    """Returns the bounds for an architecture for which `has_readout` is true, and a contractive layer."""
+    (layer,) = layers
+    hidden, root = architecture.hidden, float(np.sqrt(architecture.hidden))
+
+    def tensor(name: str) -> Matrix:
+        return weights[name].astype(np.float64)
+
+    reach = layer.bound.reach[0] * ROOM
+    mix, box = tensor("layers.0.mix.weight"), states_apart(layer)
+    magnitudes = norm_above(np.abs(mix) @ reach)
+    # |x| is one of the magnitudes of the sum y = x + mix s. It is at most |y| + |mix s|.
+    mixed, relative = UNIT * (SUMS + 2) * magnitudes, UNIT * (2 + NORM)
+    slope, fed = _fed(tensor, root) if architecture.feed_forward else (None, 0.0)
+    gain, shift = np.abs(tensor("norm.weight")), norm_above(tensor("norm.bias"))
+    widest = float(gain.max()) * root + shift
+    head, bias = head_weight(weights).astype(np.float64), np.abs(weights["head.bias"].astype(np.float64))
+    terms = (hidden + 2) * UNIT / (1 - (hidden + 2) * UNIT)
+    logit = terms * float((np.linalg.norm(head, axis=1) * widest * ROOM + bias).max())
+    diameter = max(head_diameter(head), 1e-30)
+    cell = CellWeights.of(architecture, 0, weights)
+    into, cell_bias = cell.input
+    sizes = _gate_magnitudes(architecture, weights, into, np.abs(cell_bias))
+    return Readout(
+        width=hidden,
+        epsilon=min(architecture.norm_epsilon, float(np.float32(architecture.norm_epsilon))),
+        gate=UNIT * (FUNCTION / SMALLEST_GATE + (SUMS * root) * sizes + 2) * ROOM,
+        name=architecture.layer_states(0)[0],
+        states=StateError(box=float(box.max()), ball=norm_above(box)),
+        state=min(spectral_norm(mix) * norm_above(box), _furthest(mix, box)) * UP,
+        mixed=mixed * UP,
+        relative=relative * UP,
+        slope=slope,
+        fed=fed * UP,
+        gain=float(gain.max()) * UP,
+        top=(UNIT * (NORM + 3) * widest + 2 * logit / diameter) * UP,
+    )
+
+
+def _fed(tensor: Callable[[str], Matrix], root: float) -> tuple[float, float]:
+    """Returns `slope` and `fed`. root: the greatest 2-norm of a normalised vector."""
+    prefix = "layers.0.feed_forward"
+    gain, shift = tensor(f"{prefix}_norm.weight"), np.abs(tensor(f"{prefix}_norm.bias"))
+    into, bias = tensor(f"{prefix}_in.weight"), np.abs(tensor(f"{prefix}_in.bias"))
+    out, out_bias = tensor(f"{prefix}_out.weight"), np.abs(tensor(f"{prefix}_out.bias"))
+    inner, outer = spectral_norm(into * gain), spectral_norm(out)
+    # |W| |gain n + shift| with |n|_2 <= root: by Cauchy-Schwarz in each row.
+    sizes = (np.linalg.norm(into * gain, axis=1) * root + np.abs(into) @ shift + bias) * ROOM
+    normalised = UNIT * (NORM + 3) * (inner * root + norm_above(np.abs(into) @ shift))
+    wide = UNIT * SUMS * norm_above(sizes) + normalised
+    # z, the inner units' values, is at most `sizes`, and at most `longest` in the 2-norm.
+    longest = inner * root + norm_above(into @ tensor(f"{prefix}_norm.bias") + tensor(f"{prefix}_in.bias"))
+    rows = np.minimum(np.linalg.norm(out, axis=1) * longest * ROOM, np.abs(out) @ sizes) + out_bias
+    # The values of relu differ by D (W_1 (n - n~)) with a diagonal matrix D = (I + S) / 2, where |S| <= 1.
+    slope = (spectral_norm(out @ (into * gain)) * ROOM + inner * outer) / 2
+    return slope, outer * wide + UNIT * (SUMS + 1 + NORM) * norm_above(rows)
+
+
+def _furthest(matrix: Matrix, box: Vector) -> float:
+    """Returns a bound of |matrix d|_2 over all d with |d_i| <= box_i."""
+    gram = np.abs(matrix.T @ matrix)
+    return float(np.sqrt(box @ gram @ box)) * (1 + 1e-9)
+
+
+def _gate_magnitudes(architecture: Architecture, weights: Weights, into: Matrix, bias: Vector) -> float:
+    """Returns a bound of the sum of magnitudes of a pre-activation of a gate."""
+    gain, shift = (weights[f"layers.0.norm.{part}"].astype(np.float64) for part in ("weight", "bias"))
+    root = float(np.sqrt(architecture.hidden))
+    sizes = np.linalg.norm(into * gain, axis=1) * root + np.abs(into) @ np.abs(shift) + bias
+    units = architecture.cell_units
+    return float(sizes[:units].max())

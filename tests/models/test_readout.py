@@ -1,0 +1,181 @@
+"""Tests the bound of the rounding of residual networks with one gated layer. The models are made by hand: after one
+pair of tokens, the input of the last LayerNorm nearly vanishes, so that the LayerNorm amplifies the difference that
+rounding leaves between the states of two runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
+from tests.models.random_models import architecture, random_weights
+from wane.models.bundle import Bundle, CertificateError, verify_graphs
+from wane.models.certificate import certify
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.readout import states_apart
+from wane.models.export import export_bundle
+from wane.models.export.parity import OnnxGraphs
+from wane.models.manifest import Architecture
+from wane.models.reference import Reference
+from wane.service.engine.engine import Engine
+from wane.service.observability.metrics import Metrics
+from wane.service.registry import loader
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.types import Answer, Mode, PredictRequest
+
+PAST, HELD, LAST = 2, 3, 4
+HOLD = 1023
+TOKENS = (*(PAST,) * 60, *(HELD,) * HOLD, LAST)
+ROUNDING = 1e-6
+"""The tolerance of an observed total variation, for the rounding of probabilities to float32."""
+
+Make = Callable[..., Engine]
+
+
+def vanishing(
+    epsilon: float, head: float = 20.0, width: int = 64
+) -> tuple[Architecture, dict[str, NDArray[np.float32]]]:
+    """Returns a model for which the input of the last LayerNorm is almost zero after TOKENS. head: the scale of the
+    output layer."""
+    model = architecture(
+        "gated", "residual", hidden=width, embedding=width, norm_epsilon=epsilon, gate_caps=(0.98,), tied=False
+    )
+    random = np.random.default_rng(5)
+    weights = random_weights(model, seed=5)
+    weights["embedding.weight"] = random.normal(size=(11, width)).astype(np.float32)
+    weights["layers.0.cell.weight"] = (random.normal(size=(2 * width, width)) / np.sqrt(width)).astype(np.float32)
+    weights["layers.0.cell.bias"] = np.repeat(np.array([4, 0], np.float32), width)
+    weights["layers.0.mix.weight"] = (0.3 * np.linalg.qr(random.normal(size=(width, width)))[0]).astype(np.float32)
+    for name, value in (("layers.0.norm", 1), ("norm", 1)):
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = (
+            np.full(width, value, np.float32),
+            np.zeros(width, np.float32),
+        )
+    for _ in range(30):
+        exact = Reference(model, weights)
+        state = exact.zero_state(1)
+        for token in (*(HELD,) * 400, LAST):
+            _, state = exact.advance(np.array([token]), state)
+        opposite = -(state["layers.0.s"][0] @ weights["layers.0.mix.weight"].T.astype(np.float64))
+        weights["embedding.weight"][LAST] = opposite.astype(np.float32)
+    weights["head.weight"] = np.zeros((11, width), np.float32)
+    weights["head.weight"][5:7] = head * random.normal(size=(2, width)) / np.sqrt(width)
+    weights["head.bias"] = np.full(11, -40, np.float32)
+    weights["head.bias"][5:7] = 0
+    return model, weights
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Callable[..., Bundle]:
+    """Returns a function that exports a model and opens the bundle."""
+
+    def run(model: Architecture, weights: dict[str, NDArray[np.float32]]) -> Bundle:
+        fields: dict[str, Any] = {"vocabulary_kind": "words", "tokenizer_json": words_tokenizer()}
+        fields |= {"name": "model", "version": "1", "description": "", "window": 64, "max_window": HOLD + 1}
+        fields |= {"quality": None, "provenance": PROVENANCE, "sample_tokens": [index % 11 for index in range(200)]}
+        export_bundle(tmp_path / "model", architecture=model, weights=weights, **fields)
+        return Bundle.read(tmp_path / "model")
+
+    return run
+
+
+def answers(bundle: Bundle, requests: list[PredictRequest]) -> list[Answer]:
+    """Returns the answers of an engine that serves the bundle."""
+    settings = Settings()
+
+    async def ask() -> list[Answer]:
+        store = MemoryStore(2048, settings.session_ttl_s, settings.session_budget_bytes)
+        engine = await loader.start(loader.open_graphs(bundle, settings), store, settings, Metrics())
+        try:
+            return [await engine.submit(request) for request in requests]
+        finally:
+            await engine.close()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("epsilon", "head"), [(1e-8, 4.0), (1e-10, 2.0)])
+def test_no_bound_is_passed_if_the_input_of_the_last_norm_vanishes(
+    export: Callable[..., Bundle], epsilon: float, head: float
+) -> None:
+    bundle = export(*vanishing(epsilon, head))
+    requests = [
+        PredictRequest(TOKENS, mode=Mode.BOTH, window=HOLD + 1, top_k=2, prove=prove) for prove in (False, True)
+    ]
+    requests += [
+        PredictRequest(TOKENS, mode=Mode.WINDOW, window=HOLD + 1, top_k=2, prove=prove, logits=True)
+        for prove in (False, True)
+    ]
+    requests.append(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=2, logits=True))
+    found = answers(bundle, requests)
+    assert bundle.manifest.certificate.certified
+    seen = apart = 0.0
+    for answer in found[:2]:
+        pair = answer.agreement
+        assert pair is not None and pair.error_bound is not None and pair.state_error_bound is not None
+        assert pair.total_variation <= pair.error_bound + ROUNDING
+        assert pair.state_distance <= pair.state_error_bound
+        assert pair.top1_match or not pair.top1_proved
+        seen, apart = max(seen, pair.total_variation), max(apart, pair.state_distance)
+    assert apart > 5e-4, "rounding has no effect on this model, so this test checks nothing"
+    full = found[-1].predictions[0].token_id
+    for answer in found[2:4]:
+        assert answer.error_bound is not None and answer.error_bound >= seen - ROUNDING
+        assert answer.predictions[0].token_id == full or not answer.top1_proved
+
+
+def test_two_runs_stay_within_the_bound_of_their_states_and_of_hidden(export: Callable[..., Bundle]) -> None:
+    """Holds every token after every other token."""
+    model, weights = vanishing(1e-5)
+    bundle = export(model, weights)
+    readout, run = bundle.manifest.certificate.readout, OnnxGraphs(bundle).run
+    assert readout is not None
+    apart = states_apart(build_layers(model, weights)[0])
+    past, held = (each.ravel() for each in np.meshgrid(np.arange(11), np.arange(11)))
+    full, cut = (np.zeros((len(held), model.hidden), np.float32) for _ in range(2))
+    for _ in range(100):
+        full = run("step", {"tokens": past, "layers.0.s": full})["next.layers.0.s"]
+    for _ in range(2500):
+        ends = [run("step", {"tokens": held, "layers.0.s": state}) for state in (full, cut)]
+        full, cut = (end["next.layers.0.s"] for end in ends)
+    seen = np.abs(full.astype(np.float64) - cut)
+    assert seen.max() > 1e-7, "the two runs do not stay apart, so this test checks nothing"
+    assert np.all(seen <= apart)
+    distance = np.linalg.norm(ends[0]["hidden"].astype(np.float64) - ends[1]["hidden"], axis=1)
+    bounds = readout.between_all(ends[1]["norms"])
+    assert np.all(distance <= bounds)
+    assert bounds == pytest.approx([readout.between(norms) for norms in ends[1]["norms"].tolist()], rel=1e-12)
+
+
+def test_a_changed_readout_is_refused(export: Callable[..., Bundle], tmp_path: Path) -> None:
+    bundle = export(*vanishing(1e-5))
+    edit_manifest(tmp_path / "model", "certificate", "readout", "state", value=1e-12)
+    with pytest.raises(CertificateError, match=r"certificate\.readout"):
+        Bundle.read(tmp_path / "model")
+    for field in ("mixed", "relative", "top"):
+        edit_manifest(tmp_path / "model", "certificate", "readout", field, value=1e-14)
+    with pytest.raises(CertificateError, match="readout, which must be at least"):
+        verify_graphs(Bundle.open(tmp_path / "model"), OnnxGraphs(bundle).run)
+
+
+def test_a_bundle_of_an_earlier_version_is_not_certified(export: Callable[..., Bundle], tmp_path: Path) -> None:
+    export(*vanishing(1e-5))
+    errors = {"layers.0.s": {"box": 1e-6, "ball": 1e-5}}
+    measured = {"sequences": "probed", "steps": 1, "safety": 2, "step": errors, "output": 1e-5, "states": errors}
+    edit_manifest(tmp_path / "model", "certificate", "readout", value=None)
+    edit_manifest(tmp_path / "model", "certificate", "rounding", value={**measured, "carried": 1e-5})
+    edit_manifest(tmp_path / "model", "schema_version", value=4)
+    with pytest.raises(CertificateError, match=r"measured by an earlier version of Wane.*`wane export "):
+        Bundle.read(tmp_path / "model")
+
+
+def test_a_network_with_several_residual_layers_has_no_readout() -> None:
+    model = architecture("gated", "residual", layers=2, gate_caps=(0.9, 0.9))
+    assert certify(model, random_weights(model, 0), 8, None).readout is None
