@@ -26,13 +26,13 @@ Curves = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A known value and the value that a run reached.
+    """A known value and the value that a run reached. If no value is known, the reached one is only reported.
 
-    relation: how the reached value must compare with the known one. For `equals`, they differ by at most `within`.
+    relation: how the reached value must compare with the known one. `within` is the tolerance of the comparison.
     """
 
     what: str
-    known: float
+    known: float | None
     reached: float
     within: float = 0.0
     relation: Literal["equals", "at most", "at least"] = "equals"
@@ -40,9 +40,14 @@ class Answer:
     @property
     def holds(self) -> bool:
         """Returns whether the run reached the known answer. A value that is not a number reaches nothing."""
-        if self.relation == "equals":
-            return abs(self.reached - self.known) <= self.within
-        return self.reached <= self.known if self.relation == "at most" else self.reached >= self.known
+        if self.known is None:
+            return True
+        above = self.reached - self.known
+        return {
+            "equals": abs(above) <= self.within,
+            "at most": above <= self.within,
+            "at least": above >= -self.within,
+        }[self.relation]
 
 
 @dataclass(frozen=True, slots=True)

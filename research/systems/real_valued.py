@@ -1,0 +1,146 @@
+"""Real-valued input and output: predicting the next heart rate.
+
+A resting heart rate swings with the breath. The signal here is an autoregression of order 2 about 70 beats per minute,
+x_t = m + a_1 (x_{t-1} - m) + a_2 (x_{t-2} - m) + e_t, with Gaussian noise e_t of known standard deviation. So the best
+prediction is known, and its errors too:
+
+- The variance of the best prediction's error is the noise's, and its negative log likelihood is log(2 pi e s^2) / 2.
+- The best prediction several steps ahead errs by s^2 times the sum of the squared impulse response.
+
+The network reads one number, keeps a state, and returns two numbers, a mean and the logarithm of a standard deviation.
+Only the latest rate is an input, so the state must keep the one before. Without a state the best error is that of the
+best prediction from one rate, the signal's variance times 1 - r^2, with r the correlation of neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from research.systems.system import TRIPP, Answer, Measured, System, descend, generator, normal, trainable
+
+MEAN, NOISE = 70.0, 1.5  # beats per minute
+RADIUS, PERIOD = 0.9, 8  # the breath's swing: a pair of poles; steps per breath
+A1, A2 = 2 * RADIUS * math.cos(2 * math.pi / PERIOD), -(RADIUS**2)
+UNITS, LENGTH, LANES, AHEAD = 8, 40, 100, 4
+
+
+def signal(random: torch.Generator, lanes: int, length: int) -> tuple[Tensor, Tensor]:
+    """Returns heart rates and their noise, both (lanes, length), in beats per minute. The first 100 steps are dropped."""
+    noise = normal(random, lanes, 100 + length, scale=NOISE)
+    x = [torch.zeros(lanes, dtype=torch.float64)] * 2
+    for e in noise.T:
+        x.append(A1 * x[-1] + A2 * x[-2] + e)
+    return MEAN + torch.stack(x[-length:], 1), noise[:, -length:]
+
+
+def stationary_variance() -> float:
+    """Returns the signal's variance, by the Yule-Walker equations."""
+    return NOISE**2 * (1 - A2) / ((1 + A2) * ((1 - A2) ** 2 - A1**2))
+
+
+def variance_ahead(steps: int) -> float:
+    """Returns the variance of the best prediction's error `steps` steps ahead."""
+    response = [0.0, 1.0]
+    for _ in range(steps - 1):
+        response.append(A1 * response[-1] + A2 * response[-2])
+    return NOISE**2 * sum(value**2 for value in response)
+
+
+class Network:
+    """h_t = tanh(W h_{t-1} + U x_t + b); mean and log deviation of the next rate: V h_t + c, plus D x_t for the mean.
+
+    Without `memory`, W h_{t-1} is left out.
+    """
+
+    def __init__(self, memory: bool, random: torch.Generator) -> None:
+        self.memory = memory
+        self.weights = trainable(random, (UNITS, UNITS), (UNITS, 1), (UNITS,), (2, UNITS), (2,), (1, 1))
+
+    def step(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the next state, and the mean and the log deviation of the next rate (lanes,) after the rate x (lanes,)."""
+        W, U, b, V, c, D = self.weights
+        scaled = (x - MEAN) / 5
+        h = torch.tanh((h @ W.T if self.memory else 0) + scaled[:, None] @ U.T + b)
+        mean, log_deviation = (h @ V.T + c).T
+        return h, MEAN + 5 * (mean + D[0, 0] * scaled), log_deviation
+
+    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns means and log deviations (lanes, T) of the rate after each rate of x (lanes, T)."""
+        h, found = torch.zeros(len(x), UNITS, dtype=torch.float64), []
+        for rates in x.T:
+            h, mean, log_deviation = self.step(h, rates)
+            found.append(torch.stack([mean, log_deviation]))
+        mean, log_deviation = torch.stack(found, 2)
+        return mean, log_deviation
+
+    def continue_from(self, x: Tensor, steps: int) -> Tensor:
+        """Returns the prediction `steps` steps after the last rate of x (lanes, T), feeding back the means."""
+        h = torch.zeros(len(x), UNITS, dtype=torch.float64)
+        for rates in x.T:
+            h, mean, _ = self.step(h, rates)
+        for _ in range(steps - 1):
+            h, mean, _ = self.step(h, mean)
+        return mean
+
+
+def negative_log_likelihood(mean: Tensor, log_deviation: Tensor, x: Tensor) -> Tensor:
+    """Returns the mean negative log density of x, in nats."""
+    scaled = (x - mean) * torch.exp(-log_deviation)
+    return (scaled.square() / 2 + log_deviation + math.log(2 * math.pi) / 2).mean()
+
+
+def trained(memory: bool, random: torch.Generator) -> Network:
+    """Trains a network on the likelihood of LANES signals. The first two predictions lack a past and do not count."""
+    x, _ = signal(random, LANES, LENGTH)
+    network = Network(memory, random)
+
+    def loss() -> Tensor:
+        mean, log_deviation = network.predict(x[:, :-1])
+        return negative_log_likelihood(mean[:, 2:], log_deviation[:, 2:], x[:, 3:])
+
+    descend(loss, network.weights, steps=250, rate=0.02)
+    return network
+
+
+@torch.no_grad()
+def measure(seed: int) -> Measured:
+    """Trains a network with and one without a state, and measures their errors on fresh signals."""
+    random = generator(seed)
+    with torch.enable_grad():
+        network, blind = trained(True, random), trained(False, random)
+    x, _ = signal(random, 10_000, 20)
+    mean, log_deviation = network.predict(x[:, :-1])
+    without, _ = blind.predict(x[:, :-1])
+    correlation = A1 / (1 - A2)
+    ahead = network.continue_from(x[:, :-AHEAD], AHEAD)
+    one_rate = stationary_variance() * (1 - correlation**2)
+
+    def error(what: str, known: float, found: Tensor, wanted: Tensor, within: float) -> Answer:
+        return Answer(what, known, float((found - wanted).square().mean()), within * known)
+
+    return Measured(
+        [
+            error("squared error of the next rate", NOISE**2, mean[:, 2:], x[:, 3:], 0.04),
+            error(f"squared error {AHEAD} steps ahead", variance_ahead(AHEAD), ahead, x[:, -1], 0.08),
+            error("squared error of the next rate, without a state", one_rate, without[:, 2:], x[:, 3:], 0.04),
+            Answer(
+                "negative log likelihood, nats",
+                math.log(2 * math.pi * math.e * NOISE**2) / 2,
+                float(negative_log_likelihood(mean[:, 2:], log_deviation[:, 2:], x[:, 3:])),
+                0.03,
+            ),
+        ]
+    )
+
+
+SYSTEM = System(
+    title="real-valued input and output",
+    source=TRIPP,
+    source_equation='"Estimating heart rate from ECG"; h(t) = f(h(t-1), x(t)), o(t) = g(h(t), x(t))',
+    our_equation="h_t = tanh(W h_{t-1} + U x_t + b), (mean, log deviation) of x_{t+1} = V h_t + c + (D x_t, 0)",
+    task="predict a heart rate: an autoregression of order 2 with known noise",
+    measure=measure,
+)
