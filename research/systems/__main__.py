@@ -65,6 +65,7 @@ def measure(this: System, advance: Callable[[], None]) -> Found:
         answers[same[0].what] = {
             "relation": same[0].relation,
             "known": Spread.of(known) if known else None,
+            "within": max(answer.within for answer in same),
             "reached": Spread.of(answer.reached for answer in same),
             "held": sum(answer.holds for answer in same),
         }
@@ -85,11 +86,11 @@ def short(spread: dict[str, float]) -> str:
 
 
 def known(answer: Found) -> str:
-    """Returns the known answer as text, with its relation."""
+    """Returns the known answer as text, with its relation and its tolerance."""
     if answer["known"] is None:
         return "none"
     words = "" if answer["relation"] == "equals" else f"{answer['relation']} "
-    return words + short(answer["known"])
+    return words + short(answer["known"]) + (f" ± {answer['within']:.2g}" if answer["within"] else "")
 
 
 def missed(results: dict[str, Found]) -> list[str]:

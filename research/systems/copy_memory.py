@@ -35,6 +35,13 @@ def inputs(delay: int) -> Tensor:
     return x
 
 
+@torch.no_grad()
+def project(matrix: Tensor, limit: float) -> None:
+    """Projects a matrix, in place, onto the matrices with norm at most `limit`: clips its singular values."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    matrix.copy_(left * values.clamp_max(limit) @ right)
+
+
 class Model(nn.Module):
     """One of MODELS, with a linear readout of its last state."""
 
@@ -54,9 +61,8 @@ class Model(nn.Module):
             return self.readout(torch.tanh(self.window(padded.flatten(1))))  # type: ignore[no-any-return]
         W, V = self.cell.weight_hh_l0, self.readout.weight
         if self.name == MODELS[1]:
-            with torch.no_grad():
-                W *= min(1.0, FACTOR / float(torch.linalg.matrix_norm(W, 2)))
-                V *= min(1.0, LARGEST_READOUT / float(torch.linalg.matrix_norm(V, 2)))
+            project(W, FACTOR)
+            project(V, LARGEST_READOUT)
         return self.readout(self.cell(x)[0][:, -1])  # type: ignore[no-any-return]
 
 

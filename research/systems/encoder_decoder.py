@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from research.systems.system import POST, TRIPP, Answer, Measured, System, descend, generator, trainable
 
 SYMBOLS, LENGTH, UNITS = 5, 4, 32
-HELD_OUT = 125
+HELD_OUT, BATCH = 125, 100
 WAYS = ("initial state", "input", "both")
 
 
@@ -57,9 +57,10 @@ def accuracy(way: str, reverse: bool, random: torch.Generator) -> tuple[float, f
     network = EncoderDecoder(way, random)
 
     def loss() -> Tensor:
-        return nn.functional.cross_entropy(network(x[shown], y[shown]).flatten(0, 1), y[shown].flatten())
+        batch = shown[torch.randint(len(shown), (BATCH,), generator=random)]
+        return nn.functional.cross_entropy(network(x[batch], y[batch]).flatten(0, 1), y[batch].flatten())
 
-    descend(loss, network.weights, steps=150, rate=0.03)
+    descend(loss, network.weights, steps=200, rate=0.03)
     with torch.no_grad():
         right = (network(x).argmax(2) == y).double()
     return float(right[held_out].mean()), float(right.mean())

@@ -83,7 +83,7 @@ def plot(axes: Any, curves: Curves) -> None:
     left, middle, right = axes
     for steps in (1, 3, 5):
         values = curves[f"tent {steps}"]
-        left.plot([i / (len(values) - 1) for i in range(len(values))], values, label=f"{steps} steps", linewidth=1)
+        left.plot([i / (len(values) - 1) for i in range(len(values))], values, label=f"t = {steps}", linewidth=1)
     left.set(xlabel="h_0", ylabel="h_t", title="tent map: 2^t pieces")
     for name, label in (("grown", "a h, a = 1.37"), ("fixed", "tanh(a h), a = 1.37"), ("faded", "tanh(0.9 h)")):
         middle.plot(curves[name], ".-", label=label)
@@ -92,8 +92,9 @@ def plot(axes: Any, curves: Curves) -> None:
     right.plot(curves["cycle 0"], curves["cycle 1"], ".-", linewidth=0.7, label="run")
     right.plot(*zip(*((i * LEVEL, j * LEVEL) for i in (-1, 1) for j in (-1, 1)), strict=True), "x", color="C3", label="known")
     right.set(xlabel="first component", ylabel="second component", title="limit cycle of period 4")
-    for part in axes:
-        part.legend(fontsize=8, loc="lower right")
+    left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
+    middle.legend(fontsize=8, loc="center right")
+    right.legend(fontsize=8, loc="center")
 
 
 SYSTEM = System(

@@ -24,7 +24,7 @@ from research.systems.system import TRIPP, Answer, Measured, System, descend, ge
 MEAN, NOISE = 70.0, 1.5  # beats per minute
 RADIUS, PERIOD = 0.9, 8  # the breath's swing: a pair of poles; steps per breath
 A1, A2 = 2 * RADIUS * math.cos(2 * math.pi / PERIOD), -(RADIUS**2)
-UNITS, LENGTH, LANES, AHEAD = 8, 40, 100, 4
+UNITS, LENGTH, LANES, AHEAD = 8, 24, 200, 4
 
 
 def signal(random: torch.Generator, lanes: int, length: int) -> tuple[Tensor, Tensor]:
@@ -59,30 +59,35 @@ class Network:
         self.memory = memory
         self.weights = trainable(random, (UNITS, UNITS), (UNITS, 1), (UNITS,), (2, UNITS), (2,), (1, 1))
 
-    def step(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the next state, and the mean and the log deviation of the next rate (lanes,) after the rate x (lanes,)."""
-        W, U, b, V, c, D = self.weights
-        scaled = (x - MEAN) / 5
-        h = torch.tanh((h @ W.T if self.memory else 0) + scaled[:, None] @ U.T + b)
-        mean, log_deviation = (h @ V.T + c).T
-        return h, MEAN + 5 * (mean + D[0, 0] * scaled), log_deviation
+    def advance(self, h: Tensor, x: Tensor) -> Tensor:
+        """Returns the next states (lanes, UNITS) after the rates x (lanes,)."""
+        W, U, b, *_ = self.weights
+        return torch.tanh((h @ W.T if self.memory else 0) + (x[:, None] - MEAN) / 5 @ U.T + b)
+
+    def read(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mean and the log deviation of the next rates (...,), from states (..., UNITS) and rates (...,)."""
+        *_, V, c, D = self.weights
+        mean, log_deviation = (h @ V.T + c).unbind(-1)
+        return MEAN + 5 * mean + D[0, 0] * (x - MEAN), log_deviation
+
+    def states(self, x: Tensor) -> Tensor:
+        """Returns the states (lanes, T, UNITS) after each rate of x (lanes, T)."""
+        found = [torch.zeros(len(x), UNITS, dtype=torch.float64)]
+        for rates in x.T:
+            found.append(self.advance(found[-1], rates))
+        return torch.stack(found[1:], 1)
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns means and log deviations (lanes, T) of the rate after each rate of x (lanes, T)."""
-        h, found = torch.zeros(len(x), UNITS, dtype=torch.float64), []
-        for rates in x.T:
-            h, mean, log_deviation = self.step(h, rates)
-            found.append(torch.stack([mean, log_deviation]))
-        mean, log_deviation = torch.stack(found, 2)
-        return mean, log_deviation
+        return self.read(self.states(x), x)
 
     def continue_from(self, x: Tensor, steps: int) -> Tensor:
         """Returns the prediction `steps` steps after the last rate of x (lanes, T), feeding back the means."""
-        h = torch.zeros(len(x), UNITS, dtype=torch.float64)
-        for rates in x.T:
-            h, mean, _ = self.step(h, rates)
+        h = self.states(x)[:, -1]
+        mean, _ = self.read(h, x[:, -1])
         for _ in range(steps - 1):
-            h, mean, _ = self.step(h, mean)
+            h = self.advance(h, mean)
+            mean, _ = self.read(h, mean)
         return mean
 
 

@@ -97,12 +97,12 @@ def trainable(random: torch.Generator, *shapes: tuple[int, ...]) -> list[Tensor]
 def descend(loss: Callable[[], Tensor], weights: Sequence[Tensor], steps: int, rate: float) -> float:
     """Minimises `loss` by Adam. The step size falls from `rate` to zero along a cosine. Gradients are clipped to norm
     1. Returns the last loss."""
-    optimizer = torch.optim.Adam(weights, lr=rate)
+    optimizer = torch.optim.Adam(weights, lr=rate, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.zero_grad()
         loss().backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
         optimizer.step()
     with torch.no_grad():
         return float(loss())
