@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
@@ -29,16 +28,15 @@ from rich.table import Table
 import research.systems
 from benchmarks.page import markdown, put
 from benchmarks.summary import Spread, provenance, write_json
-from research.systems.system import Curves, System
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+from research.systems import plots
+from research.systems.system import System
 
 PAGE, TABLE = Path("research/systems.md"), "systems"
 FIGURES = Path("research/figures")
 RESULTS = FIGURES / "systems.json"
-NAMES = sorted({module.name for module in pkgutil.iter_modules(research.systems.__path__)} - {"__main__", "system"})
+NAMES = sorted(
+    {module.name for module in pkgutil.iter_modules(research.systems.__path__)} - {"__main__", "plots", "system"}
+)
 
 Found = dict[str, Any]
 """The results of one system, as JSON stores them."""
@@ -116,23 +114,14 @@ def table(results: dict[str, Found]) -> list[str]:
                 f"`{this.our_equation}`",
                 this.task,
                 "<br>".join(f"{what}: {known(answer)}" for what, answer in answers.items()),
-                "<br>".join(f"{short(answer['reached'])}, {answer['held']} of {found['seeds']}" for answer in answers.values()),
+                "<br>".join(
+                    f"{short(answer['reached'])}, {answer['held']} of {found['seeds']}" for answer in answers.values()
+                ),
                 f"{Spread.model_validate(found['seconds']):.1f}",
             ]
         )
     names = ["system", "source", "its equation", "ours", "task", "known answers", "reached by seeds", "seconds a seed"]
     return markdown(names, rows)
-
-
-def plot(name: str, curves: Curves, folder: Path) -> None:
-    """Saves the figure of a system, if it has one."""
-    this = system(name)
-    if this.plot is None:
-        return
-    figure, axes = plt.subplots(1, this.panels, figsize=(5 + 4 * (this.panels - 1) + 2, 4.4), layout="constrained")
-    this.plot(axes, curves)
-    figure.savefig(folder / f"systems_{name}.png", dpi=110)
-    plt.close(figure)
 
 
 def show(results: dict[str, Found], names: Iterable[str]) -> None:
@@ -172,7 +161,8 @@ def main(arguments: list[str] | None = None) -> int:
     if lacking := sorted(set(names) - set(results)):
         parser.error(f"{options.json} has no results of {', '.join(lacking)}")
     for name in names:
-        plot(name, results[name]["curves"], options.figures)
+        if name in plots.FIGURES:
+            plots.plot(name, results[name]["curves"], options.figures / f"systems_{name}.png")
     put(options.page, TABLE, table(results))
     show(results, names)
     for miss in missed(results):

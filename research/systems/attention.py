@@ -1,23 +1,22 @@
 """Sequence to sequence with attention: the decoder looks at every state of the encoder, and weights them.
 
 At each output the decoder's state is compared with a key of each input; the softmax of the products is the attention,
-and the weighted mean of the inputs' values is all that the output sees. The task is to write the input in another order,
-a fixed permutation. The decoder knows the input by its attention alone, and a value contains its own symbol only. So
-output i is right for every input if its attention is 1 at the place permutation(i), and the permutation can be read off
-the attention of a trained network. The encoder must count for this: a key must say which place it has.
-Without the comparison the attention is uniform: an output sees how often each symbol occurs, not where. Its best answer
-is the most frequent symbol of the input, and its best accuracy is the mean largest share of a symbol, by enumeration.
+and the weighted mean of the inputs' values is all that the output sees. The task is to write the input in another
+order, a fixed permutation. The decoder knows the input by its attention alone, and a value contains its own symbol
+only. So output i is right for every input if its attention is 1 at the place permutation(i), and the permutation can be
+read off the attention of a trained network. The encoder must count for this: a key must say which place it has. Without
+the comparison the attention is uniform: an output sees how often each symbol occurs, not where. Its best answer is the
+most frequent symbol of the input, and its best accuracy is the mean largest share of a symbol, by enumeration.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from research.systems.system import POST, Answer, Curves, Measured, System, descend, generator, trainable
+from research.systems.system import POST, Answer, Measured, System, descend, generator, trainable
 
 SYMBOLS, LENGTH, UNITS, SENTENCES = 3, 6, 16, 200
 
@@ -72,7 +71,7 @@ def trained(permutation: Tensor, uniform: bool, random: torch.Generator) -> tupl
 def best_without_order() -> float:
     """Returns the mean largest share of one symbol over all inputs."""
     inputs = itertools.product(range(SYMBOLS), repeat=LENGTH)
-    return sum(max(map(x.count, range(SYMBOLS))) for x in inputs) / LENGTH / SYMBOLS**LENGTH
+    return sum(max(x.count(symbol) for symbol in range(SYMBOLS)) for x in inputs) / LENGTH / float(SYMBOLS**LENGTH)
 
 
 def measure(seed: int) -> Measured:
@@ -92,14 +91,6 @@ def measure(seed: int) -> Measured:
     )
 
 
-def plot(axes: Any, curves: Curves) -> None:
-    """Draws the attention, with a cross at each place of the permutation."""
-    axes.imshow([curves[f"output {i}"] for i in range(LENGTH)], vmin=0, vmax=1, cmap="Blues")
-    axes.plot(curves["permutation"], range(LENGTH), "x", color="C3", label="permutation")
-    axes.set(xlabel="input", ylabel="output", title="mean attention over all inputs")
-    axes.legend(fontsize=8)
-
-
 SYSTEM = System(
     title="sequence to sequence with attention",
     source=POST,
@@ -107,5 +98,4 @@ SYSTEM = System(
     our_equation="a_ij = softmax_j(s_i . K h_j), o_i = V sum_j a_ij x_j",
     task="write the input in the order of a permutation",
     measure=measure,
-    plot=plot,
 )

@@ -2,8 +2,8 @@
 
 The tag of a position is the exclusive or of its two neighbours, x_{t-1} xor x_{t+1}, for random bits.
 
-- A network that reads forward only knows nothing of x_{t+1}, whatever its depth: every tag is a fair coin to it, and its
-  best loss is log 2.
+- A network that reads forward only knows nothing of x_{t+1}, whatever its depth: every tag is a fair coin to it, and
+  its best loss is log 2.
 - One bidirectional layer with a linear output knows both neighbours, but its logit is a sum f(past) + g(future). If
   either neighbour is flipped, the tag flips. The loss is convex in the logit, so the mean over these symmetries, the
   logit 0, is the best sum: the loss is log 2 again.
@@ -89,7 +89,7 @@ SYSTEM = System(
     title="bidirectional and multi-layer networks",
     source=KAMPER,
     source_equation='"Bidirectional RNNs", "Multilayer RNNs" (drawings)',
-    our_equation="f_t = tanh(W f_{t-1} + U x_t + b), g_t = tanh(W' g_{t+1} + U' x_t + b'); the next layer reads [f_t, g_t]",
+    our_equation="f_t = tanh(W f_{t-1} + U x_t + b), g_t = tanh(R g_{t+1} + S x_t + c); the next layer reads f_t, g_t",
     task="tag each bit with the exclusive or of its neighbours",
     measure=measure,
 )

@@ -1,16 +1,16 @@
 """Back-propagation through time, by hand.
 
 A weight that is used at every step gets a gradient from every step, so its gradient is a sum that is accumulated while
-the graph is walked backwards. The order matters: delta_h[t] is complete only when both operations that take h_t have been
-back-propagated, the output at t and the step to t+1. Only then may it be used for the weights of step t. The network is a
-language model with the mean negative log likelihood as its loss. Its gradients must be those of autograd, which knows
-nothing of this derivation, and the differences of the loss in a random direction.
+the graph is walked backwards. The order matters: delta_h[t] is complete only when both operations that take h_t have
+been back-propagated, the output at t and the step to t+1. Only then may it be used for the weights of step t. The
+network is a language model with the mean negative log likelihood as its loss. Its gradients must be those of autograd,
+which knows nothing of this derivation, and the differences of the loss in a random direction.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from research.systems.system import KAMPER, TRIPP, Answer, Measured, System, generator, normal, trainable
 
@@ -80,8 +80,10 @@ def measure(seed: int) -> Measured:
 SYSTEM = System(
     title="back-propagation through time, by hand",
     source=f"{KAMPER}; {TRIPP}",
-    source_equation="delta_h_t = prod(dy_t/dh_t, delta_y_t) + prod(dh_{t+1}/dh_t, delta_h_{t+1}); delta_W_hh += prod(dh_t/dW_hh, delta_h_t), t = T ... 1",
-    our_equation="d_t = W_ho^T (y_t - x_{t+1}) / T + W_hh^T a_{t+1}, a_t = d_t (1 - h_t^2); dJ/dW_hh = sum over t of a_t h_{t-1}^T",
+    source_equation="delta_h_t = prod(dy_t/dh_t, delta_y_t) + prod(dh_{t+1}/dh_t, delta_h_{t+1}); "
+    "delta_W_hh += prod(dh_t/dW_hh, delta_h_t) for t = T, T - 1, ..., 1",
+    our_equation="d_t = W_ho^T (y_t - x_{t+1}) / T + W_hh^T a_{t+1}, a_t = d_t (1 - h_t^2); "
+    "dJ/dW_hh = sum over t of a_t h_{t-1}^T",
     task="the gradients of a language model, against autograd and central differences",
     measure=measure,
 )

@@ -1,10 +1,10 @@
 """A continuous-time linear system, x' = A x + B u, as a recurrence.
 
-If the input is constant during each step of length d, the solution at the steps obeys a recurrence exactly:
-x_{t+1} = e^(A d) x_t + A^-1 (e^(A d) - 1) B u_t. Both matrices are blocks of one matrix exponential (Van Loan, 1978). The
-example is a damped pendulum, whose free swing is known in closed form. Euler's step x + d (A x + B u) is another
-recurrence for the same system: its error at a fixed time falls only in proportion to d. In the other direction, the
-logarithm of a recurrence that was learned from samples gives A back, if the samples are closer than half a swing.
+If the input is constant during each step of length d, the solution at the steps obeys a recurrence exactly: x_{t+1} =
+e^(A d) x_t + A^-1 (e^(A d) - 1) B u_t. Both matrices are blocks of one matrix exponential (Van Loan, 1978). The example
+is a damped pendulum, whose free swing is known in closed form. Euler's step x + d (A x + B u) is another recurrence for
+the same system: its error at a fixed time falls only in proportion to d. In the other direction, the logarithm of a
+recurrence that was learned from samples gives A back, if the samples are closer than half a swing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def run(matrices: tuple[Tensor, Tensor], first: Tensor, inputs: Tensor) -> Tenso
 
 
 def swing(times: Tensor, level: float) -> Tensor:
-    """Returns the closed form of the position from x = (1, 0) under the constant input `level`: an exponentially falling
-    oscillation about level / (damping^2 + frequency^2)."""
+    """Returns the closed form of the position from x = (1, 0) under the constant input `level`: an exponentially
+    falling oscillation about level / (damping^2 + frequency^2)."""
     rest = level / (DAMPING**2 + FREQUENCY**2)
     phase = FREQUENCY * times
     return rest + (1 - rest) * torch.exp(-DAMPING * times) * (phase.cos() + DAMPING / FREQUENCY * phase.sin())
@@ -55,7 +55,9 @@ def swing(times: Tensor, level: float) -> Tensor:
 def end_error(step: float, level: float) -> float:
     """Returns the error of Euler's method at the time DURATION."""
     count = round(DURATION / step)
-    states = run(euler(step), torch.tensor([1, 0], dtype=torch.float64), torch.full((count,), level, dtype=torch.float64))
+    states = run(
+        euler(step), torch.tensor([1, 0], dtype=torch.float64), torch.full((count,), level, dtype=torch.float64)
+    )
     return float(abs(states[-1, 0] - swing(torch.tensor(DURATION), level)))
 
 
@@ -79,8 +81,15 @@ def measure(seed: int) -> Measured:
     upper = rate[rate.imag.argmax()]
     return Measured(
         [
-            Answer("largest distance from the closed form", 0, float((states[:, 0] - swing(times, level)).abs().max()), 1e-12),
-            Answer("order of Euler's error in d", 1, math.log2(end_error(0.002, level) / end_error(0.001, level)), 0.02),
+            Answer(
+                "largest distance from the closed form",
+                0,
+                float((states[:, 0] - swing(times, level)).abs().max()),
+                1e-12,
+            ),
+            Answer(
+                "order of Euler's error in d", 1, math.log2(end_error(0.002, level) / end_error(0.001, level)), 0.02
+            ),
             Answer("learned damping", DAMPING, -float(upper.real), 1e-4),
             Answer("learned frequency, radians per second", FREQUENCY, float(upper.imag), 1e-4),
         ]

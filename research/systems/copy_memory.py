@@ -1,13 +1,14 @@
 """Copy memory: how long does a model remember? "Infinite memory is absent in practice."
 
-The first input is one of four symbols, then come `delay` blanks, then the model must name the symbol. A blind guess costs
-log 4; a delay counts as learned if the loss is under half of that. Every model is trained on all four sequences.
+The first input is one of four symbols, then come `delay` blanks, then the model must name the symbol. A blind guess
+costs log 4; a delay counts as learned if the loss is under half of that. Every model is trained on all four sequences.
 
-- A feed-forward window of k inputs still contains the symbol for a delay of k - 1, and not for k: it learns k - 1 exactly.
-- A recurrent network with norm(W) <= lambda, tanh, n units and norm(V) <= R: the states of two symbols differ by at most
-  lambda^delay 2 sqrt(n), and their logits by d = R times that. So their answers' total variation is at most
-  TV = tanh(sqrt(2) d / 4), the mean probability of the right symbol is at most (1 + 3 TV) / 4, and the loss is at least
-  its negative logarithm. This bound passes half of log 4 at a known delay: no training learns a longer one.
+- A feed-forward window of k inputs still contains the symbol for a delay of k - 1, and not for k: it learns k - 1
+  exactly.
+- A recurrent network with norm(W) <= lambda, tanh, n units and norm(V) <= R: the states of two symbols differ by at
+  most lambda^delay 2 sqrt(n), and their logits by d = R times that. So their answers' total variation is at most TV =
+  tanh(sqrt(2) d / 4), the mean probability of the right symbol is at most (1 + 3 TV) / 4, and the loss is at least its
+  negative logarithm. This bound passes half of log 4 at a known delay: no training learns a longer one.
 - A linear network with W = 1 never forgets: infinite memory exists. But no closed form says what gradient descent finds
   from a usual start. The longest delays that an unconstrained tanh network and an LSTM learn are reported as they are.
 """
@@ -15,8 +16,6 @@ log 4; a delay counts as learned if the loss is under half of that. Every model 
 from __future__ import annotations
 
 import math
-from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,20 +48,19 @@ class Model(nn.Module):
         super().__init__()
         self.name = name
         self.window = nn.Linear(WINDOW * SYMBOLS, UNITS)
-        self.cell = (nn.LSTM if name == "LSTM" else nn.RNN)(SYMBOLS, UNITS, batch_first=True)
+        self.cell: nn.RNNBase = (nn.LSTM if name == "LSTM" else nn.RNN)(SYMBOLS, UNITS, batch_first=True)
         self.readout = nn.Linear(UNITS, SYMBOLS)
         if name == MODELS[1]:
-            nn.init.eye_(self.cell.weight_hh_l0)  # the limit, after the first projection: the longest memory it may have
+            nn.init.eye_(self.cell.all_weights[0][1])  # at the limit, after the first projection
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits (batch, SYMBOLS) after the last input of x (batch, T, SYMBOLS)."""
         if self.name == MODELS[0]:
             padded = nn.functional.pad(x, (0, 0, WINDOW, 0))[:, -WINDOW:]
             return self.readout(torch.tanh(self.window(padded.flatten(1))))  # type: ignore[no-any-return]
-        W, V = self.cell.weight_hh_l0, self.readout.weight
         if self.name == MODELS[1]:
-            project(W, FACTOR)
-            project(V, LARGEST_READOUT)
+            project(self.cell.all_weights[0][1], FACTOR)  # W
+            project(self.readout.weight, LARGEST_READOUT)
         return self.readout(self.cell(x)[0][:, -1])  # type: ignore[no-any-return]
 
 
@@ -82,25 +80,22 @@ def least_loss(delay: int) -> float:
     return -math.log((1 + (SYMBOLS - 1) * variation) / SYMBOLS)
 
 
-def kept_for_ever(delay: int) -> float:
-    """Returns the loss of h_t = h_{t-1} + x_t with the logits 20 h_T."""
-    return float(nn.functional.cross_entropy(20 * inputs(delay).sum(1), torch.arange(SYMBOLS)))
-
-
 def measure(seed: int) -> Measured:
     """Trains every model on longer and longer delays, until one is not learned."""
     half = math.log(SYMBOLS) / 2
-    longest, curves = {}, {}
+    longest: dict[str, int] = {}
+    curves: Curves = {}
     for name in MODELS:
         losses: list[float] = []
         for delay in DELAYS:
             losses.append(trained_loss(name, delay, seed))
             if not losses[-1] < half:
                 break
-        learned = list(takewhile(lambda pair: pair[1] < half, zip(DELAYS, losses, strict=False)))
-        longest[name], curves[name] = learned[-1][0] if learned else 0, losses
-    within_reach = sum(1 for _ in takewhile(lambda delay: least_loss(delay) < half, range(1, 1000)))
+        curves[name] = losses
+        longest[name] = max((delay for delay, loss in zip(DELAYS, losses, strict=False) if loss < half), default=0)
+    within_reach = max(delay for delay in range(1, 1000) if least_loss(delay) < half)
     below = max(least_loss(delay) - loss for delay, loss in zip(DELAYS, curves[MODELS[1]], strict=False))
+    kept = nn.functional.cross_entropy(20 * inputs(1000).sum(1), torch.arange(SYMBOLS))  # h_t = h_{t-1} + x_t
     what = "longest delay learned, "
     return Measured(
         [
@@ -108,31 +103,20 @@ def measure(seed: int) -> Measured:
             Answer(f"loss of the {MODELS[0]} at the next delay", math.log(SYMBOLS), curves[MODELS[0]][-1], 1e-3),
             Answer(what + MODELS[1], within_reach, longest[MODELS[1]], relation="at most"),
             Answer(f"{MODELS[1]}: bound of the loss - loss, largest", 0, below, 1e-6, "at most"),
-            Answer("loss of W = 1 after a delay of 1,000", 0, kept_for_ever(1000), 1e-6),
+            Answer("loss of W = 1 after a delay of 1,000", 0, float(kept), 1e-6),
             *(Answer(what + name, None, longest[name]) for name in MODELS[2:]),
         ],
         {**curves, "bound": [least_loss(delay) for delay in DELAYS]},
     )
 
 
-def plot(axes: Any, curves: Curves) -> None:
-    """Plots the loss of each model by delay, up to the first delay that it does not learn."""
-    for name in MODELS:
-        axes.plot(DELAYS[: len(curves[name])], curves[name], ".-", label=name)
-    axes.plot(DELAYS, curves["bound"], "C1:", label="its lower bound")
-    axes.axhline(math.log(SYMBOLS), color="0.5", linestyle="--", label="blind guess, log 4")
-    axes.axhline(math.log(SYMBOLS) / 2, color="0.8", linestyle="-", label="learned: below half of it")
-    axes.set(xlabel="delay", ylabel="loss after training, nats", xscale="log", title="copy memory")
-    axes.legend(fontsize=8)
-
-
 SYSTEM = System(
     title="copy memory",
     source=f"{POST}; {SLIDES}",
-    source_equation='"The infinite memory advantage of RNNs is largely absent in practice" (Bai et al.); norm(h_t - h_t^k) <= epsilon (Lemma 1)',
+    source_equation='"The infinite memory advantage of RNNs is largely absent in practice" (Bai et al.); '
+    "norm(h_t - h_t^k) <= epsilon (Lemma 1)",
     our_equation="loss >= -log((1 + 3 tanh(sqrt(2) R lambda^delay 2 sqrt(n) / 4)) / 4)",
     task="name the first of 1 + delay inputs",
     measure=measure,
-    plot=plot,
     seeds=3,
 )

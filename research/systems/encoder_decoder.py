@@ -2,8 +2,8 @@
 
 The decoder gets C as its initial state, as a constant input of every step, or as both. C is all that it knows of the
 input, so it must contain the whole sequence. The tasks are to reverse and to copy. Every sequence over the alphabet is
-in the data, a part of them held out of training, so the right answers are known. A decoder without C can only guess: over
-all sequences, every constant answer is right in exactly 1 / (size of the alphabet) of the places.
+in the data, a part of them held out of training, so the right answers are known. A decoder without C can only guess:
+over all sequences, every constant answer is right in exactly 1 / (size of the alphabet) of the places.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WAYS = ("initial state", "input", "both")
 class EncoderDecoder:
     """h_t = tanh(W h_{t-1} + U x_t + b) reads; s_t = tanh(A s_{t-1} + B C + E o_{t-1}) writes, from s_0 = C or 0.
 
-    The previous output o_{t-1} is the correct one in training and the network's own in use. `way` is how the decoder gets
-    C: one of WAYS, or `none`.
+    The previous output o_{t-1} is the correct one in training and the network's own in use. `way` is how the decoder
+    gets C: one of WAYS, or `none`.
     """
 
     def __init__(self, way: str, random: torch.Generator) -> None:
@@ -74,7 +74,9 @@ def measure(seed: int) -> Measured:
         for task in ("reverse", "copy")
         for way in WAYS
     ]
-    return Measured([*answers, Answer("accuracy on all sequences without C", 1 / SYMBOLS, accuracy("none", True, random)[1])])
+    return Measured(
+        [*answers, Answer("accuracy on all sequences without C", 1 / SYMBOLS, accuracy("none", True, random)[1])]
+    )
 
 
 SYSTEM = System(
@@ -82,6 +84,6 @@ SYSTEM = System(
     source=f"{TRIPP}; {POST}",
     source_equation='"C can be provided to the decoder as an initial state, or as constant input ... or both"',
     our_equation="C = h_T; s_0 = C or s_0 = 0; s_t = tanh(A s_{t-1} + B C + E o_{t-1}) or the same without B C",
-    task=f"reverse and copy all sequences of {LENGTH} out of {SYMBOLS} symbols, {HELD_OUT} of {SYMBOLS**LENGTH} held out",
+    task=f"reverse and copy {LENGTH} out of {SYMBOLS} symbols, {HELD_OUT} of {SYMBOLS**LENGTH} sequences held out",
     measure=measure,
 )

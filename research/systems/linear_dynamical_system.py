@@ -9,6 +9,7 @@ a network that learns the answer from the outputs alone must find them, in whate
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ STEPS = 15
 DECAY, RADIUS, ANGLE = 0.8, 0.95, math.pi / 6
 
 
-def impulse_response(W: Tensor, U: Tensor, C: Tensor, steps: int) -> Tensor:
+def impulse_response(weights: Sequence[Tensor], steps: int) -> Tensor:
     """Runs h_t = W h_{t-1} + U x_t, y_t = C h_t on the input 1, 0, 0, ... Returns the outputs (steps,).
 
-    W: (n, n), U: (n,), C: (n,)
+    weights: W (n, n), U (n,), C (n,)
     """
+    W, U, C = weights
     h, outputs = U, []
     for _ in range(steps):
         outputs.append(C @ h)
@@ -51,7 +53,7 @@ def learned_eigenvalues(target: Tensor, units: int, seed: int) -> tuple[Tensor, 
     U, C = (normal(random, units, scale=units**-0.5).requires_grad_() for _ in range(2))
 
     def loss() -> Tensor:
-        return (impulse_response(W, U, C, len(target)) - target).square().mean()
+        return (impulse_response((W, U, C), len(target)) - target).square().mean()
 
     error = solve(loss, [W, U, C])
     return torch.linalg.eigvals(W.detach()), error
@@ -62,13 +64,18 @@ def measure(seed: int) -> Measured:
     cos, sin = math.cos(ANGLE), math.sin(ANGLE)
     W = RADIUS * torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
     first = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    run = impulse_response(W, first, first, STEPS)
+    run = impulse_response((W, first, first), STEPS)
     [shrinking], _ = learned_eigenvalues(decay(STEPS), 1, seed)
     turning, _ = learned_eigenvalues(rotation(STEPS), 2, seed)
     upper = turning[turning.imag.argmax()]
     return Measured(
         [
-            Answer("largest distance of the run from r^t cos(theta t)", 0, float((run - rotation(STEPS)).abs().max()), 1e-12),
+            Answer(
+                "largest distance of the run from r^t cos(theta t)",
+                0,
+                float((run - rotation(STEPS)).abs().max()),
+                1e-12,
+            ),
             Answer("learned eigenvalue of the decay", DECAY, float(shrinking.real), 1e-3),
             Answer("learned modulus of the rotation", RADIUS, float(upper.abs()), 1e-3),
             Answer("learned angle of the rotation", ANGLE, float(upper.angle()), 1e-3),

@@ -13,7 +13,18 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from research.systems.system import KAMPER, TRIPP, Answer, Measured, System, descend, generator, normal, solve, trainable
+from research.systems.system import (
+    KAMPER,
+    TRIPP,
+    Answer,
+    Measured,
+    System,
+    descend,
+    generator,
+    normal,
+    solve,
+    trainable,
+)
 
 LENGTH, UNITS, STEPS = 6, 16, 400
 
@@ -35,7 +46,8 @@ def all_signs(length: int) -> Tensor:
 
 
 def learned_parity(every_step: bool, random: torch.Generator) -> list[Tensor]:
-    """Trains on all sequences of LENGTH signs, with the loss of every output or of the last one. Returns the weights."""
+    """Trains on all sequences of LENGTH signs, with the loss of every output or of the last one. Returns the
+    weights."""
     weights = trainable(random, (UNITS, UNITS), (UNITS, 1), (UNITS,), (1, UNITS), (1,))
     x = all_signs(LENGTH)
     negative = (x.cumprod(1) < 0).double()

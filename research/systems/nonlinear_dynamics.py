@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from research.systems.system import TRIPP, Answer, Curves, Measured, System, generator
+from research.systems.system import TRIPP, Answer, Measured, System, generator
 
 LEVEL = 0.8
 GAIN = math.atanh(LEVEL) / LEVEL
@@ -78,32 +78,12 @@ def measure(seed: int) -> Measured:
     )
 
 
-def plot(axes: Any, curves: Curves) -> None:
-    """Plots the repeated tent map, the runs to fixed points and the growth, and the limit cycle."""
-    left, middle, right = axes
-    for steps in (1, 3, 5):
-        values = curves[f"tent {steps}"]
-        left.plot([i / (len(values) - 1) for i in range(len(values))], values, label=f"t = {steps}", linewidth=1)
-    left.set(xlabel="h_0", ylabel="h_t", title="tent map: 2^t pieces")
-    for name, label in (("grown", "a h, a = 1.37"), ("fixed", "tanh(a h), a = 1.37"), ("faded", "tanh(0.9 h)")):
-        middle.plot(curves[name], ".-", label=label)
-    middle.axhline(LEVEL, color="0.5", linestyle=":")
-    middle.set(xlabel="step", ylabel="h_t", title="growth and fixed points")
-    right.plot(curves["cycle 0"], curves["cycle 1"], ".-", linewidth=0.7, label="run")
-    right.plot(*zip(*((i * LEVEL, j * LEVEL) for i in (-1, 1) for j in (-1, 1)), strict=True), "x", color="C3", label="known")
-    right.set(xlabel="first component", ylabel="second component", title="limit cycle of period 4")
-    left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
-    middle.legend(fontsize=8, loc="center right")
-    right.legend(fontsize=8, loc="center")
-
-
 SYSTEM = System(
     title="repeated nonlinearities and large gains",
     source=TRIPP,
     source_equation="h(t) = g(A h(t-1) + B x + b) = g(A g(A h(t-2) + B x + b) + B x + b) = ...",
-    our_equation="h_t = a h_{t-1}; h_t = tanh(a h_{t-1}); h_t = tanh(a R h_{t-1}), R a turn by 90 degrees; h_t = 2 relu(h_{t-1}) - 4 relu(h_{t-1} - 1/2)",
+    our_equation="h_t = a h_{t-1}; h_t = tanh(a h_{t-1}); h_t = tanh(a R h_{t-1}), R a turn by 90 degrees; "
+    "h_t = 2 relu(h_{t-1}) - 4 relu(h_{t-1} - 1/2)",
     task="growth, fixed points, a limit cycle, 2^t linear pieces",
     measure=measure,
-    plot=plot,
-    panels=3,
 )

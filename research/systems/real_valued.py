@@ -27,18 +27,12 @@ A1, A2 = 2 * RADIUS * math.cos(2 * math.pi / PERIOD), -(RADIUS**2)
 UNITS, LENGTH, LANES, AHEAD = 8, 24, 200, 4
 
 
-def signal(random: torch.Generator, lanes: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns heart rates and their noise, both (lanes, length), in beats per minute. The first 100 steps are dropped."""
-    noise = normal(random, lanes, 100 + length, scale=NOISE)
+def signal(random: torch.Generator, lanes: int, length: int) -> Tensor:
+    """Returns heart rates (lanes, length), in beats per minute. The first 100 steps are dropped."""
     x = [torch.zeros(lanes, dtype=torch.float64)] * 2
-    for e in noise.T:
-        x.append(A1 * x[-1] + A2 * x[-2] + e)
-    return MEAN + torch.stack(x[-length:], 1), noise[:, -length:]
-
-
-def stationary_variance() -> float:
-    """Returns the signal's variance, by the Yule-Walker equations."""
-    return NOISE**2 * (1 - A2) / ((1 + A2) * ((1 - A2) ** 2 - A1**2))
+    for _ in range(100 + length):
+        x.append(A1 * x[-1] + A2 * x[-2] + normal(random, lanes, scale=NOISE))
+    return MEAN + torch.stack(x[-length:], 1)
 
 
 def variance_ahead(steps: int) -> float:
@@ -52,7 +46,7 @@ def variance_ahead(steps: int) -> float:
 class Network:
     """h_t = tanh(W h_{t-1} + U x_t + b); mean and log deviation of the next rate: V h_t + c, plus D x_t for the mean.
 
-    Without `memory`, W h_{t-1} is left out.
+    Without `memory`, W h_{t-1} is left out. x: (lanes, T) in beats per minute.
     """
 
     def __init__(self, memory: bool, random: torch.Generator) -> None:
@@ -60,53 +54,42 @@ class Network:
         self.weights = trainable(random, (UNITS, UNITS), (UNITS, 1), (UNITS,), (2, UNITS), (2,), (1, 1))
 
     def advance(self, h: Tensor, x: Tensor) -> Tensor:
-        """Returns the next states (lanes, UNITS) after the rates x (lanes,)."""
+        """Returns the states (lanes, UNITS) after the rates x (lanes,)."""
         W, U, b, *_ = self.weights
         return torch.tanh((h @ W.T if self.memory else 0) + (x[:, None] - MEAN) / 5 @ U.T + b)
 
     def read(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the mean and the log deviation of the next rates (...,), from states (..., UNITS) and rates (...,)."""
+        """Returns mean and log deviation of the next rates (...,), from states (..., UNITS) and rates x (...,)."""
         *_, V, c, D = self.weights
         mean, log_deviation = (h @ V.T + c).unbind(-1)
         return MEAN + 5 * mean + D[0, 0] * (x - MEAN), log_deviation
 
-    def states(self, x: Tensor) -> Tensor:
-        """Returns the states (lanes, T, UNITS) after each rate of x (lanes, T)."""
-        found = [torch.zeros(len(x), UNITS, dtype=torch.float64)]
+    def predict(self, x: Tensor, ahead: int = 1) -> tuple[Tensor, Tensor]:
+        """Returns means and log deviations (lanes, T) of the rate after each rate of x. Rates more than one step ahead
+        are predicted by feeding back the means; then only after the last rate of x: (lanes,)."""
+        states = [torch.zeros(len(x), UNITS, dtype=torch.float64)]
         for rates in x.T:
-            found.append(self.advance(found[-1], rates))
-        return torch.stack(found[1:], 1)
+            states.append(self.advance(states[-1], rates))
+        if ahead == 1:
+            return self.read(torch.stack(states[1:], 1), x)
+        h, found = states[-1], self.read(states[-1], x[:, -1])
+        for _ in range(ahead - 1):
+            h = self.advance(h, found[0])
+            found = self.read(h, found[0])
+        return found
 
-    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns means and log deviations (lanes, T) of the rate after each rate of x (lanes, T)."""
-        return self.read(self.states(x), x)
-
-    def continue_from(self, x: Tensor, steps: int) -> Tensor:
-        """Returns the prediction `steps` steps after the last rate of x (lanes, T), feeding back the means."""
-        h = self.states(x)[:, -1]
-        mean, _ = self.read(h, x[:, -1])
-        for _ in range(steps - 1):
-            h = self.advance(h, mean)
-            mean, _ = self.read(h, mean)
-        return mean
-
-
-def negative_log_likelihood(mean: Tensor, log_deviation: Tensor, x: Tensor) -> Tensor:
-    """Returns the mean negative log density of x, in nats."""
-    scaled = (x - mean) * torch.exp(-log_deviation)
-    return (scaled.square() / 2 + log_deviation + math.log(2 * math.pi) / 2).mean()
+    def loss(self, x: Tensor) -> Tensor:
+        """Returns the mean negative log likelihood of x, in nats. The first two predictions lack a past and do not
+        count."""
+        mean, log_deviation = self.predict(x[:, :-1])
+        scaled = (x[:, 3:] - mean[:, 2:]) * torch.exp(-log_deviation[:, 2:])
+        return (scaled.square() / 2 + log_deviation[:, 2:] + math.log(2 * math.pi) / 2).mean()
 
 
 def trained(memory: bool, random: torch.Generator) -> Network:
-    """Trains a network on the likelihood of LANES signals. The first two predictions lack a past and do not count."""
-    x, _ = signal(random, LANES, LENGTH)
-    network = Network(memory, random)
-
-    def loss() -> Tensor:
-        mean, log_deviation = network.predict(x[:, :-1])
-        return negative_log_likelihood(mean[:, 2:], log_deviation[:, 2:], x[:, 3:])
-
-    descend(loss, network.weights, steps=250, rate=0.02)
+    """Trains a network on the likelihood of LANES signals."""
+    x, network = signal(random, LANES, LENGTH), Network(memory, random)
+    descend(lambda: network.loss(x), network.weights, steps=250, rate=0.02)
     return network
 
 
@@ -116,12 +99,12 @@ def measure(seed: int) -> Measured:
     random = generator(seed)
     with torch.enable_grad():
         network, blind = trained(True, random), trained(False, random)
-    x, _ = signal(random, 10_000, 20)
-    mean, log_deviation = network.predict(x[:, :-1])
+    x = signal(random, 10_000, 20)
+    mean, _ = network.predict(x[:, :-1])
     without, _ = blind.predict(x[:, :-1])
-    correlation = A1 / (1 - A2)
-    ahead = network.continue_from(x[:, :-AHEAD], AHEAD)
-    one_rate = stationary_variance() * (1 - correlation**2)
+    ahead, _ = network.predict(x[:, :-AHEAD], AHEAD)
+    correlation, entropy = A1 / (1 - A2), math.log(2 * math.pi * math.e * NOISE**2) / 2
+    one_rate = variance_ahead(300) * (1 - correlation**2)  # so far ahead, the signal's variance
 
     def error(what: str, known: float, found: Tensor, wanted: Tensor, within: float) -> Answer:
         return Answer(what, known, float((found - wanted).square().mean()), within * known)
@@ -131,12 +114,7 @@ def measure(seed: int) -> Measured:
             error("squared error of the next rate", NOISE**2, mean[:, 2:], x[:, 3:], 0.04),
             error(f"squared error {AHEAD} steps ahead", variance_ahead(AHEAD), ahead, x[:, -1], 0.08),
             error("squared error of the next rate, without a state", one_rate, without[:, 2:], x[:, 3:], 0.04),
-            Answer(
-                "negative log likelihood, nats",
-                math.log(2 * math.pi * math.e * NOISE**2) / 2,
-                float(negative_log_likelihood(mean[:, 2:], log_deviation[:, 2:], x[:, 3:])),
-                0.03,
-            ),
+            Answer("negative log likelihood, nats", entropy, float(network.loss(x)), 0.03),
         ]
     )
 

@@ -1,8 +1,8 @@
 """Skip connections in time: the state also receives the state from d steps before.
 
 The task is a delayed copy, y_t = x_{t-d}, of white noise. For a linear network and white noise, the mean squared error
-is the squared distance of the network's impulse response from the wanted one, an impulse at d. So one impulse is all the
-data that training needs, and the best possible error is known:
+is the squared distance of the network's impulse response from the wanted one, an impulse at d. So one impulse is all
+the data that training needs, and the best possible error is known:
 
 - One plain unit has the response g w^j. Its error, g^2 / (1 - w^2) - 2 g w^d + 1, is smallest for g = w^d (1 - w^2) and
   w^2 = d / (d + 1). The smallest error is M(d) = 1 - (d / (d + 1))^d / (d + 1). It is near 1, the error of no memory.
@@ -13,6 +13,8 @@ data that training needs, and the best possible error is known:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,15 +24,16 @@ DELAY = 5
 STEPS = 12 * DELAY
 
 
-def impulse_response(W: Tensor, V: Tensor | None, U: Tensor, C: Tensor) -> Tensor:
-    """Runs h_t = W h_{t-1} + V h_{t-d} + U x_t, y_t = C h_t on the input 1, 0, 0, ...; without V if it is None.
+def impulse_response(weights: Sequence[Tensor], skip: bool) -> Tensor:
+    """Runs h_t = W h_{t-1} + V h_{t-d} + U x_t, y_t = C h_t on the input 1, 0, 0, ...; without V unless `skip`.
 
-    W, V: (n, n), U: (n,), C: (n,). Returns the outputs (STEPS,).
+    weights: W, V (n, n), U, C (n,). Returns the outputs (STEPS,).
     """
+    W, V, U, C = weights
     states = [U]
     for t in range(1, STEPS):
         h = W @ states[-1]
-        if V is not None and t >= DELAY:
+        if skip and t >= DELAY:
             h = h + V @ states[t - DELAY]
         states.append(h)
     return torch.stack(states) @ C
@@ -46,15 +49,15 @@ def trained_error(units: int, skip: bool, seed: int) -> float:
     random = generator(seed)
     start = 0.9 if not skip else 0.0  # a plain unit that forgets fast gets no gradient from the delayed impulse
     W = (start * torch.eye(units, dtype=torch.float64)).requires_grad_()
-    V = normal(random, units, units, scale=0.3).requires_grad_() if skip else None
+    V = normal(random, units, units, scale=0.3).requires_grad_()
     U, C = (normal(random, units, scale=0.5).requires_grad_() for _ in range(2))
     target = torch.zeros(STEPS, dtype=torch.float64)
     target[DELAY] = 1
 
     def loss() -> Tensor:
-        return (impulse_response(W, V, U, C) - target).square().sum()
+        return (impulse_response((W, V, U, C), skip) - target).square().sum()
 
-    return solve(loss, [weight for weight in (W, V, U, C) if weight is not None])
+    return solve(loss, [W, V, U, C] if skip else [W, U, C])
 
 
 def measure(seed: int) -> Measured:

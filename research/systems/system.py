@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One system of the lectures. `measure` does the task with one seed; `plot` draws the curves on axes."""
+    """One system of the lectures. `measure` does the task with one seed."""
 
     title: str
     source: str
@@ -68,8 +68,6 @@ class System:
     our_equation: str
     task: str
     measure: Callable[[int], Measured]
-    plot: Callable[[Any, Curves], None] | None = None
-    panels: int = 1
     seeds: int = 5
 
 

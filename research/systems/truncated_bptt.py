@@ -3,26 +3,24 @@
 The gradient of a recurrent weight is a sum over the steps at which it was used. Truncation keeps the k latest. Two
 truncations differ:
 
-- Truncated back-propagation runs the model over the whole past, and follows the gradient for k steps. What it leaves out
-  is the tail of the sum.
+- Truncated back-propagation runs the model over the whole past, and follows the gradient for k steps. What it leaves
+  out is the tail of the sum.
 - The truncated model also starts from the zero state k steps before. Lemma 2 of Miller and Hardt bounds the distance of
   its gradient from the full one by gamma k lambda^k.
 
-For h_t = w h_{t-1} + 1 after a long past, both are closed forms: the state is 1 / (1 - w) and its gradient
-1 / (1 - w)^2; the tail is w^k / (1 - w)^2; and the gap of the truncated model is w^k / (1 - w)^2 + k w^(k-1) / (1 - w).
-The factor k of Lemma 2 is therefore needed. For a tanh network with norm(W) = lambda and loss q . h_T, the term from j
-steps back is at most norm(q) lambda^j H, with H the largest norm of a state: the tail is at most
-norm(q) H lambda^k / (1 - lambda).
+For h_t = w h_{t-1} + 1 after a long past, both are closed forms: the state is 1 / (1 - w) and its gradient 1 / (1 -
+w)^2; the tail is w^k / (1 - w)^2; and the gap of the truncated model is w^k / (1 - w)^2 + k w^(k-1) / (1 - w). The
+factor k of Lemma 2 is therefore needed. For a tanh network with norm(W) = lambda and loss q . h_T, the term from j
+steps back is at most norm(q) lambda^j H, with H the largest norm of a state: the tail is at most norm(q) H lambda^k /
+(1 - lambda).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from research.systems.system import POST, SLIDES, Answer, Curves, Measured, System, generator, normal
+from research.systems.system import POST, SLIDES, Answer, Measured, System, generator, normal
 
 PAST, HORIZONS, FACTOR, UNITS = 300, tuple(range(1, 41)), 0.8, 8
 GAMMA = 1 / (1 - FACTOR) ** 2 + 1 / (FACTOR * (1 - FACTOR))
@@ -40,10 +38,10 @@ def scalar_gradient(k: int, keep_state: bool) -> float:
     return float(torch.autograd.grad(h, w)[0])
 
 
-def network_gradient(W: Tensor, inputs: Tensor, q: Tensor, k: int) -> tuple[Tensor, float]:
-    """Returns the gradient of q . h_T by W over the last k steps of h_t = tanh(W h_{t-1} + x_t), and the largest norm of
-    a state. W: (n, n), inputs: (T, n)."""
-    W = W.detach().requires_grad_()
+def network_gradient(recurrent: Tensor, inputs: Tensor, q: Tensor, k: int) -> tuple[Tensor, float]:
+    """Returns the gradient of q . h_T by W over the last k steps of h_t = tanh(W h_{t-1} + x_t), and the largest norm
+    of a state. recurrent: W, (n, n); inputs: (T, n)."""
+    W = recurrent.detach().requires_grad_()
     h, largest = torch.zeros(len(q), dtype=torch.float64), 0.0
     for t, x in enumerate(inputs):
         if t == len(inputs) - k:
@@ -89,27 +87,12 @@ def measure(seed: int) -> Measured:
     )
 
 
-def plot(axes: Any, curves: Curves) -> None:
-    """Plots tails and gaps with their bounds."""
-    styles = {
-        "gap": ("C0o", "truncated model, h = w h + 1: gap"),
-        "lemma": ("C0--", "Lemma 2: gamma k lambda^k"),
-        "tail": ("C1o", "truncated back-propagation, h = w h + 1: tail"),
-        "network": ("C2o", "truncated back-propagation, tanh network: tail"),
-        "bound": ("C2--", "its bound"),
-    }
-    for name, (style, label) in styles.items():
-        axes.semilogy(HORIZONS, curves[name], style, markersize=3, label=label)
-    axes.set(xlabel="k", ylabel="norm of the missing gradient", title="What truncation leaves out (lambda = 0.8)")
-    axes.legend(fontsize=8)
-
-
 SYSTEM = System(
     title="truncated back-propagation",
     source=f"{SLIDES}; {POST}",
     source_equation="dE_T/dW = sum over k = 0 ... K of dE_T/ds_T ds_T/ds_{T-k} ds_{T-k}/dW; Lemma 2: gamma k lambda^k",
-    our_equation="tail = w^k / (1 - w)^2; gap = tail + k w^(k-1) / (1 - w) <= gamma k w^k, gamma = 1 / (1 - w)^2 + 1 / (w (1 - w))",
+    our_equation="tail = w^k / (1 - w)^2; gap = tail + k w^(k-1) / (1 - w) <= gamma k w^k, "
+    "gamma = 1 / (1 - w)^2 + 1 / (w (1 - w))",
     task="the gradient that is left out, for every k up to 40",
     measure=measure,
-    plot=plot,
 )

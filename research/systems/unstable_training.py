@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from research.systems.system import POST, SLIDES, Answer, Curves, Measured, System, generator, normal
+from research.systems.system import POST, SLIDES, Answer, Measured, System, generator, normal
 
 ALPHA, STEPS = 0.1, 8
 UNSTABLE, STABLE = 1.1, 0.95
@@ -65,12 +64,14 @@ def grows(losses: list[float], horizon: int) -> bool:
     return len(losses) > 1 and all(after - before >= least for before, after in pairwise(losses))
 
 
-def jacobian_norms(W: Tensor, inputs: Tensor) -> list[float]:
-    """Returns the norms of dh_n/dh_0, n = 1, 2, ..., of h_t = tanh(W h_{t-1} + x_t). W: (n, n), inputs: (T, n)."""
-    h, jacobian, norms = torch.zeros(len(W), dtype=torch.float64), torch.eye(len(W), dtype=torch.float64), []
+def jacobian_norms(recurrent: Tensor, inputs: Tensor) -> list[float]:
+    """Returns the norms of dh_n/dh_0, n = 1, 2, ..., of h_t = tanh(W h_{t-1} + x_t). recurrent: W, (n, n); inputs:
+    (T, n)."""
+    h = torch.zeros(len(recurrent), dtype=torch.float64)
+    jacobian, norms = torch.eye(len(recurrent), dtype=torch.float64), []
     for x in inputs:
-        h = torch.tanh(W @ h + x)
-        jacobian = (1 - h**2)[:, None] * W @ jacobian
+        h = torch.tanh(recurrent @ h + x)
+        jacobian = (1 - h**2)[:, None] * recurrent @ jacobian
         norms.append(float(torch.linalg.matrix_norm(jacobian, 2)))
     return norms
 
@@ -99,7 +100,7 @@ def measure(seed: int) -> Measured:
         [
             Answer(f"w = {UNSTABLE}: smallest T at which the loss grows by 4^T in step 1", min(large), first),
             Answer("share of the T with q < 2 at which the loss never rises", 1, sum(fell) / len(fell)),
-            Answer("share of the T with q >= 3 at which every step multiplies the loss by 4^T or more", 1, sum(grew) / len(grew)),
+            Answer("share of the T with q >= 3 at which the loss grows by 4^T per step", 1, sum(grew) / len(grew)),
             Answer(f"w = {STABLE}: share of the T (all q < 2) at which the loss never rises", 1, sum(calm) / len(calm)),
             Answer("random tanh networks: Jacobian / (gamma norm(W))^n, largest", 1, max(shares), 1e-12, "at most"),
             Answer("norm(W) recovered from the memory of a rotation: s^(1/n)", 1.2, tightest[-1] ** (1 / 20), 1e-10),
@@ -108,22 +109,12 @@ def measure(seed: int) -> Measured:
     )
 
 
-def plot(axes: Any, curves: Curves) -> None:
-    """Plots the logarithm of the loss by step."""
-    for name, losses in curves.items():
-        w, T = name.split()
-        axes.plot(losses, ".-", label=f"w_0 = {w}, T = {T}: q = {strength(float(w), int(T)):.2g}")
-    axes.set(xlabel="steps of gradient descent at alpha / n", ylabel="log J (symmetric logarithmic scale)", yscale="symlog")
-    axes.set_title("h_t = w h_{t-1}, J = h_T^2 / 2: descent diverges for q >= 3 (until float64 overflows)")
-    axes.legend(fontsize=8)
-
-
 SYSTEM = System(
     title="unstable models and gradient descent; long memory",
     source=f"{POST}; {SLIDES}",
-    source_equation='"even for very simple unstable models, gradient descent fails to converge"; "long-term memory requires exploding gradients, [Pascanu et al]"',
+    source_equation='"even for very simple unstable models, gradient descent fails to converge"; '
+    '"long-term memory requires exploding gradients, [Pascanu et al]"',
     our_equation="w <- w - (alpha / n) T w^(2T-1); norm(dh_T/dh_i) <= (gamma norm(W))^(T-i)",
     task="descend J = h_T^2 / 2 of h_t = w h_{t-1}; Jacobians of tanh networks",
     measure=measure,
-    plot=plot,
 )

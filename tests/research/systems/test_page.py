@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.page import with_tables
 from research.systems import __main__ as command
+from research.systems import plots
 from research.systems.system import Answer, Measured
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +81,6 @@ def test_the_page_shows_the_stored_results_of_all_systems() -> None:
     page = (ROOT / command.PAGE).read_text(encoding="utf-8")
     assert with_tables(page, {command.TABLE: command.table(results)}, "systems.md") == page
     assert command.missed(results) == []
-    for name in command.NAMES:
-        if command.system(name).plot is not None:
-            assert f"figures/systems_{name}.png" in page
-            assert (ROOT / command.FIGURES / f"systems_{name}.png").exists()
+    for name in plots.FIGURES:
+        assert f"(figures/systems_{name}.png)" in page
+        assert (ROOT / command.FIGURES / f"systems_{name}.png").exists()

@@ -15,11 +15,11 @@ from research.systems import (
     continuous_time,
     copy_memory,
     encoder_decoder,
-    gradient_explosion,
+    gradient_cliff,
     nonlinear_dynamics,
-    output_feedback,
     peepholes,
     real_valued,
+    scheduled_sampling,
     skip_in_time,
     unstable_training,
 )
@@ -66,13 +66,13 @@ def test_the_best_error_of_one_plain_unit_is_the_smallest_over_a_grid() -> None:
 
 
 def test_teacher_forcing_leaves_only_the_answer_to_the_unseen_word_untrained() -> None:
-    rows = output_feedback.optimum(0)
-    noise = output_feedback.NOISE
+    rows = scheduled_sampling.optimum(0)
+    noise = scheduled_sampling.NOISE
     expected = [1 - noise, 0, noise, 0, 1 - noise, noise, 1 / 3, 1 / 3, 1 / 3]
     assert rows.flatten().tolist() == pytest.approx(expected)
-    _, unknown = output_feedback.free_running(rows)
+    _, unknown = scheduled_sampling.free_running(rows)
     assert unknown[-1] == pytest.approx(noise / (noise + 2 / 3), abs=1e-6)  # the chain's stationary share
-    assert output_feedback.optimum(0.5)[2].tolist() == pytest.approx([0.45, 0.45, 0.1])
+    assert scheduled_sampling.optimum(0.5)[2].tolist() == pytest.approx([0.45, 0.45, 0.1])
 
 
 @pytest.mark.parametrize("way", encoder_decoder.WAYS)
@@ -82,7 +82,7 @@ def test_a_decoder_gets_the_context_in_the_named_way_only(way: str) -> None:
     first, second = network(x)
     assert not torch.equal(first, second)
     loss = nn.functional.cross_entropy(network(x, x).flatten(0, 1), x.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     as_input = network.weights[4]  # multiplies the context at each step
     assert (as_input.grad is not None) == (way in ("input", "both"))
     with torch.no_grad():
@@ -107,7 +107,9 @@ def test_the_best_monotone_sequence_is_the_best_over_all_partitions() -> None:
         means = [float(block.mean()) for block in blocks]
         if means != sorted(means):
             return math.inf
-        return sum(float((block - mean).square().sum()) for block, mean in zip(blocks, means, strict=True)) / len(values)
+        return sum(float((block - mean).square().sum()) for block, mean in zip(blocks, means, strict=True)) / len(
+            values
+        )
 
     partitions = [cuts for size in range(8) for cuts in itertools.combinations(range(1, 8), size)]
     best = min(error(values, cuts) for values in (target, -target) for cuts in partitions)
@@ -166,8 +168,10 @@ def test_the_weight_doubles_in_every_step_once_it_does_in_the_first() -> None:
 
 def test_the_error_far_ahead_is_the_variance_of_the_signal() -> None:
     far = real_valued.variance_ahead(300)
-    assert far == pytest.approx(real_valued.stationary_variance(), rel=1e-9)
-    rates, _ = real_valued.signal(generator(0), 20_000, 1)
+    a1, a2 = real_valued.A1, real_valued.A2
+    by_yule_walker = real_valued.NOISE**2 * (1 - a2) / ((1 + a2) * ((1 - a2) ** 2 - a1**2))
+    assert far == pytest.approx(by_yule_walker, rel=1e-9)
+    rates = real_valued.signal(generator(0), 20_000, 1)
     assert float(rates.var()) == pytest.approx(far, rel=4 * math.sqrt(2 / 20_000))
     assert float(rates.mean()) == pytest.approx(real_valued.MEAN, abs=4 * math.sqrt(far / 20_000))
 
@@ -184,5 +188,5 @@ def test_a_gradient_is_final_only_after_the_following_step() -> None:
 
 
 def test_the_edge_of_the_cliff_has_the_slope_of_the_threshold() -> None:
-    edge = torch.tensor(gradient_explosion.cliff_edge(), dtype=torch.float64)
-    assert float(gradient_explosion.cliff_slope(edge)) == pytest.approx(gradient_explosion.THRESHOLD, rel=1e-9)
+    edge = torch.tensor(gradient_cliff.edge(), dtype=torch.float64)
+    assert float(gradient_cliff.slope(edge)) == pytest.approx(gradient_cliff.THRESHOLD, rel=1e-9)
