@@ -15,6 +15,7 @@ best prediction from one rate, the signal's variance times 1 - r^2, with r the c
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,9 +46,7 @@ def variance_ahead(steps: int) -> float:
 
 class Network:
     """h_t = tanh(W h_{t-1} + U x_t + b); mean and log deviation of the next rate: V h_t + c, plus D x_t for the mean.
-
-    Without `memory`, W h_{t-1} is left out. x: (lanes, T) in beats per minute.
-    """
+    Without `memory`, W h_{t-1} is left out. x: (lanes, T) in beats per minute."""
 
     def __init__(self, memory: bool, random: torch.Generator) -> None:
         self.memory = memory
@@ -65,8 +64,8 @@ class Network:
         return MEAN + 5 * mean + D[0, 0] * (x - MEAN), log_deviation
 
     def predict(self, x: Tensor, ahead: int = 1) -> tuple[Tensor, Tensor]:
-        """Returns means and log deviations (lanes, T) of the rate after each rate of x. Rates more than one step ahead
-        are predicted by feeding back the means; then only after the last rate of x: (lanes,)."""
+        """Returns means and log deviations (lanes, T) of the rate after each rate of x. For a rate more than one step
+        ahead, feeds back the means, and returns only the prediction after the last rate of x: (lanes,)."""
         states = [torch.zeros(len(x), UNITS, dtype=torch.float64)]
         for rates in x.T:
             states.append(self.advance(states[-1], rates))
@@ -79,26 +78,18 @@ class Network:
         return found
 
     def loss(self, x: Tensor) -> Tensor:
-        """Returns the mean negative log likelihood of x, in nats. The first two predictions lack a past and do not
-        count."""
+        """Returns the mean negative log likelihood of x, in nats, without the first two rates, which lack a past."""
         mean, log_deviation = self.predict(x[:, :-1])
         scaled = (x[:, 3:] - mean[:, 2:]) * torch.exp(-log_deviation[:, 2:])
         return (scaled.square() / 2 + log_deviation[:, 2:] + math.log(2 * math.pi) / 2).mean()
 
 
-def trained(memory: bool, random: torch.Generator) -> Network:
-    """Trains a network on the likelihood of LANES signals."""
-    x, network = signal(random, LANES, LENGTH), Network(memory, random)
-    descend(lambda: network.loss(x), network.weights, steps=250, rate=0.02)
-    return network
-
-
-@torch.no_grad()
 def measure(seed: int) -> Measured:
     """Trains a network with and one without a state, and measures their errors on fresh signals."""
     random = generator(seed)
-    with torch.enable_grad():
-        network, blind = trained(True, random), trained(False, random)
+    shown, network, blind = signal(random, LANES, LENGTH), Network(True, random), Network(False, random)
+    for one in (network, blind):
+        descend(partial(one.loss, shown), one.weights, steps=250, rate=0.02)
     x = signal(random, 10_000, 20)
     mean, _ = network.predict(x[:, :-1])
     without, _ = blind.predict(x[:, :-1])
@@ -107,14 +98,14 @@ def measure(seed: int) -> Measured:
     one_rate = variance_ahead(300) * (1 - correlation**2)  # so far ahead, the signal's variance
 
     def error(what: str, known: float, found: Tensor, wanted: Tensor, within: float) -> Answer:
-        return Answer(what, known, float((found - wanted).square().mean()), within * known)
+        return Answer(what, known, float((found - wanted).square().mean().detach()), within * known)
 
     return Measured(
         [
             error("squared error of the next rate", NOISE**2, mean[:, 2:], x[:, 3:], 0.04),
             error(f"squared error {AHEAD} steps ahead", variance_ahead(AHEAD), ahead, x[:, -1], 0.08),
             error("squared error of the next rate, without a state", one_rate, without[:, 2:], x[:, 3:], 0.04),
-            Answer("negative log likelihood, nats", entropy, float(network.loss(x)), 0.03),
+            Answer("negative log likelihood, nats", entropy, float(network.loss(x).detach()), 0.03),
         ]
     )
 

@@ -91,11 +91,11 @@ def measure(seed: int) -> Measured:
     random = generator(seed)
     taught, scheduled = trained(0, random), trained(OWN, random)
     best = optimum(OWN)
-    curves: Curves = {}
+    curves = Curves()
     for name, known_rows, rows in (("teacher forcing", optimum(0), taught), ("scheduled sampling", best, scheduled)):
-        values = zip(("right", "?"), free_running(known_rows), sample_freely(rows, random), strict=True)
-        for kind, known, reached in values:
-            curves[f"{name}, {kind}, known"], curves[f"{name}, {kind}, reached"] = known, reached
+        known, reached = free_running(known_rows), sample_freely(rows, random)
+        for index, kind in enumerate(("right", "?")):
+            curves[f"{name}, {kind}, known"], curves[f"{name}, {kind}, reached"] = known[index], reached[index]
 
     def last(what: str, name: str, within: float) -> Answer:
         return Answer(what, curves[f"{name}, known"][-1], curves[f"{name}, reached"][-1], within)
