@@ -6,8 +6,8 @@ costs log 4; a delay counts as learned if the loss is under half of that. Every 
 - A feed-forward window of k inputs contains the symbol for a delay of k - 1, and not for k: it learns k - 1 exactly.
 - A recurrent network with norm(W) <= lambda, tanh, n units and norm(V) <= R: the states of two symbols differ by at
   most lambda^delay 2 sqrt(n), and their logits by d = R times that. So their answers' total variation is at most
-  TV = tanh(sqrt(2) d / 4), the mean probability of the right symbol is at most (1 + 3 TV) / 4, and the loss is at least its
-  negative logarithm. This bound passes half of log 4 at a known delay: no training learns a longer one.
+  TV = tanh(sqrt(2) d / 4), the mean probability of the right symbol is at most (1 + 3 TV) / 4, and the loss is at least
+  its negative logarithm. This bound passes half of log 4 at a known delay: no training learns a longer one.
 - A linear network with W = 1 never forgets: infinite memory exists. But no closed form says what gradient descent finds
   from a usual start. The longest delays that an unconstrained tanh network and an LSTM learn are reported as they are.
 """

@@ -39,9 +39,9 @@ def decay(steps: int) -> Tensor:
 
 
 def rotation(steps: int) -> Tensor:
-    """Returns the closed form of a shrinking rotation, seen along its first axis: r^t cos(theta t)."""
+    """Returns the closed form of a shrinking rotation of (1, 0), seen along the second axis: r^t sin(theta t)."""
     t = torch.arange(steps, dtype=torch.float64)
-    return RADIUS**t * torch.cos(ANGLE * t)
+    return RADIUS**t * torch.sin(ANGLE * t)
 
 
 def learned_eigenvalues(target: Tensor, units: int, seed: int) -> tuple[Tensor, float]:
@@ -63,15 +63,15 @@ def measure(seed: int) -> Measured:
     """Compares the recurrence with the closed forms. Then learns both systems from their outputs."""
     cos, sin = math.cos(ANGLE), math.sin(ANGLE)
     W = RADIUS * torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
-    first = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    run = impulse_response((W, first, first), STEPS)
+    first, second = torch.eye(2, dtype=torch.float64)
+    run = impulse_response((W, first, second), STEPS)
     [shrinking], _ = learned_eigenvalues(decay(STEPS), 1, seed)
     turning, _ = learned_eigenvalues(rotation(STEPS), 2, seed)
     upper = turning[turning.imag.argmax()]
     return Measured(
         [
             Answer(
-                "largest distance of the run from r^t cos(theta t)",
+                "largest distance of the run from r^t sin(theta t)",
                 0,
                 float((run - rotation(STEPS)).abs().max()),
                 1e-12,

@@ -90,8 +90,7 @@ def measure(seed: int) -> Measured:
     """Trains with teacher forcing and with scheduled sampling, and runs both networks freely."""
     random = generator(seed)
     taught, scheduled = trained(0, random), trained(OWN, random)
-    best = optimum(OWN)
-    curves = Curves()
+    best, curves = optimum(OWN), Curves()
     for name, known_rows, rows in (("teacher forcing", optimum(0), taught), ("scheduled sampling", best, scheduled)):
         known, reached = free_running(known_rows), sample_freely(rows, random)
         for index, kind in enumerate(("right", "?")):
