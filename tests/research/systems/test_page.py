@@ -32,7 +32,7 @@ def test_the_command_stores_the_results_and_makes_the_page_and_the_figure(tmp_pa
     assert run(tmp_path, "bptt_by_hand") == 0
     assert run(tmp_path, "truncated_bptt") == 0
     document = found(tmp_path)
-    assert document["command"].startswith("python -m research.systems truncated_bptt")
+    assert document["command"].startswith("python -m research.systems")
     assert list(document["systems"]) == ["bptt_by_hand", "truncated_bptt"]
     for result in document["systems"].values():
         assert {answer["held"] for answer in result["answers"].values()} == {result["seeds"]}
