@@ -66,7 +66,7 @@ def plot_nonlinear_dynamics(axes: Any, curves: Curves) -> None:
     for steps in (1, 3, 5):
         values = curves[f"tent {steps}"]
         left.plot([i / (len(values) - 1) for i in range(len(values))], values, label=f"t = {steps}", linewidth=1)
-    left.set(xlabel="h_0", ylabel="h_t", title="tent map: 2^t pieces")
+    left.set(xlabel="h_0", ylabel="h_t", title="tent map: 2^t pieces", ylim=(-0.05, 1.35))
     for name, label in (("grown", "a h, a = 1.37"), ("fixed", "tanh(a h), a = 1.37"), ("faded", "tanh(0.9 h)")):
         middle.plot(curves[name], ".-", label=label)
     level = nonlinear_dynamics.LEVEL
@@ -74,7 +74,7 @@ def plot_nonlinear_dynamics(axes: Any, curves: Curves) -> None:
     middle.set(xlabel="step", ylabel="h_t", title="growth and fixed points")
     right.plot(curves["cycle 0"], curves["cycle 1"], ".-", linewidth=0.7, label="run")
     right.plot([-level, -level, level, level], [-level, level, -level, level], "x", color="C3", label="known")
-    right.set(xlabel="first component", ylabel="second component", title="limit cycle of period 4")
+    right.set(xlabel="first component", ylabel="second component", title="limit cycle of period 4", ylim=(-0.9, 1.2))
 
 
 def plot_scheduled_sampling(axes: Any, curves: Curves) -> None:
@@ -109,9 +109,7 @@ def plot_unstable_training(axes: Any, curves: Curves) -> None:
         q = unstable_training.strength(float(w), int(horizon))
         axes.plot(losses, ".-", label=f"w_0 = {w}, T = {horizon}: q = {q:.2g}")
     axes.set(xlabel="steps of gradient descent at alpha / n", ylabel="log J (symmetric logarithmic scale)")
-    axes.set(
-        yscale="symlog", title="J = h_T^2 / 2, h_t = w h_{t-1}: descent diverges for q >= 3 until float64 overflows"
-    )
+    axes.set(yscale="symlog", title="J = h_T^2 / 2: diverges for q >= 3, until float64 overflows")
 
 
 FIGURES: dict[str, tuple[int, Callable[[Any, Curves], None]]] = {
