@@ -166,6 +166,14 @@ def test_the_weight_doubles_in_every_step_once_it_does_in_the_first() -> None:
     assert not unstable_training.grows([1.0], 2)
 
 
+def test_descent_takes_the_steps_of_its_formula() -> None:
+    w, horizon, expected = unstable_training.UNSTABLE, 6, []
+    for n in range(1, unstable_training.STEPS + 2):
+        expected.append(2 * horizon * math.log(abs(w)) - math.log(2))
+        w *= 1 - unstable_training.ALPHA / n * horizon * w ** (2 * horizon - 2)
+    assert unstable_training.log_losses(unstable_training.UNSTABLE, horizon) == pytest.approx(expected, abs=1e-9)
+
+
 def test_the_error_far_ahead_is_the_variance_of_the_signal() -> None:
     far = real_valued.variance_ahead(300)
     a1, a2 = real_valued.A1, real_valued.A2
