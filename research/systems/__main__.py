@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import pkgutil
 import sys
 import time
@@ -50,7 +51,8 @@ def system(name: str) -> System:
 
 def measure(this: System, advance: Callable[[], None]) -> Found:
     """Does a system's task with each seed. Returns the spread of every answer over the seeds, the number of seeds that
-    reached it, the processor's seconds of a seed, and the first seed's curves."""
+    reached it, the processor's seconds of a seed, and the first seed's curves. Raises ValueError if a reached value is
+    not finite."""
     runs, seconds = [], []
     for seed in range(this.seeds):
         start = time.process_time()
@@ -59,6 +61,8 @@ def measure(this: System, advance: Callable[[], None]) -> Found:
         advance()
     answers = {}
     for same in zip(*(run.answers for run in runs), strict=True):
+        if not all(math.isfinite(answer.reached) for answer in same):
+            raise ValueError(f"{this.title}: {same[0].what}: a seed reached a value that is not finite")
         known = [answer.known for answer in same if answer.known is not None]
         answers[same[0].what] = {
             "relation": same[0].relation,
@@ -91,6 +95,12 @@ def known(answer: Found) -> str:
     return words + short(answer["known"]) + (f" ± {answer['within']:.2g}" if answer["within"] else "")
 
 
+def reached(answer: Found, seeds: int) -> str:
+    """Returns the reached values as text, and how many of the seeds reached the known answer, if there is one."""
+    count = "" if answer["known"] is None else f", {answer['held']} of {seeds}"
+    return short(answer["reached"]) + count
+
+
 def missed(results: dict[str, Found]) -> list[str]:
     """Returns the answers that some seed did not reach."""
     return [
@@ -114,9 +124,7 @@ def table(results: dict[str, Found]) -> list[str]:
                 f"`{this.our_equation}`",
                 this.task,
                 "<br>".join(f"{what}: {known(answer)}" for what, answer in answers.items()),
-                "<br>".join(
-                    f"{short(answer['reached'])}, {answer['held']} of {found['seeds']}" for answer in answers.values()
-                ),
+                "<br>".join(reached(answer, found["seeds"]) for answer in answers.values()),
                 f"{Spread.model_validate(found['seconds']):.1f}",
             ]
         )
@@ -135,11 +143,10 @@ def table(results: dict[str, Found]) -> list[str]:
 
 def show(results: dict[str, Found], names: Iterable[str]) -> None:
     """Prints the answers."""
-    printed = Table("system", "answer", "known", "reached", "seeds")
+    printed = Table("system", "answer", "known", "reached by seeds")
     for name in names:
         for what, answer in results[name]["answers"].items():
-            seeds = f"{answer['held']} of {results[name]['seeds']}"
-            printed.add_row(name, what, known(answer), short(answer["reached"]), seeds)
+            printed.add_row(name, what, known(answer), reached(answer, results[name]["seeds"]))
     Console().print(printed)
 
 

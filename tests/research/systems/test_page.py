@@ -84,3 +84,15 @@ def test_the_page_shows_the_stored_results_of_all_systems() -> None:
     for name in plots.FIGURES:
         assert f"(figures/systems_{name}.png)" in page
         assert (ROOT / command.FIGURES / f"systems_{name}.png").exists()
+
+
+def test_a_value_that_is_not_finite_is_named_and_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    this = command.system("bptt_by_hand")
+
+    def diverge(seed: int) -> Measured:
+        return Measured([Answer("half", 0.5, float("nan"), 0.1)])
+
+    monkeypatch.setattr("research.systems.bptt_by_hand.SYSTEM", type(this)("title", "s", "e", "o", "task", diverge))
+    with pytest.raises(ValueError, match="title: half: a seed reached a value that is not finite"):
+        run(tmp_path, "bptt_by_hand")
+    assert not (tmp_path / "found.json").exists()
