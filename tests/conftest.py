@@ -43,6 +43,8 @@ TRAIN_FILES = [
         "models/test_l1_ball.py",
         "models/test_parallel_scan.py",
         "models/test_spectral_limit.py",
+        "research/systems/test_page.py",
+        "research/systems/test_systems.py",
         "research/test_stability_price.py",
         "research/theory/test_theory.py",
         "training/audit/test_audit.py",
