@@ -26,6 +26,9 @@ PACKAGES = ("service", "models", "training")
 PROGRAMS = ("benchmarks", "deploy", "examples", "research")
 ENTRY = ("wane/__init__.py", "wane/__main__.py", "wane/arguments.py", "wane/cli.py")
 MOST_FILES = 25
+SERVICE_LINES, SERVICE_FILES = 25_364, 131
+"""The largest numbers of lines and of files with code in `service/`. Lower them when the service shrinks. The aim is
+17,000 lines in 80 files."""
 
 ROOMS = (
     "cli",
@@ -190,6 +193,12 @@ def test_no_folder_has_too_many_files() -> None:
     folders = {path.parent for folder in (*PACKAGES, *PROGRAMS, "tests") for path in (ROOT / folder).rglob("*.py")}
     counts = {name_of(folder): len(list(folder.glob("*.py"))) for folder in folders if not mirrors(folder)}
     assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_the_service_does_not_grow() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "service").rglob("*.py")]
+    assert sum(text.count("\n") for text in texts) <= SERVICE_LINES
+    assert sum(bool(text) for text in texts) <= SERVICE_FILES
 
 
 def mirrors(folder: Path) -> bool:

@@ -198,6 +198,20 @@ class Batcher:
         self._put(item)
         return item
 
+    async def submit_all(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
+        """Runs work of one request concurrently, and returns the rows. Only the first item uses `ticket`, so the
+        request is admitted and timed only once. Raises the errors of `submit`."""
+        others = ticket.beside()
+        items: list[WorkItem] = []
+        try:
+            for work in works:
+                items.append(self.submit(work, others if items else ticket))
+            return [await item for item in items]
+        except BaseException:
+            for item in items:
+                item.cancel()
+            raise
+
     def queue_columns(self) -> None:
         """Queues the item that represents the steps in columns."""
         if not self._columns_queued:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from wane.models.manifest import Manifest, Role
 from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
-from wane.service.batching.ticket import Ticket, WorkItem
+from wane.service.batching.ticket import Ticket
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
 from wane.service.runners.runner import HIDDENS, Array, StateMemory
 from wane.service.state.pool import ZERO, StatePool
@@ -229,14 +229,12 @@ class ChunkedRunner:
     def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
         """Returns the expected seconds of `advance` or `scan` over `tokens` tokens. None: the tokens run in order."""
         first = self.layout(role, tokens, demand)
-        if first is None:
-            return None
         segments, rest = divmod(tokens, SEGMENT_TOKENS)
-        if not segments:
-            return first.seconds
-        last = self.layout(role, rest, demand) if rest else None
-        in_order = rest * self._throughput.pace(role)[1]
-        return segments * first.seconds + (in_order if last is None else last.seconds)
+        if first is None or not segments:
+            return None if first is None else first.seconds
+        last = self.layout(role, rest, demand)
+        in_order_s = rest * self._throughput.pace(role)[1]
+        return segments * first.seconds + (in_order_s if last is None else last.seconds)
 
     async def advance(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
@@ -287,9 +285,8 @@ class ChunkedRunner:
                     for column in range(layout.cells):
                         done += await self._column(segment, column, here, slots, ticket, binding=binding)
                         yield Piece(done, plan)
-                    limit = demand.limit
-                    if demand.enough is not None and layout.warm_up >= demand.enough:
-                        limit = math.inf
+                    covered = demand.enough is not None and layout.warm_up >= demand.enough
+                    limit = math.inf if covered else demand.limit
                     repeated = await self._repair(segment, limit, again, slots[-1], ticket)
                     after = plan.then(segment, start, repeated)
                     if demand.judge is not None and after.residual and not await demand.judge(after):
@@ -312,7 +309,7 @@ class ChunkedRunner:
         for back in range(layout.warm_up, 0, -layout.warm_up_steps):
             end = max(back - layout.warm_up_steps, 0)
             first = back == layout.warm_up
-            await self._together(
+            await self._batcher.submit_all(
                 [
                     Work("advance", tokens[at - back : at - end], read=ZERO if first else slot, write=slot, chunk=True)
                     for at, slot in zip(starts, slots[1:], strict=True)
@@ -333,7 +330,7 @@ class ChunkedRunner:
             segment.work(cell, read, write, binding=binding and index == 0)
             for index, (cell, read, write) in enumerate(zip(cells, reads, writes, strict=True))
         ]
-        rows = await self._together(works, ticket)
+        rows = await self._batcher.submit_all(works, ticket)
         segment.ended(cells, writes, rows)
         return sum(work.length for work in works)
 
@@ -344,10 +341,7 @@ class ChunkedRunner:
         Returns the number of repeated cells. `again` is the slot for the states of repeated cells. `last` is the last
         chunk's slot.
         """
-        residuals = segment.residuals()
-        if not (residuals > limit).any():
-            return 0
-        repeated, resumed = 0, -1
+        residuals, repeated, resumed = segment.residuals(), 0, -1
         for cell in range(1, segment.cells):
             # The difference at the joint after a repeated cell is computed again, because the repeated cell has another
             # last state.
@@ -361,17 +355,3 @@ class ChunkedRunner:
             segment.ended(range(cell, cell + 1), [end], [row])
             repeated, resumed = repeated + 1, cell + 1
         return repeated
-
-    async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
-        """Runs work items of one request concurrently. Only the first item uses `ticket`, so the request is admitted
-        and timed only once."""
-        others = ticket.beside()
-        items: list[WorkItem] = []
-        try:
-            for index, work in enumerate(works):
-                items.append(self._batcher.submit(work, others if index else ticket))
-            return [await item for item in items]
-        except BaseException:
-            for item in items:
-                item.cancel()
-            raise

@@ -19,27 +19,43 @@ from wane.service.batching.cost_model import run_seconds
 from wane.service.runners.runner import KEPT, NEXT, Array, Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
+Residuals = Sequence[tuple[int, float]]
+"""Pairs (tokens, difference), fewest tokens first. Two runs start from different states and read `tokens` common
+tokens. The difference is the largest one between the two values of a unit of the state."""
 LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of common tokens after which the difference between two runs is measured: see `Residuals`."""
-
+"""The numbers of common tokens."""
 ROWS = 4
+PAST = 512
+"""Number of random tokens that only one run of each pair reads, before the common tokens. The other run starts the
+common tokens from the zero state."""
 MARGIN = 0.25
 """Safety factor on the limit of the difference, because a model may forget a little more slowly over other tokens than
 over the measured tokens."""
 
-PAST = 512
-"""Number of random tokens that only one run of each pair reads, before the common tokens. The other run starts the
-common tokens from the zero state."""
+Pace = Mapping[int, float]
+"""Seconds for each token, by the number of parallel sequences."""
+WIDTHS = (1, 4, 8, 16, 32, 64)
+"""Numbers of parallel sequences for which the pace is measured, up to the largest batch."""
+POSITIONS, MEASURED_STEPS = 512, 16
+"""The total number of tokens of a measured run, and the smallest number of tokens of each of its sequences."""
+REPEATS = 3
+"""Number of measured runs for each number of parallel sequences. The pace is that of the fastest of these runs."""
 
-
-Residuals = Sequence[tuple[int, float]]
-"""Pairs (tokens, difference), fewest tokens first. Two runs start from different states and read `tokens` common
-tokens. The difference is the largest one between the two values of a unit of the state."""
+SEGMENT_TOKENS = 65_536
+"""Largest number of tokens of one segment of parallel chunks. A longer sequence runs one segment after another."""
+FEWEST_TOKENS = 64
+"""Smallest number of tokens of a chunk. A chunk also has at least twice as many tokens as its warm-up."""
+RUN_SECONDS = 0.025
+"""Target for the longest time of one run, in seconds, so that other requests are not delayed."""
+FEWEST_STEPS = 16
+"""Smallest number of tokens of each chunk in a run."""
+WORTHWHILE = 0.9
+"""Chunks run in parallel if their expected time is less than this fraction of the expected time of a run in order."""
 
 
 def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
-    """Compares pairs of runs over the same random tokens. One run starts after random earlier tokens, and the other run
-    from the zero state. Yields after each run. Each run blocks."""
+    """Compares ROWS pairs of runs over the same random tokens. One run starts after random earlier tokens, and the
+    other run from the zero state. Yields after each run. Each run blocks."""
     random = np.random.default_rng(4)
     zeros = pool.read([ZERO] * ROWS)
     for name in KEPT:
@@ -48,11 +64,9 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
     yield
     both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}
     residuals: list[tuple[int, float]] = []
-    before = 0
-    for length in LENGTHS:
+    for before, length in zip((0, *LENGTHS), LENGTHS, strict=False):
         tokens = random.integers(vocabulary_size, size=(ROWS, length - before))
         both = _advance(runner, np.concatenate([tokens, tokens]), both)
-        before = length
         apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
         residuals.append((length, apart if np.isfinite(apart) else np.inf))
         yield
@@ -65,22 +79,6 @@ def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str
     return {name: outputs[NEXT + name] for name in state}
 
 
-WIDTHS = (1, 4, 8, 16, 32, 64)
-"""Numbers of parallel sequences for which the pace is measured, up to the largest batch."""
-
-POSITIONS = 512
-"""Total number of tokens of a measured run. A run of many sequences has more tokens, because each sequence has at least
-MEASURED_STEPS."""
-
-MEASURED_STEPS = 16
-
-REPEATS = 3
-"""Number of measured runs for each number of parallel sequences. The pace is that of the fastest of these runs."""
-
-Pace = Mapping[int, float]
-"""Seconds for each token, by the number of parallel sequences."""
-
-
 def measure_pace(
     role: Role,
     runner: Runner,
@@ -89,21 +87,15 @@ def measure_pace(
     max_batch_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[None, None, Pace]:
-    """Measures the pace of the graph `advance` or `scan`. Yields after each run.
-
-    Each run blocks, and may raise the runner's errors. The graph must have run once before, because its first run is
-    slow.
-    """
+    """Measures the pace of the graph `advance` or `scan`, which must have run once before, because its first run is
+    slow. Yields after each run. Each run blocks, and may raise the runner's errors."""
     found: dict[int, float] = {}
-    for _ in range(REPEATS):
-        for width in WIDTHS:
-            if width > max_batch_size:
-                break
-            tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), eos_id, np.int64)
-            work = Work(role, tokens, tokens if role == "scan" else None, read=START)
-            taken = run_seconds([work] * width, pool, runner, clock) / (width * len(tokens))
-            found[width] = min(taken, found.get(width, taken))
-            yield
+    for width in REPEATS * [width for width in WIDTHS if width <= max_batch_size]:
+        tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), eos_id, np.int64)
+        work = Work(role, tokens, tokens if role == "scan" else None, read=START)
+        taken = run_seconds([work] * width, pool, runner, clock) / (width * len(tokens))
+        found[width] = min(taken, found.get(width, taken))
+        yield
     return found
 
 
@@ -121,9 +113,7 @@ class ThroughputProfile:
 
     def warm_up(self, residual: float) -> int | None:
         """Returns the smallest number of tokens from which the measured difference stays at most MARGIN * `residual`.
-
-        Returns None if there is no such number.
-        """
+        Returns None if there is no such number."""
         found: int | None = None
         for tokens, left in reversed(self._residuals):
             if left > residual * MARGIN:
@@ -133,29 +123,10 @@ class ThroughputProfile:
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         """Measures the paces and the residuals. Yields after each of about fifty runs of about ten milliseconds, so
-        that other runs can be interleaved.
-
-        Each run blocks, and may raise the runner's errors. Every graph must have run once before.
-        """
+        that other runs can be interleaved. See `measure_pace`."""
         for role in ("advance", "scan"):
             self._paces[role] = yield from measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
         self._residuals = yield from measure_forgetting(runner, pool, manifest.vocabulary.size)
-
-
-SEGMENT_TOKENS = 65_536
-"""Largest number of tokens of one segment of parallel chunks. A longer sequence runs one segment after another."""
-
-FEWEST_TOKENS = 64
-"""Smallest number of tokens of a chunk. A chunk also has at least twice as many tokens as its warm-up."""
-
-RUN_SECONDS = 0.025
-"""Target for the longest time of one run, in seconds, so that other requests are not delayed."""
-
-FEWEST_STEPS = 16
-"""Smallest number of tokens of each chunk in a run."""
-
-WORTHWHILE = 0.9
-"""Chunks run in parallel if their expected time is less than this fraction of the expected time of a run in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +165,7 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
         taken = seconds * tokens + warm_up_pace[width] * warm_up * (width - 1)
         if taken < best:
             best = taken
-            most = _steps(role, width, seconds)
-            cells = -(-length // most)
+            cells = -(-length // _steps(role, width, seconds))
             steps = -(-length // cells)
             chunks = -(-tokens // (cells * steps))
             found = ChunkLayout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]), taken)

@@ -90,17 +90,17 @@ class Shadow:
         self._random = random
         self._cases: deque[Case] = deque()
         self._tokens = 0
-        self._work: Iterator[Agreement | None] | None = None
+        self._working: asyncio.Task[None] | None = None
         self._running: asyncio.Future[tuple[Agreement | None, float]] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_idle = asyncio.Event()
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow")
-        batcher.on_idle = self._wake
+        batcher.on_idle = self._is_idle.set
 
     @property
     def idle(self) -> bool:
         """Whether no shadow is queued or running."""
-        return not self._cases and self._work is None and self._running is None and self._timer is None
+        return self._working is None
 
     def chosen(self) -> bool:
         """Returns whether the next answer is sampled."""
@@ -114,7 +114,8 @@ class Shadow:
             return
         self._cases.append(case)
         self._tokens += len(case.tokens)
-        self._wake()
+        if self._working is None:
+            self._working = asyncio.create_task(self._work())
 
     def close(self) -> None:
         """Drops the queued answers, and does not wait for the running piece."""
@@ -122,14 +123,11 @@ class Shadow:
             return
         self._closed = True
         self._batcher.on_idle = None
-        if self._timer is not None:
-            self._timer.cancel()
-        for _ in range(len(self._cases) + (self._work is not None)):
+        for _ in self._cases:
             self._report.shadowed("dropped")
         self._cases.clear()
-        self._work = None
-        if self._running is not None:
-            self._running.cancel()
+        if self._working is not None:
+            self._working.cancel()
         self._thread.shutdown(wait=False)
 
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
@@ -153,41 +151,39 @@ class Shadow:
             plan = plan._replace(mode=Mode.BOTH, context_length=context_length)
         return Case(plan, tokens, history, ModeResult(result, live.bound, live.latency), recurrent)
 
-    def _wake(self) -> None:
-        """Schedules the next piece, if one is queued and no piece is scheduled or running."""
-        if (self._cases or self._work is not None) and self._timer is None and self._running is None:
-            self._timer = asyncio.get_running_loop().call_later(PAUSE_S, self._begin)
+    async def _work(self) -> None:
+        """Compares the queued answers, one after another."""
+        try:
+            while self._cases:
+                case = self._cases.popleft()
+                self._tokens -= len(case.tokens)
+                try:
+                    agreement = await self._compare(case)
+                except asyncio.CancelledError:
+                    self._report.shadowed("dropped")
+                    raise
+                except Exception as error:
+                    self._report.shadowed("failed")
+                    logger.error("the repetition of a sampled answer in the other mode failed", exc_info=error)
+                else:
+                    self._report.shadowed("compared")
+                    self._report.compared(agreement, Source.SHADOW)
+        finally:
+            self._working = None
 
-    def _begin(self) -> None:
-        """Starts the next piece if the batcher is idle. A busy batcher calls `_wake` when it becomes idle."""
-        self._timer = None
-        if not self._batcher.idle:
-            return
-        if self._work is None:
-            case = self._cases.popleft()
-            self._tokens -= len(case.tokens)
-            self._work = self._answer(case)
-        self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._piece, self._work)
-        self._running.add_done_callback(self._end)
-
-    def _end(self, done: asyncio.Future[tuple[Agreement | None, float]]) -> None:
-        """Records the result of a piece, and schedules the next piece."""
-        self._running = None
-        if self._closed or done.cancelled():
-            return
-        error = done.exception()
-        if error is not None:
-            self._work = None
-            self._report.shadowed("failed")
-            logger.error("the repetition of a sampled answer in the other mode failed", exc_info=error)
-        else:
-            agreement, cpu_s = done.result()
+    async def _compare(self, case: Case) -> Agreement:
+        """Runs the pieces of a shadow, each when the runner is idle. Returns the agreement of the two answers."""
+        work, agreement = self._answer(case), None
+        while agreement is None:
+            await asyncio.sleep(PAUSE_S)
+            while not self._batcher.idle:
+                self._is_idle.clear()
+                await self._is_idle.wait()
+                await asyncio.sleep(PAUSE_S)
+            self._running = asyncio.get_running_loop().run_in_executor(self._thread, _piece, work)
+            agreement, cpu_s = await self._running
             self._report.shadow_took(cpu_s)
-            if agreement is not None:
-                self._work = None
-                self._report.shadowed("compared")
-                self._report.compared(agreement, Source.SHADOW)
-        self._wake()
+        return agreement
 
     def _answer(self, case: Case) -> Iterator[Agreement | None]:
         """Runs the tokens of a sampled answer in the other mode, piece by piece. Yields None after each piece except
@@ -214,9 +210,10 @@ class Shadow:
         pair = (case.live, other) if case.recurrent else (other, case.live)
         yield self._answer_builder.apart(case.plan, *pair)
 
-    def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
-        """Runs the next piece on the shadow's thread. Returns the piece's result, and the piece's processor time in
-        seconds."""
-        begun_s = time.thread_time()
-        found = next(work)
-        return found, time.thread_time() - begun_s
+
+def _piece(work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
+    """Runs the next piece on the shadow's thread. Returns the piece's result, and the piece's processor time in
+    seconds."""
+    begun_s = time.thread_time()
+    found = next(work)
+    return found, time.thread_time() - begun_s

@@ -23,7 +23,7 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import Work
 from wane.service.batching.batcher import Batcher
-from wane.service.batching.ticket import Ticket, WorkItem
+from wane.service.batching.ticket import Ticket
 from wane.service.engine.forward import Forward, RunResult
 from wane.service.engine.logits import log_softmax, most_probable
 from wane.service.state.pool import ZERO
@@ -88,20 +88,10 @@ class TopPlaces:
 
     async def _heads(self, hiddens: NDArray[np.float32], ticket: Ticket) -> AsyncGenerator[RunResult, None]:
         """Yields the result at each of n positions. hiddens: the output layer's inputs, float32 (n, H)."""
-        others = ticket.beside()
         for start in range(0, len(hiddens), SLICE):
-            items: list[WorkItem] = []
-            rows = hiddens[start : start + SLICE]
-            try:
-                for index, hidden in enumerate(rows):
-                    work = Work("head", hidden=hidden)
-                    items.append(self._batcher.submit(work, others if index else ticket))
-                for item in items:
-                    yield RunResult(await item)
-            except BaseException:
-                for item in items:
-                    item.cancel()
-                raise
+            works = [Work("head", hidden=hidden) for hidden in hiddens[start : start + SLICE]]
+            for row in await self._batcher.submit_all(works, ticket):
+                yield RunResult(row)
 
     async def _steps(
         self, input_ids: NDArray[np.int64], first: int, count: int, ticket: Ticket
