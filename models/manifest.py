@@ -3,6 +3,7 @@ and an unknown field is an error."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -392,7 +393,7 @@ class Readout(Frozen):
         """Bounds the change of a LayerNorm's normalised vector if its input changes by at most r (see
         `models/export/radius.py`)."""
         q = r * inverse * INVERSE_UP
-        return min(q + q * q * q / self.width, r / self.epsilon**0.5, 2 * self.width**0.5)
+        return min(q + q * q * q / self.width, r / math.sqrt(self.epsilon), 2 * math.sqrt(self.width))
 
     def _normalised_all(self, r: NDArray[np.float64], inverse: NDArray[np.float64]) -> NDArray[np.float64]:
         q = r * inverse * INVERSE_UP
