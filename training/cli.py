@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_audit(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "audit",
         description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM between an embedding and a head "

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
             advice = f"did you mean {nearest[0]}?" if nearest else advice
         self.exit(FAILED, f"error: {message}; {advice}\n")
 
-    def parse_args(
+    def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Like `ArgumentParser.parse_args`, but a subcommand's parser reports the arguments that it lacks."""

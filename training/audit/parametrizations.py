@@ -61,21 +61,22 @@ def _product(how: str, parts: list[Tensor], name: str) -> Tensor:
     """Returns the plain weight, in float64 until the last rounding. Raises UnknownParametrization if the shapes do not
     fit."""
     first, *others = (part.double() for part in parts)
-    kept = parts[0].dtype
     if how == "pruning":
         if first.shape != others[0].shape:
             raise UnknownParametrization(f"{name}: the mask has another shape than the weight")
-        return (first * others[0]).to(kept)
-    if how.startswith("spectral"):
+        weight = first * others[0]
+    elif how.startswith("spectral"):
         left, right = others
         if first.dim() != 2 or left.shape != first.shape[:1] or right.shape != first.shape[1:]:
             raise UnknownParametrization(f"{name}: only the spectral norm of a matrix along its rows is known")
-        return (first / (left @ first @ right)).to(kept)
-    direction = others[0]
-    if first.dim() == 0:  # one norm for the whole weight
-        return (first * direction / vector_norm(direction)).to(kept)
-    kept_axes = [axis for axis, size in enumerate(first.shape) if size != 1]
-    if first.dim() != direction.dim() or any(first.shape[axis] != direction.shape[axis] for axis in kept_axes):
-        raise UnknownParametrization(f"{name}: the norms have the shape {list(first.shape)}, which does not fit")
-    axes = [axis for axis, size in enumerate(first.shape) if size == 1]
-    return (first * direction / vector_norm(direction, dim=axes, keepdim=True)).to(kept)
+        weight = first / (left @ first @ right)
+    else:
+        direction = others[0]
+        axes = [axis for axis, size in enumerate(first.shape) if size == 1] if first.dim() else None
+        fits = first.dim() in (0, direction.dim()) and all(
+            size in (1, other) for size, other in zip(first.shape, direction.shape, strict=False)
+        )
+        if not fits:
+            raise UnknownParametrization(f"{name}: the norms have the shape {list(first.shape)}, which does not fit")
+        weight = first * direction / vector_norm(direction, dim=axes, keepdim=axes is not None)
+    return weight.to(parts[0].dtype)

@@ -553,7 +553,9 @@ def test_the_assumptions_are_listed(tmp_path: Path) -> None:
         "no activation is assumed between the top layer and the head",
         "the head's output is assumed to be the logits, without another function on it",
     )
-    two = module.state_dict() | {name.replace("rnn", "rnn2"): one for name, one in module.rnn.named_parameters("rnn")}
+    two = module.state_dict() | {
+        name.replace("rnn", "rnn2"): one for name, one in module.get_submodule("rnn").named_parameters("rnn")
+    }
     model = imported(saved(tmp_path / "two.pt", {name.replace("rnn.", "rnn1."): one for name, one in two.items()}))
     assert model.assumptions[0] == "rnn2 is assumed to read the output of rnn1, not to run beside it"
 
@@ -568,12 +570,15 @@ def test_a_check_compares_with_the_models_own_logits(tmp_path: Path, last_only: 
         save_file({"tokens": tokens, "logits": logits[-1:].contiguous() if last_only else logits.contiguous()}, path)
 
     with torch.no_grad():
-        states = module.rnn(module.embedding(tokens))[0]
-        write(module.fc(states))
+        rnn, embedding, fc = (
+            module.get_submodule(name) for name in (module.names[1], module.names[0], module.names[2])
+        )
+        states = rnn(embedding(tokens))[0]
+        write(fc(states))
         assert "checked with check.safetensors: log-probabilities differ by at most" in check_logits(path, model)
-        write(module.fc(states).log_softmax(-1))
+        write(fc(states).log_softmax(-1))
         check_logits(path, model)
-        others = (module.fc(states.relu()), module.fc(states) / 0.7, torch.tanh(module.fc(states)))
+        others = (fc(states.relu()), fc(states) / 0.7, torch.tanh(fc(states)))
         for other in others:
             write(other)
             with pytest.raises(ForeignError, match=r"another than the one that wrote these logits.*no activation"):

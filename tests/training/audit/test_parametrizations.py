@@ -15,6 +15,10 @@ from wane.training.errors import ForeignError
 WEIGHTS = [("rnn", "weight_hh_l0"), ("rnn", "weight_ih_l0"), ("fc", "weight"), ("embedding", "weight")]
 
 
+def _weight_norm_of_the_whole(module: nn.Module, name: str) -> None:
+    parametrizations.weight_norm(module, name, dim=None)  # type: ignore[arg-type]
+
+
 def _spectral(module: nn.Module, name: str) -> None:
     parametrizations.spectral_norm(module, name, n_power_iterations=3)
 
@@ -25,7 +29,7 @@ def _spectral(module: nn.Module, name: str) -> None:
     [
         (parametrizations.weight_norm, "weight norm"),
         (lambda module, name: parametrizations.weight_norm(module, name, dim=1), "weight norm"),
-        (lambda module, name: parametrizations.weight_norm(module, name, dim=None), "weight norm"),
+        (_weight_norm_of_the_whole, "weight norm"),
         (_spectral, "spectral norm"),
         (lambda module, name: prune.l1_unstructured(module, name, 0.3), "pruning"),
     ],
