@@ -108,8 +108,11 @@ class Connection(asyncio.Protocol):
 
     # The transport of uvicorn's protocol
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["transport"], name)
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.transport.get_extra_info(name, default)
+
+    def abort(self) -> None:
+        self.transport.abort()
 
     def write(self, data: bytes) -> None:
         if not data or self.has_ended or self.transport.is_closing():
