@@ -43,6 +43,7 @@ class Connection(asyncio.Protocol):
         self.connections = server_state.connections
         state = {**app_state, CONNECTION: self}
         self.uvicorn_protocol: Any = make(server_state=server_state, app_state=state, **named)
+        self.http_protocol: Any = None  # uvicorn's protocol for HTTP after a handshake
         self.share = ReceiveShare(limits.receive_budget)
         self.waiting = b""  # received bytes that are not passed on yet
         self.body: Body | None = None  # the incomplete body of the current request
@@ -108,8 +109,11 @@ class Connection(asyncio.Protocol):
 
     # The transport of uvicorn's protocol
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["transport"], name)
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.transport.get_extra_info(name, default)
+
+    def abort(self) -> None:
+        self.transport.abort()
 
     def write(self, data: bytes) -> None:
         if not data or self.has_ended or self.transport.is_closing():
@@ -186,7 +190,8 @@ class Connection(asyncio.Protocol):
 
     def set_protocol(self, protocol: asyncio.Protocol) -> None:
         """Called by uvicorn when a WebSocket begins."""
-        self.uvicorn_protocol, self.frames, self.is_answering = protocol, Frames(), False
+        self.http_protocol, self.uvicorn_protocol = self.uvicorn_protocol, protocol
+        self.frames, self.is_answering = Frames(), False
         self.start_timer(self.settings.header_timeout_s)
 
     # Requests
@@ -443,7 +448,9 @@ class Connection(asyncio.Protocol):
         self.timer = self.loop.call_later(DEAF_S, self.transport.close)
 
     def leave(self, exc: Exception | None) -> None:
-        """Tells uvicorn's protocol that the connection is lost."""
-        protocol, self.uvicorn_protocol = self.uvicorn_protocol, None
-        if protocol is not None:
-            protocol.connection_lost(exc)
+        """Tells uvicorn's protocols that the connection is lost."""
+        protocols = self.uvicorn_protocol, self.http_protocol
+        self.uvicorn_protocol = self.http_protocol = None
+        for protocol in protocols:
+            if protocol is not None:
+                protocol.connection_lost(exc)

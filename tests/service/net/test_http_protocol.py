@@ -80,9 +80,8 @@ async def test_a_malformed_request_is_answered_after_earlier_requests_of_its_pac
         ("long_head", 431, [LONG[:1500], LONG[1500:]]),
         ("long_trailers", 431, [CHUNKED % b"POST /v1/sessions" + b"2;x=" + b"y" * 100, b"y" * 3000]),
         ("slow_head", 408, [b"GET / HT"]),
-        ("slow_body", 408, [CHUNKED % b"POST /v1/sessions" + b"2\r\n"]),
     ],
-    ids=["line", "chunk", "chunk later", "long", "long in two", "extension", "slow head", "slow body"],
+    ids=["line", "chunk", "chunk later", "long", "long in two", "extension", "slow head"],
 )
 async def test_a_refusal_is_sent_after_the_answer_to_the_previous_request(
     reason: str, status: int, bad: list[bytes]
@@ -98,8 +97,7 @@ async def test_a_refusal_is_sent_after_the_answer_to_the_previous_request(
         await until_waiting(server)
         wait.set()
         assert statuses(await reader.read()) == [200, status]
-        # a route that reads the slow body answers it
-        assert counted(server) == ({} if reason == "slow_body" else {reason: 1})
+        assert counted(server) == {reason: 1}
         assert len(engine.asked) == 1
         writer.close()
 
