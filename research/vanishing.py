@@ -3,10 +3,11 @@
     python -m research.vanishing [--models N] [--seed N] [--output FILE]
 
 Each model is random. After a token has been held for long, gradient descent on the embedding of another token makes the
-input of a LayerNorm above the cell as short as possible, so that the LayerNorm amplifies the rounding most. Then pairs of
-float32 runs of the exported `step` graph read the same tokens: every token held after every token, and then every token.
-The first run has read other tokens before, and the second run starts from the zero state. Their `hidden` must be within
-the certificate's curve plus the rounding that the second run's LayerNorms allow, at every token of the last part.
+input of a LayerNorm above the cell as short as possible, so that the LayerNorm amplifies the rounding most. Then pairs
+of float32 runs of the exported `step` graph read the same tokens: every token held after every token, and then every
+token. The first run has read other tokens before, and the second run starts from the zero state. Their `hidden` must be
+within the certificate's curve plus the rounding that the second run's LayerNorms allow, at every token of the last
+part.
 
 The file of `--output` has one JSON line for each model. If the program is started again, it skips these models.
 """
@@ -90,8 +91,8 @@ def _descend(architecture: Architecture, weights: dict[str, np.ndarray], at_top:
 
 
 def examine(seed: int) -> dict[str, float]:
-    """Returns the number of pairs of a model, the number of pairs above their bound, the largest distance divided by its
-    bound, and the largest 1 / sqrt(variance + epsilon) of a LayerNorm."""
+    """Returns the number of pairs of a model, the number of pairs above their bound, the largest distance divided by
+    its bound, and the largest 1 / sqrt(variance + epsilon) of a LayerNorm."""
     architecture, weights = attacked(seed)
     data = encode_weights(weights)
     step = build_graph("step", architecture, WEIGHTS, tensor_extents(data))

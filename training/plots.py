@@ -112,13 +112,12 @@ def plot_audit(report: AuditReport, path: Path) -> None:
     figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
     windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
     certificate = report.certificate
-    rounding = certificate.rounding.between_runs if certificate.rounding else 0.0
-    proved = "proved, with rounding" if certificate.rounding else "proved, in exact arithmetic"
+    proved = "proved, in exact arithmetic"
 
     _spreads(distance, ks, [at.distance for at in windows])
     distance.set(ylabel="2-norm distance before the output layer", title="window and uninterrupted run: distance")
     if certificate.state_error:
-        _proved(distance, [error + rounding for error in certificate.state_error], proved)
+        _proved(distance, list(certificate.state_error), proved)
 
     _spreads(variation, ks, [at.total_variation for at in windows])
     variation.set(ylabel="total variation", title="window and uninterrupted run: predicted distributions")

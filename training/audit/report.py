@@ -84,8 +84,7 @@ class AuditReport(Frozen):
     """The content of `audit.json`.
 
     `perplexity`: the recurrent perplexity over the whole text. Distances are 2-norms of differences between inputs of
-    the output layer. The certificate holds for the float32 weights in exact arithmetic. If the audited model is a
-    bundle, its certificate also contains a term for float32's rounding. Measurements are of float32 runs. At large k
+    the output layer. The certificate's curves hold for the float32 weights in exact arithmetic. Measurements are of float32 runs. At large k
     the window and the uninterrupted run differ only by rounding. `unmeasured`: if the model's runs overflow, the reason
     why the report has no perplexity, windows and gradients.
     """
@@ -169,7 +168,7 @@ def _show_measured(report: AuditReport, console: Console) -> None:
         highlight=False,
     )
     if report.certificate.error_bound:
-        console.print(f"[dim]proved: {_rounding(report)}[/]", highlight=False)
+        console.print("[dim]proved: in exact arithmetic; answers add float32's rounding[/]", highlight=False)
     console.print(_gradient(report), highlight=False)
 
 
@@ -211,13 +210,6 @@ def _cells(spread: Quantiles) -> list[str]:
 def _short(value: float) -> str:
     """Formats a value like 3.2e-4."""
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if value else "0"
-
-
-def _rounding(report: AuditReport) -> str:
-    """Returns a sentence that says whether the proved bounds in the table include float32's rounding."""
-    if report.certificate.rounding is None:
-        return "in exact arithmetic; the exported bundle adds a term for float32's rounding"
-    return "in exact arithmetic, plus the measured float32 rounding"
 
 
 def _gradient(report: AuditReport) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.models.manifest import Certificate, Contraction, Quality, Rounding, Start, Unknown, VocabularyInfo
+from wane.models.manifest import Certificate, Contraction, Quality, Readout, Rounding, Start, Unknown, VocabularyInfo
 from wane.service.api.schemas.common import Body
 from wane.service.batching.cost_model import Costs
 from wane.service.types import Condition
@@ -93,6 +93,7 @@ class CertificateSummary(BaseModel, from_attributes=True):
     layers: tuple[Contraction, ...]
     head_diameter: float
     rounding: Rounding | None
+    readout: Readout | None
 
 
 class ModelSummaryDocument(ModelFactsDocument):
