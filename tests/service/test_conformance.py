@@ -153,24 +153,6 @@ async def test_every_entrance_appends_and_answers_a_step_like_the_engine(
     assert await position(harness, "a") == 1 + len(tokens)
 
 
-async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, store: str) -> None:
-    """Checks that the engine creates no task before a step's commit. With Redis, the commit itself needs a task. The
-    entrance `asgi` is left out, because uvicorn creates a task for every request."""
-    await entrance.step("a", tokens=[6])
-    created: list[object] = []
-
-    def create(loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
-        created.append(coroutine)
-        return asyncio.Task(coroutine, loop=loop, **named)
-
-    asyncio.get_running_loop().set_task_factory(create)
-    step = await running(harness, entrance.send("a", tokens=[6, 7]))
-    assert not created
-    harness.runner.gate.set()
-    assert (await step.outcome())["position"] == 4
-    assert bool(created) is (store == "redis")
-
-
 # Retries and conflicts.
 
 
