@@ -84,9 +84,9 @@ class AuditReport(Frozen):
     """The content of `audit.json`.
 
     `perplexity`: the recurrent perplexity over the whole text. Distances are 2-norms of differences between inputs of
-    the output layer. The certificate's curves hold for the float32 weights in exact arithmetic. Measurements are of float32 runs. At large k
-    the window and the uninterrupted run differ only by rounding. `unmeasured`: if the model's runs overflow, the reason
-    why the report has no perplexity, windows and gradients.
+    the output layer. The certificate's curves hold for the float32 weights in exact arithmetic. Measurements are of
+    float32 runs. At large k the window and the uninterrupted run differ only by rounding. `unmeasured`: if the model's
+    runs overflow, the reason why the report has no perplexity, windows and gradients.
     """
 
     schema_version: Literal[1] = 1

@@ -579,8 +579,9 @@ async def test_steps_with_a_cache_copy_logits_but_no_states(make_engine: MakeEng
     # Tokens, slots and the summary are those of the padded batch of eight. The commit and the logits are of five rows.
     vocabulary, most = bundle.vocabulary.size, runner.top
     indexes = 2 * 5 * 8  # of the rows whose logits and ids are copied, and the number of ids
-    assert to_device == 8 * 16 + 5 * 16 + indexes + 8
-    assert to_host == 8 * 76 + 5 * (4 * vocabulary + (4 + 8) * most)
+    of_norms = 5 * 8  # the indexes of the rows of `norms`
+    assert to_device == 8 * 16 + 5 * 16 + indexes + of_norms + 8
+    assert to_host == 8 * 76 + 5 * (4 * vocabulary + (4 + 8) * most + 4 * bundle.manifest.architecture.norm_columns)
 
 
 async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
