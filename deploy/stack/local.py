@@ -67,7 +67,8 @@ def command(service: Service, place: Place) -> Command:
     program, *rest = service.command
     arguments = [_located(_mounted(argument, service, place), service, place) for argument in rest]
     if program == REDIS:
-        arguments += ["--bind", "127.0.0.1", "--port", str(port)]
+        # Without a process title of its own, Redis keeps its environment readable, by which scripts/test finds it.
+        arguments += ["--bind", "127.0.0.1", "--port", str(port), "--set-proc-title", "no"]
     volumes = [mount.source for mount in service.mounts if mount.is_volume]
     folder = place.volumes / volumes[0] if volumes else ROOT
     return Command((Path(program).name, *arguments), environment, folder)

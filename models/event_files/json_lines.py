@@ -102,7 +102,7 @@ def _add_session(line: int, record: Any, columns: EventColumns, rows: Rows) -> N
         raise BadLine("an earlier line has the same session {}", session)
     if record:
         names, times, orders = _columns_of(record, columns)
-        rows.add_session(line, rows.owner(None if session is None else str(session)), names, times, orders)
+        rows.add_session(line, None if session is None else str(session), names, times, orders)
 
 
 def _columns_of(events: list[Any], columns: EventColumns) -> tuple[list[Any], list[Any] | None, list[Any] | None]:

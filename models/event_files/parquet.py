@@ -28,7 +28,10 @@ def read_parquet(path: Path, form: EventFormat, rows: Rows) -> int:
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=names):
                 session, time, item, *order = (_cells(batch.column(name)) for name in names)
                 lines = range(count + 1, count + 1 + len(batch))
-                texts = [["" if cell is None else str(cell) for cell in cells] for cells in (session, item)]
+                # A float column has NaN where a writer had no value.
+                texts = [
+                    ["" if cell is None or cell != cell else str(cell) for cell in cells] for cells in (session, item)
+                ]
                 rows.extend(lines, texts[0], time, texts[1], order[0] if order else None, clock)
                 count += len(batch)
     except OSError as error:
@@ -42,6 +45,8 @@ def read_parquet(path: Path, form: EventFormat, rows: Rows) -> int:
 
 def _names(path: Path, schema: Any, form: EventFormat) -> list[str]:
     """Returns the names of the columns session, time, item and, if there is one, order. Raises EventFileError."""
+    from pyarrow import types
+
     found = []
     for key in ("session", "time", "item", "order"):
         column = getattr(form.columns, key)
@@ -55,6 +60,8 @@ def _names(path: Path, schema: Any, form: EventFormat) -> list[str]:
             )
         if schema.field(column).type.num_fields:
             raise EventFileError(f"{path}: the column {shown(column)} has lists or records: each row must be one event")
+        if types.is_boolean(schema.field(column).type):
+            raise EventFileError(f"{path}: the column {shown(column)} has true and false, which are not names or times")
         found.append(column)
     return found
 
@@ -67,10 +74,13 @@ def _clock(kind: Any) -> Clock | None:
 
 
 def _cells(column: Any) -> list[Any]:
-    """Returns a column's values. Dates and times are seconds since 1970."""
+    """Returns a column's values. Dates and times are seconds since 1970. Bytes are read as UTF-8, as some writers store
+    text. Raises pyarrow.ArrowException."""
     import pyarrow
     from pyarrow import types
 
+    if types.is_binary(column.type) or types.is_large_binary(column.type):
+        column = column.cast(pyarrow.large_string())
     if types.is_date(column.type):
         column = column.cast(pyarrow.timestamp("ms"))
     if not types.is_timestamp(column.type):

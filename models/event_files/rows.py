@@ -21,6 +21,7 @@ LARGEST_NAME = 1 << 20
 
 LINE_BREAK = re.compile(r"\r\n|\r|\n")
 NOT_NAMES = "not a list of event names (texts or integers)"
+TIMES_OF_SOME = "the events of some lines have times, and those of others have none"
 
 
 class BadName(BadLine):
@@ -86,6 +87,10 @@ class Rows:
     ) -> None:
         """Adds the events of a table's rows. `lines`: the numbers of the rows' lines. `clock` converts the times;
         absent: the clock of the log. Records the faults of rows that cannot be read."""
+        if self.timed is False:
+            for line in lines:
+                self.faults.add(line, BadLine(TIMES_OF_SOME))
+            return
         clock = clock or self.clock
         seconds = clock.seconds(times)
         places = np.zeros(len(lines)) if orders is None else _numbers(orders)
@@ -124,14 +129,15 @@ class Rows:
     def add_session(
         self,
         line: int,
-        owner: int,
+        session: str | None,
         names: Sequence[object],
         times: Sequence[Cell] | None,
         orders: Sequence[Cell] | None,
     ) -> None:
-        """Adds the events of the session with the index `owner`. `times` is None if they have none. Raises BadLine."""
+        """Adds the events of a session; `session` is None if it has no id. `times` is None if the events have none.
+        Raises BadLine."""
         if self.timed not in (None, times is not None):
-            raise BadLine("the events of some lines have times, and those of others have none")
+            raise BadLine(TIMES_OF_SOME)
         try:
             events: list[int | None] = [self._ids[name] for name in names]  # type: ignore[index]
         except (KeyError, TypeError):  # a new name, an integer, or no name
@@ -140,7 +146,7 @@ class Rows:
             self.timed = False
             kept = [event for event in events if event is not None]
             self._events.extend(kept)
-            self._owners.extend([owner] * len(kept))
+            self._owners.extend([self.owner(session)] * len(kept))
             return
         seconds = np.zeros(len(events)) if times is None else self.clock.seconds(times)
         for at in np.flatnonzero(np.isnan(seconds))[:1]:
@@ -151,6 +157,7 @@ class Rows:
             assert orders is not None, "an absent order is not a number: this is a bug"
             raise self._not_a_number(orders[at])
         self.timed = times is not None
+        owner = self.owner(session)
         for event, second, place in zip(events, seconds.tolist(), places.tolist(), strict=True):
             if event is not None:
                 self._add(owner, event, second, place)

@@ -56,7 +56,7 @@ class Clock:
 
     def seconds(self, cells: Sequence[Cell]) -> NDArray[np.float64]:
         """Returns the times in seconds since 1970: float64 (n,), NaN for a cell that is not a time."""
-        numbers = _mapped(float, cells)
+        numbers = _mapped(float, cells) if _may_be_numbers(cells) else None
         if numbers is None:
             texts = _mapped(_iso, cells)
             if texts is not None:
@@ -127,8 +127,18 @@ def _mapped(convert: Callable[[Cell], float], cells: Sequence[Cell]) -> NDArray[
         return None
 
 
+def _may_be_numbers(cells: Sequence[Cell]) -> bool:
+    """Returns False if a cell is true or false, or has an underscore, which `float` would accept."""
+    kinds = set(map(type, cells))
+    if kinds == {str}:
+        return "_" not in "".join(cells)  # type: ignore[arg-type]  # all are texts
+    return bool not in kinds and not any("_" in cell for cell in cells if isinstance(cell, str))
+
+
 def number_or_nan(cell: object) -> float:
     """Returns a cell as a number, or NaN if it is none."""
+    if isinstance(cell, bool) or "_" in str(cell):
+        return math.nan
     try:
         return float(cell)  # type: ignore[arg-type]
     except (ValueError, TypeError, OverflowError):
@@ -148,6 +158,8 @@ def _iso(cell: object) -> float:
     if not isinstance(cell, str):
         raise TypeError("a time is neither text nor a number")
     text = cell.strip()
+    if text.isdecimal() and len(text) != len("20260131"):
+        raise ValueError("a number, of which `fromisoformat` would read the first digits as a date")
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

@@ -261,7 +261,6 @@ class Engine:
         self.housekeeper = Housekeeper(
             pool,
             self.sessions,
-            metrics,
             name,
             lambda: not self.admission.active and self.batcher.idle,
             checks=settings.check_invariants,
@@ -655,6 +654,7 @@ class Engine:
         metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
+        metrics.sessions_parked.labels(self.name).set_function(lambda: self.housekeeper.parked)
         metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
         metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
 
@@ -662,7 +662,12 @@ class Engine:
         """Removes the model's gauges, which would otherwise keep this engine in memory."""
         metrics = self._metrics
         metrics.model_info.remove(self.name, self.version, self.device)
-        for gauge in (metrics.sessions_resident, metrics.state_bytes, metrics.queue_items):
+        for gauge in (
+            metrics.sessions_resident,
+            metrics.sessions_parked,
+            metrics.state_bytes,
+            metrics.queue_items,
+        ):
             gauge.remove(self.name)
 
     def keep(self) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable
 
-from wane.service.observability.metrics import Metrics
 from wane.service.sessions.sessions import Sessions
 from wane.service.state.cache import StateCache
 
@@ -23,7 +22,6 @@ class Housekeeper:
         self,
         state_cache: StateCache,
         sessions: Sessions,
-        metrics: Metrics,
         model: str,
         is_idle: Callable[[], bool],
         *,
@@ -35,7 +33,7 @@ class Housekeeper:
         self._is_idle = is_idle
         self._checks = checks
         self._model = model
-        self._parked = metrics.sessions_parked.labels(model)
+        self.parked = 0  # the number of this model's sessions without a state in memory, after the last pass
 
     async def run(self) -> None:
         """Calls `look` every second, until cancelled."""
@@ -51,7 +49,7 @@ class Housekeeper:
     async def look(self) -> None:
         """Expires idle states and sessions."""
         known = await self._sessions.expire()
-        self._parked.set(max(known - len(self._state_cache), 0))
+        self.parked = max(known - len(self._state_cache), 0)
 
     def check(self) -> None:
         """Ends the process if the reference counts of the states or the cache's indexes are inconsistent."""

@@ -75,12 +75,16 @@ class Pending(asyncio.Future[T]):
             return
         self._stop_timer()
         self.ticket.abandoned = True
-        if self.ticket.proving or not self.ticket.entered:
-            if getcoroutinestate(self._task.get_coro()) == CORO_CREATED:  # type: ignore[arg-type]  # a coroutine
-                # The coroutine may have taken over a lock, so it must begin before it can end.
-                self.get_loop().call_soon(self._task.cancel)
-            else:
-                self._task.cancel()
+        if getcoroutinestate(self._task.get_coro()) == CORO_CREATED:  # type: ignore[arg-type]  # a coroutine
+            # The coroutine may have taken over a lock, so it must begin before it can end.
+            self.get_loop().call_soon(self._withdraw)
+        else:
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Cancels the task, unless its work has entered a batch, which is then completed."""
+        if self._task is not None and (self.ticket.proving or not self.ticket.entered):
+            self._task.cancel()
 
     def _settle(self, task: asyncio.Task[T]) -> None:
         self._stop_timer()

@@ -50,7 +50,7 @@ def test_a_line_may_be_one_event_with_its_session(tmp_path: Path) -> None:
         ('["a"]', "the events of some lines have times, and those of others have none"),
         (session(2, (1, None)), "the time None is neither a number nor ISO 8601"),
         (session(2, (1, [3])), "the time [3] is neither a number nor ISO 8601"),
-        (session(2, (1, True)), "the time True is not one of seconds"),
+        (session(2, (1, True)), "the time True is neither a number nor ISO 8601"),
         (session(2, (1.5, TIME)), "not a list of event names (texts or integers)"),
         (session(1, (1, TIME)), "an earlier line has the same session 1"),
         ('{"session": 2, "aid": 1}', "the event has no 'ts' (data.columns.time)"),
@@ -65,6 +65,19 @@ def test_the_error_names_a_line_that_is_not_as_the_others(tmp_path: Path, line: 
         read(path, columns=COLUMNS)
     assert str(caught.value).startswith(f"{path}, line 2: ") and message in str(caught.value)
     assert sessions(read(path, columns=COLUMNS, on_bad_line="skip")) == [["5"], ["6"]]
+
+
+def test_a_session_after_a_bad_line_of_the_same_session_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "sessions.jsonl", session(1, (5, "soon")), session(1, (6, TIME)))
+    assert sessions(read(path, columns=COLUMNS, on_bad_line="skip")) == [["6"]]
+
+
+def test_events_with_times_after_sessions_without_times_are_bad_lines(tmp_path: Path) -> None:
+    event = json.dumps({"session": 1, "aid": 5, "ts": TIME})
+    path = written(tmp_path / "sessions.jsonl", '["a", "b"]', event, event)
+    with pytest.raises(EventFileError, match="lines 2 and 3: the events of some lines have times"):
+        read(path, columns=COLUMNS)
+    assert sessions(read(path, columns=COLUMNS, on_bad_line="skip")) == [["a", "b"]]
 
 
 def test_numbers_of_columns_are_refused(tmp_path: Path) -> None:

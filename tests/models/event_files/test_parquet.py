@@ -71,3 +71,15 @@ def test_what_is_not_parquet_or_cannot_be_read_is_said(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(EventFileError, match="Parquet files need pyarrow"):
         read(path)
+
+
+def test_bytes_are_text_and_values_that_are_no_names_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "clicks.parquet"
+    parquet.write_table(pyarrow.table({"session": [b"s", b"s"], "time": [TIME, TIME + 1], "item": [b"a", b"b"]}), path)
+    assert sessions(read(path)) == [["a", "b"]]
+    parquet.write_table(pyarrow.table({"session": [1.0, float("nan")], "time": [TIME, TIME], "item": [1, 2]}), path)
+    with pytest.raises(EventFileError, match=r"line 2: the value of 'session' is empty"):
+        read(path)
+    parquet.write_table(pyarrow.table({"session": [1], "time": [TIME], "item": [True]}), path)
+    with pytest.raises(EventFileError, match="the column 'item' has true and false"):
+        read(path)

@@ -96,6 +96,7 @@ def test_stated_units_are_read_as_the_dates_that_they_mean() -> None:
         ("spreadsheet", "-3", "not one of day numbers"),
         ("s", "1e300", "not one of seconds since 1970 (data.time_unit = 's')"),
         (None, "inf", "is not finite"),
+        (None, "1_700_000_000", "is neither a number nor ISO 8601"),
         (None, "soon", "is neither a number nor ISO 8601"),
         (None, "31/01/2024", "is neither a number nor ISO 8601"),
         (None, "", "is neither a number nor ISO 8601"),
@@ -114,3 +115,10 @@ def test_one_wrong_time_at_the_begin_does_not_decide_the_unit(tmp_path: Path) ->
     path = table(tmp_path / "clicks.csv", 1_700_000_000, *(1_700_000_000_000 + at for at in range(9)), 0)
     with pytest.raises(EventFileError, match=r", lines 2 and 12: the time '1700000000' is not one of milliseconds"):
         read(path)
+
+
+def test_a_number_beside_iso_8601_is_not_read_as_a_date(tmp_path: Path) -> None:
+    """`fromisoformat` reads 13 digits as a day, any separator and a time."""
+    path = table(tmp_path / "clicks.csv", "2021-01-08T00:00:00", "1610121530123", "20210109")
+    log = read(path, on_bad_line="skip")
+    assert log.ends is not None and log.ends.min() >= datetime(2021, 1, 8, tzinfo=UTC).timestamp()

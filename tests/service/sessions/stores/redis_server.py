@@ -72,7 +72,8 @@ class RedisServer:
         assert self._process is None, "the server runs already"
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [self.program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-        command += ["--save", "", "--daemonize", "no", *self.options]
+        # Without a process title of its own, Redis keeps its environment readable, by which scripts/test finds it.
+        command += ["--save", "", "--daemonize", "no", "--set-proc-title", "no", *self.options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._process = process
         assert process.stdout is not None
