@@ -21,6 +21,7 @@ from wane.service.net.framing import Body, Frames
 from wane.service.net.limits import SMALL_BYTES, Limits, ReceiveShare, RejectReason, abort_unread, bare_answer
 
 CONNECTION = "wane.connection"
+RECEIVED = "wane.received"  # the key under which a scope says whether the request's whole body is received
 HEAD_END, LINE_END = b"\r\n\r\n", b"\r\n"
 MOST_LINE_BYTES, MOST_LINES = 8192, 128  # the limits of the websockets library for a handshake
 PIECE_BYTES = 1 << 12  # the number of a WebSocket's bytes that are passed to uvicorn in one call
