@@ -118,6 +118,7 @@ class RequestMiddleware:
         """
         declared = here.headers.get(b"content-length", b"")
         if declared.isdigit():
+            declared = declared.lstrip(b"0") or b"0"
             if int(declared) > self.policy.max_body_bytes:
                 raise self.too_large(f"is {declared.decode()} bytes")
             return receive

@@ -21,15 +21,17 @@ from wane.service.net.framing import Body, Frames
 from wane.service.net.limits import SMALL_BYTES, Limits, ReceiveShare, RejectReason, abort_unread, bare_answer
 
 CONNECTION = "wane.connection"
+RECEIVED = "wane.received"  # the key under which a scope says whether the request's whole body is received
 HEAD_END, LINE_END = b"\r\n\r\n", b"\r\n"
 MOST_LINE_BYTES, MOST_LINES = 8192, 128  # the limits of the websockets library for a handshake
 PIECE_BYTES = 1 << 12  # the number of a WebSocket's bytes that are passed to uvicorn in one call
 MOST_FRAMES, FRAMES_S = 1000, 10.0  # the largest number of frames within FRAMES_S seconds without a complete message
-DEAF_S = 2.0  # the time in which a rejected client can read the response before the connection is closed
-LINGER_S = 30  # the time after `close` in which the client can read the rest of a response
+REJECTED_READ_S = 2.0  # the time in which a rejected client can read the response before the connection is closed
+READ_S = 30  # the time after `close` in which the client can read the rest of a response
 POLICY, TRY_AGAIN, CLOSE_FRAME, DATA_FRAMES = 1008, 1013, 0x88, (0x81, 0x82)
 INVALID = (b"\x03\xea", b"\x03\xef")  # the close codes 1002 (an invalid frame) and 1007 (text that is not UTF-8)
-LENGTH = re.compile(rb"\ncontent-length:[ \t]*([0-9]+)[ \t]*\r")
+# uvicorn refuses a longer number, and Python cannot convert one with thousands of digits
+LENGTH = re.compile(rb"\ncontent-length:[ \t]*0*([0-9]{1,20})[ \t]*\r")
 TO_WEBSOCKET = re.compile(rb"\nupgrade:[ \t]*websocket[ \t]*\r")
 TRAILING_SPACE = re.compile(rb"(?<=\S)[ \t]+(?=\r\n)")
 
@@ -82,7 +84,7 @@ class Connection(asyncio.Protocol):
         if self.has_ended:
             return
         self.waiting = self.waiting + data if self.waiting else data
-        self.go_on()
+        self.pass_waiting()
         self.check_budget()
         if self.is_answering and self.body is None and len(self.waiting) > self.settings.max_header_bytes:
             self.is_full = True  # later requests wait in the kernel's buffers until this request is answered
@@ -94,10 +96,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.stop_timer()
         self.has_ended, self.waiting = True, b""
-        self.share.is_now(0)
+        self.share.resize(0)
         if isinstance(exc, TimeoutError):
-            self.tell(RejectReason.UNREAD)
-        self.leave(exc)
+            self.count_rejection(RejectReason.UNREAD)
+        self.notify_lost(exc)
 
     def pause_writing(self) -> None:
         if self.uvicorn_protocol is not None:
@@ -122,7 +124,7 @@ class Connection(asyncio.Protocol):
             self.write_frames(data)
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
             if self.is_passing and self.is_handshake:
-                self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(data[9:12])))
+                self.count_rejection(RejectReason.HANDSHAKE, HTTPStatus(int(data[9:12])))
             elif self.is_passing:  # no application has run
                 self.refuse_malformed()
                 return
@@ -135,10 +137,8 @@ class Connection(asyncio.Protocol):
                 self.response_head = data
             else:
                 self.transport.write(data)
-        elif self.response_head:
-            data, self.response_head = self.response_head + data, b""
-            self.transport.write(data)
         else:
+            data, self.response_head = self.response_head + data, b""
             self.transport.write(data)
 
     def write_frames(self, data: bytes) -> None:
@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
         elif data[0] == CLOSE_FRAME:
             self.has_closed = True
             if data[2:4] in INVALID:
-                self.tell(RejectReason.MALFORMED)
+                self.count_rejection(RejectReason.MALFORMED)
 
     def flush(self) -> None:
         data, self.response_head = self.response_head, b""
@@ -161,8 +161,8 @@ class Connection(asyncio.Protocol):
             self.transport.write(data)
 
     def close(self) -> None:
-        """Closes the connection. A client that is still sending has DEAF_S seconds to read the response: if the
-        connection were closed with unread bytes, the kernel would reset it."""
+        """Closes the connection. A client that is still sending has REJECTED_READ_S seconds to read the response,
+        because the kernel resets a connection that is closed with unread bytes."""
         if self.has_ended or self.transport.is_closing():
             return
         self.flush()
@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
             return
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self.loop.call_later(LINGER_S, self.transport.abort)
+            self.loop.call_later(READ_S, self.transport.abort)
 
     def is_closing(self) -> bool:
         return self.has_ended or self.transport.is_closing()
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol):
         self.is_paused = False
         if self.frames is not None and not self.is_passing:
             self.time_message(self.frames)
-            self.go_on()
+            self.pass_waiting()
         if not (self.is_paused or self.is_full or self.transport.is_closing()):
             self.transport.resume_reading()
 
@@ -196,7 +196,7 @@ class Connection(asyncio.Protocol):
 
     # Requests
 
-    def go_on(self) -> None:
+    def pass_waiting(self) -> None:
         """Passes waiting bytes to uvicorn: the rest of a body, the next request if the previous one is answered, or
         frames."""
         while self.waiting and not self.has_ended:
@@ -335,19 +335,19 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         if self.share.counted:
-            self.share.is_now(0)
+            self.share.resize(0)
         if self.is_full:
             self.is_full = False
             self.resume_reading()
         if self.waiting:
-            self.loop.call_soon(self.go_on)  # uvicorn's task must end first
+            self.loop.call_soon(self.pass_waiting)  # uvicorn's task must end first
 
     def check_budget(self) -> None:
         """Refuses the connection if the receive budget has no room for its unanswered bytes."""
         count = self.unanswered_bytes + len(self.waiting)
         if self.frames is not None:
             count += self.frames.message_bytes
-        if (count > SMALL_BYTES or self.share.counted) and not self.has_ended and not self.share.is_now(count):
+        if (count > SMALL_BYTES or self.share.counted) and not self.has_ended and not self.share.resize(count):
             if self.frames is not None:
                 why = "the server is receiving too much data: try again later"
                 self.break_off(RejectReason.FULL, TRY_AGAIN, why)
@@ -385,10 +385,10 @@ class Connection(asyncio.Protocol):
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:
         """Closes the WebSocket with a reason."""
         if not self.has_closed:
-            self.tell(reason)
+            self.count_rejection(reason)
             self.transport.write(bytes((CLOSE_FRAME, 2 + len(why))) + code.to_bytes(2) + why.encode())
         self.end()
-        self.leave(None)
+        self.notify_lost(None)
 
     # The end of a connection
 
@@ -427,27 +427,27 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: str = "") -> None:
         """Answers the current request with `status`, unless its response has begun, and closes the connection."""
-        self.tell(reason, None if self.has_begun else status)
+        self.count_rejection(reason, None if self.has_begun else status)
         if not self.has_begun:
             self.transport.write(bare_answer(status, text.encode()))
         self.end()
-        self.leave(None)
+        self.notify_lost(None)
 
-    def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
-        self.limits.rejected.tell(reason, self.client, status)
+    def count_rejection(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
+        self.limits.rejected.count(reason, self.client, status)
 
     def end(self) -> None:
         """Sends nothing more, and drops received bytes until the connection is closed."""
         self.has_ended, self.waiting, self.body = True, b"", None
-        self.share.is_now(0)
+        self.share.resize(0)
         if not self.transport.is_closing():
             with suppress(OSError):  # the client has reset the connection
                 self.transport.write_eof()
                 self.transport.resume_reading()
         self.stop_timer()
-        self.timer = self.loop.call_later(DEAF_S, self.transport.close)
+        self.timer = self.loop.call_later(REJECTED_READ_S, self.transport.close)
 
-    def leave(self, exc: Exception | None) -> None:
+    def notify_lost(self, exc: Exception | None) -> None:
         """Tells uvicorn's protocols that the connection is lost."""
         protocols = self.uvicorn_protocol, self.http_protocol
         self.uvicorn_protocol = self.http_protocol = None

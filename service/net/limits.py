@@ -44,7 +44,7 @@ class ReceiveShare:
         self.receive_budget = receive_budget
         self.counted = 0
 
-    def is_now(self, count: int) -> bool:
+    def resize(self, count: int) -> bool:
         """Sets the connection's number of unanswered bytes to `count`. Returns False, without a change, if the budget
         has no room for the additional bytes. A `count` that is not larger than the previous number always fits."""
         more = (count if count > SMALL_BYTES else 0) - self.counted
@@ -78,7 +78,7 @@ class RejectedConnections:
     def __init__(self, metrics: Metrics) -> None:
         self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
 
-    def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
+    def count(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
         """Counts and logs one rejected connection. `client` is the client's address and port. `status` is the status of
         the response, or None if no response is sent."""
         self._counted[reason].inc()

@@ -48,6 +48,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": NUMBERS,
     "logit_bias": st.dictionaries(st.sampled_from(["0", "5", "07", "x", "999", "-1"]), NUMBERS, max_size=3),
     "user": st.text(max_size=4) | st.none(),
+    "include_unknown": st.booleans(),
     "session": st.sampled_from(["a", "b", "a b", None]),
     "expected_position": st.integers(-1, 3) | st.none(),
 }

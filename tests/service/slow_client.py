@@ -65,7 +65,7 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     try:
         # The server waits for the client's close frame. Most of these clients never send a close frame, so this line
         # shortens the server's wait.
-        with patch("wane.service.net.connection.DEAF_S", SOON_S):
+        with patch("wane.service.net.connection.REJECTED_READ_S", SOON_S):
             async with asyncio.timeout(WAIT_S):
                 yield server
     finally:

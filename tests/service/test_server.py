@@ -7,8 +7,10 @@ import asyncio
 import io
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+import uvloop
 
 from tests.service.conftest import SocketServer
 from tests.service.fake_engine import FakeEngine, FakeRegistry
@@ -26,8 +29,9 @@ from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, environment
 from tests.service.problems import assert_problem
 from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
+from wane.service.app import Application
 from wane.service.auth.key_file import KeySource
-from wane.service.server import Announcer
+from wane.service.server import Announcer, configured
 from wane.service.settings import Settings
 
 
@@ -114,6 +118,21 @@ def test_a_stopped_server_exits_with_0() -> None:
         assert server.stop() == 0
         server.read_until("draining")
         server.read_until("stopped")
+
+
+def test_the_command_uses_uvloop(app: Application) -> None:
+    assert configured(app).get_loop_factory() is uvloop.new_event_loop
+
+
+def test_a_connection_answers_and_refuses_on_uvloop(live: LiveServer) -> None:
+    # the other tests of connections use asyncio's event loop
+    url = httpx.URL(live.url)
+    assert url.port is not None
+    with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
+        connection.sendall(b"GET /readyz HTTP/1.1\r\nhost: wane\r\n\r\nnot HTTP\r\n\r\n")
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert re.findall(rb"HTTP/1\.1 (\d+) ", received) == [b"200", b"400"]
+    live.read_until("refused", reason="malformed")
 
 
 def test_the_log_has_one_json_line_for_each_request(live: LiveServer, http: httpx.Client) -> None:

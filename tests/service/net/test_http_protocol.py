@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.service.conftest import SocketServer
 from tests.service.fake_engine import FakeEngine
 from tests.service.net.test_rejected_connections import counted
 from tests.service.slow_client import (
@@ -252,6 +253,18 @@ async def in_two(server: SlowClient, request: bytes, at: int) -> bytes:
         return await reader.read()
     finally:
         writer.close()
+
+
+@pytest.mark.parametrize(("digit", "reason"), [(b"9", b"Content-Length overflow"), (b"0", b"not_json")])
+async def test_a_content_length_of_thousands_of_digits_is_answered(
+    server: SocketServer, digit: bytes, reason: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection(*server.address)
+    head = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\nconnection: close\r\ncontent-length: %s\r\n\r\n"
+    writer.write(head % (digit * 5000))
+    received = await reader.read()
+    assert received.startswith(b"HTTP/1.1 400 ") and reason in received
+    writer.close()
 
 
 @pytest.mark.parametrize("framed", [bytes, in_chunks], ids=["content-length", "chunked"])

@@ -115,7 +115,7 @@ async def test_disconnected_clients_free_their_share_of_the_budget() -> None:
 def test_connections_use_one_budget_and_small_amounts_are_not_counted() -> None:
     receive_budget = ReceiveBudget(3 * SMALL_BYTES)
     one, other = ReceiveShare(receive_budget), ReceiveShare(receive_budget)
-    assert one.is_now(2 * SMALL_BYTES) and other.is_now(SMALL_BYTES) and receive_budget.taken == 2 * SMALL_BYTES
-    assert not other.is_now(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES
-    assert one.is_now(SMALL_BYTES + 1) and other.is_now(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES + 2
-    assert one.is_now(0) and other.is_now(1) and receive_budget.taken == 0
+    assert one.resize(2 * SMALL_BYTES) and other.resize(SMALL_BYTES) and receive_budget.taken == 2 * SMALL_BYTES
+    assert not other.resize(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES
+    assert one.resize(SMALL_BYTES + 1) and other.resize(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES + 2
+    assert one.resize(0) and other.resize(1) and receive_budget.taken == 0
