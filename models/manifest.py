@@ -379,11 +379,12 @@ class Readout(Frozen):
             r += self.slope * self._normalised(r, norms[1]) + runs * fed
         return self.gain * self._normalised(r, norms[-1]) + runs * self.top
 
-    def between_all(self, norms: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Like `between`, for two runs of B answers: (B, columns) -> (B)."""
+    def between_all(self, norms: NDArray[np.float32], joints: float = 0.0) -> NDArray[np.float64]:
+        """Like `between`, for two runs of B answers: (B, columns) -> (B). joints: a bound of the further difference of
+        the two runs at the sum after the mixing matrix, in the 2-norm."""
         mean, *inverse = norms.astype(np.float64).T
         off = self.relative * np.sqrt(self.width * (mean * mean + 1 / (inverse[0] * inverse[0]))) * INVERSE_UP
-        r = self.state + 2 * (self.mixed + off)
+        r = self.state + joints + 2 * (self.mixed + off)
         if self.slope is not None:
             r = r + self.slope * self._normalised_all(r, inverse[0]) + 2 * (self.fed + off)
         result: NDArray[np.float64] = self.gain * self._normalised_all(r, inverse[-1]) + 2 * self.top
