@@ -25,8 +25,8 @@ SCHEMA_VERSION = 5
 
 OLDEST_SCHEMA = 3
 """The oldest version of the schema that this version of Wane reads. Schema 4 added the fields `unknown` and `start`,
-and the output `hiddens` of the `scan` graph. Schema 5 added `certificate.readout` and the output `norms`, and the
-curve `certificate.error_bound` became free of rounding."""
+and the output `hiddens` of the `scan` graph. Schema 5 added `certificate.readout` and the outputs `norms` and
+`every_norms`, and the curve `certificate.error_bound` became free of rounding."""
 
 LARGEST_WINDOW = 65_536
 """The largest window, in tokens. A window is one input of a graph and is held in memory."""

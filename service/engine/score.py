@@ -14,7 +14,8 @@ bound of the error that the joints add. The tolerance then limits only the error
 sequence, one bound holds for all answers of a run with joints. It is the smaller of two bounds, each plus the rounding
 of two float32 runs: the certificate's bound for one token more than the chunks' warm-up (even the first answer of a
 chunk has read the warm-up and the chunk's first token), and a bound computed from the measured differences at the
-joints (`models/certificate/propagation.py`).
+joints (`models/certificate/propagation.py`). In a model with a `Readout`, the rounding and the effect of the joints are
+bounded at each token's own LayerNorms. A whole sequence then has the largest of these bounds.
 """
 
 from __future__ import annotations
