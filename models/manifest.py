@@ -25,8 +25,8 @@ SCHEMA_VERSION = 5
 
 OLDEST_SCHEMA = 3
 """The oldest version of the schema that this version of Wane reads. Schema 4 added the fields `unknown` and `start`,
-and the output `hiddens` of the `scan` graph. Schema 5 added `certificate.readout` and the output `norms`, and the
-curve `certificate.error_bound` became free of rounding."""
+and the output `hiddens` of the `scan` graph. Schema 5 added `certificate.readout` and the outputs `norms` and
+`every_norms`, and the curve `certificate.error_bound` became free of rounding."""
 
 LARGEST_WINDOW = 65_536
 """The largest window, in tokens. A window is one input of a graph and is held in memory."""
@@ -379,11 +379,12 @@ class Readout(Frozen):
             r += self.slope * self._normalised(r, norms[1]) + runs * fed
         return self.gain * self._normalised(r, norms[-1]) + runs * self.top
 
-    def between_all(self, norms: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Like `between`, for two runs of B answers: (B, columns) -> (B)."""
+    def between_all(self, norms: NDArray[np.float32], joints: float = 0.0) -> NDArray[np.float64]:
+        """Like `between`, for two runs of B answers: (B, columns) -> (B). joints: a bound of the further difference of
+        the two runs at the sum after the mixing matrix, in the 2-norm."""
         mean, *inverse = norms.astype(np.float64).T
         off = self.relative * np.sqrt(self.width * (mean * mean + 1 / (inverse[0] * inverse[0]))) * INVERSE_UP
-        r = self.state + 2 * (self.mixed + off)
+        r = self.state + joints + 2 * (self.mixed + off)
         if self.slope is not None:
             r = r + self.slope * self._normalised_all(r, inverse[0]) + 2 * (self.fed + off)
         result: NDArray[np.float64] = self.gain * self._normalised_all(r, inverse[-1]) + 2 * self.top

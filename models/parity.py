@@ -48,6 +48,7 @@ RADIUS = "radius"
 STREAM = "stream"
 NORMS = "norms"
 HIDDENS = "hiddens"
+EVERY_NORMS = "every_norms"
 """An output of `scan` that bundles of schema 3 lack: `hidden` after every token."""
 TOP = ("top_logits", "top_ids", "log_sum_exp")
 """The optional outputs of a graph with logits. A graph has all three of them, or none."""
@@ -298,6 +299,10 @@ class _Check:
                 raise ParityError(
                     f"{role}, {case}: {name} differs from the oracle by {difference:.3g}, tolerance {self._tolerance:g}"
                 )
+        if EVERY_NORMS in outputs:
+            last = outputs[EVERY_NORMS][np.arange(len(feeds["lengths"])), feeds["lengths"] - 1]
+            if not np.array_equal(last, outputs[NORMS]):
+                raise ParityError(f"{role}, {case}: {EVERY_NORMS} after the last token differs from {NORMS}")
             self._worst = max(self._worst, difference)
         if any(name in outputs for name in TOP):
             _check_top(f"{role}, {case}", outputs)

@@ -12,6 +12,11 @@ iterations. After them, errors do not grow. The largest distance of `hidden` dur
 distance of `hidden` after any token. F does not include the convolution blocks: after as many tokens as their receptive
 field, their state is equal in both runs, except for rounding.
 
+**Readout.** In a model with a `Readout` (`models/certificate/readout.py`), the two runs read the same bits in their
+gates, and a unit's state is multiplied by its gate. The effect of all joints on a unit's state is therefore at most
+rho / (1 - factor^n), and the effect of rounding is at most E, as without joints. `Propagation.mixed` bounds the effect
+of the joints after the mixing matrix. The `Readout` bounds what the LayerNorms of an answer make of it.
+
 **Rounding.** rho is measured between float32 runs, each of which differs from exact arithmetic. Rounding alone moves
 the states of two runs apart by at most the certificate's `states_apart`. This bound is added to every rho_i.
 """
@@ -27,12 +32,16 @@ import numpy as np
 from wane.models.certificate.interval_rounding import Vector
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.perturbation import Perturbation
+from wane.models.certificate.readout import furthest
 from wane.models.certificate.stack import Stack
 from wane.models.manifest import Architecture, StateError
 from wane.models.weights import Weights
 
 ROOM = 8
 """E is larger than rho by rho / ROOM."""
+
+ROUNDED = 1 + 2.0**-20
+"""The factor by which differences that were computed in float32 are multiplied to bound the exact differences."""
 
 MAX_TOKENS = 1024
 """The largest number of tokens over which F is iterated."""
@@ -58,6 +67,17 @@ class Propagation:
     @cached_property
     def _stack(self) -> Stack:
         return Stack(self._architecture, self._weights, self._layers)
+
+    def mixed(self, joints: Mapping[str, Vector], tokens: int, gate: float) -> float | None:
+        """Bounds the 2-norm distance that the joints cause at the sum after the mixing matrix, after any token, in a
+        model with a `Readout`. joints, tokens: see `apart`. gate: `Readout.gate`. Returns None if there is no bound."""
+        ((name,),) = self._names
+        factor = self._layers[0].bound.factor * (1 + gate)
+        others = any(np.any(value) for other, value in joints.items() if other != name)
+        if tokens < self.reach or others or not np.max(factor) < 1:
+            return None
+        states = joints[name].astype(np.float64).ravel() / (1 - factor ** max(tokens, 1)) * ROUNDED
+        return furthest(self._weights["layers.0.mix.weight"].astype(np.float64), states)
 
     def apart(self, joints: Mapping[str, Vector], tokens: int) -> float | None:
         """Bounds the 2-norm distance between `hidden` and the `hidden` of the run without joints, after any token, in

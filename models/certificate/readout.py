@@ -99,7 +99,7 @@ def readout_of(architecture: Architecture, weights: Weights, layers: list[Layer]
         gate=UNIT * (FUNCTION / SMALLEST_GATE + (SUMS * root) * sizes + 2) * ROOM,
         name=architecture.layer_states(0)[0],
         states=StateError(box=float(box.max()), ball=norm_above(box)),
-        state=min(spectral_norm(mix) * norm_above(box), _furthest(mix, box)) * UP,
+        state=min(spectral_norm(mix) * norm_above(box), furthest(mix, box)) * UP,
         mixed=mixed * UP,
         relative=relative * UP,
         slope=slope,
@@ -128,7 +128,7 @@ def _fed(tensor: Callable[[str], Matrix], root: float) -> tuple[float, float]:
     return slope, outer * wide + UNIT * (SUMS + 1 + NORM) * norm_above(rows)
 
 
-def _furthest(matrix: Matrix, box: Vector) -> float:
+def furthest(matrix: Matrix, box: Vector) -> float:
     """Returns a bound of |matrix d|_2 over all d with |d_i| <= box_i."""
     gram = np.abs(matrix.T @ matrix)
     return float(np.sqrt(box @ gram @ box)) * (1 + 1e-9)

@@ -23,7 +23,8 @@ such a table when it loads the graph. If the table would be larger, `drive` is c
 class SequenceRun:
     """The results of a run over sequences: `every` is `hidden` after every token, (T * B, H). `last` is `hidden` after
     each sequence's last token, (B, H). `state` is the state after the last token. `norms` describes the LayerNorms
-    after the last token, (B, columns): see `Readout` in `models/manifest.py`. It is "" for other architectures.
+    after the last token, (B, columns): see `Readout` in `models/manifest.py`. `every_norms` describes them after every
+    token, (T * B, columns). Both are "" for other architectures.
 
     With a request bound, there are three more results after the last token: `radius` (B), the first layer's input
     `stream` (B, H), and `errors`, which bound the error of each layer's state (B, units).
@@ -33,6 +34,7 @@ class SequenceRun:
     last: str
     state: list[str]
     norms: str = ""
+    every_norms: str = ""
     radius: str = ""
     stream: str = ""
     errors: tuple[str, ...] = ()
@@ -128,10 +130,11 @@ class NetworkWriter:
             x, r = self._normalise_off("norm", x, r, radius)
         if every:
             norms = self._norms()
-            return SequenceRun(x, graph.node("Gather", x, last), after, norms and graph.node("Gather", norms, last))
+            at_end = norms and graph.node("Gather", norms, last)
+            return SequenceRun(x, graph.node("Gather", x, last), after, at_end, norms)
         if radius is None:
             return SequenceRun("", x, after, self._norms())
-        return SequenceRun("", x, after, self._norms(), radius.radius(r), stream, tuple(errors))
+        return SequenceRun("", x, after, self._norms(), "", radius.radius(r), stream, tuple(errors))
 
     def head(self, graph: GraphWriter, hidden: str) -> str:
         """Adds the output layer. hidden: (N, H). Returns logits (N, V). `graph` is this network's graph, or the body of

@@ -10,10 +10,11 @@
 All graphs except `head` also have the output `norms[B,columns]` if the architecture has a `Readout`
 (`models/manifest.py`). Each row of tokens is padded on the right with arbitrary tokens: 1 <= length <= T, and tokens
 beyond the length have no effect. The next state is named `next.` + the name of the state. `hiddens` is `hidden` after
-every token, and zero beyond the length of a row. Graphs of schema 3 have no `hiddens`. `radius` bounds the 2-norm
-distance of `hidden` from that of any run that ends in these tokens, in exact arithmetic or, with a `Readout`, in
-float32. The sharper bounds of `models/certificate/top1.py` are computed from `stream` and `error`. `stream` is the
-first block's input. `error` bounds the distance of each unit of a state from the run's.
+every token, and zero beyond the length of a row. Graphs of schema 3 have no `hiddens`. With a `Readout`, `scan` also
+outputs `every_norms[B,T,columns]`, which is `norms` after every token. `radius` bounds the 2-norm distance of `hidden`
+from that of any run that ends in these tokens, in exact arithmetic or, with a `Readout`, in float32. The sharper bounds
+of `models/certificate/top1.py` are computed from `stream` and `error`. `stream` is the first block's input. `error`
+bounds the distance of each unit of a state from the run's.
 
 `top` stands for three outputs. `top_logits[B,K]` are the largest logits in descending order. `top_ids[B,K]` (int64) are
 their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is the logarithm of the sum of exp over all logits.
@@ -95,6 +96,9 @@ def build_graph(
         logprobs = _logprobs(graph, network, run.every, targets, lengths)
         graph.output("logprobs", logprobs, ["B", "T"])
         graph.output("hiddens", _by_row(graph, run.every, tokens, lengths), ["B", "T", hidden_width])
+        if run.every_norms:
+            every = _by_row(graph, run.every_norms, tokens, lengths)
+            graph.output("every_norms", every, ["B", "T", architecture.norm_columns])
     elif role != "advance":
         _answer(graph, network.head(graph, hidden), vocabulary)
     graph.output("hidden", hidden, ["B", hidden_width])

@@ -20,6 +20,7 @@ from wane.models.manifest import Role
 from wane.service.runners.outputs import FINITE, Largest, Outputs
 from wane.service.runners.runner import (
     ERROR,
+    EVERY_NORMS,
     HIDDEN,
     HIDDENS,
     LOG_SUM_EXP,
@@ -54,7 +55,7 @@ class Top(NamedTuple):
 PADDED_SHARE = 2
 MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_048}
 
-ANSWERS = (*FINITE, HIDDENS, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
+ANSWERS = (*FINITE, HIDDENS, EVERY_NORMS, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
 """Outputs that a `Row` returns. A window's row also returns the outputs of its trace. All other outputs are written to
 the state pool."""
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -34,7 +34,7 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.runner import HIDDENS, Array, StateMemory
+from wane.service.runners.runner import EVERY_NORMS, HIDDENS, Array, StateMemory
 from wane.service.state.pool import ZERO, StatePool
 
 
@@ -60,6 +60,7 @@ class ChunkBatch:
         self.targets = targets
         self.cells = cells = -(-len(tokens) // layout.steps)
         self.logprobs = np.empty(len(tokens) if role == "scan" else 0)
+        self.norms: NDArray[np.float32] | None = None  # the LayerNorms after every token, if the graph outputs them
         self._memory = memory
         # The state from which cell g starts is in slot g of this memory, and the state at its end in slot cells + g.
         self._edges = memory.scratch(2 * cells)
@@ -84,9 +85,14 @@ class ChunkBatch:
         model's memory."""
         self._edges.copy([self.cells + cell for cell in cells], self._memory, slots)
         for cell, row in zip(cells, rows, strict=True):
+            at = self._extent(cell)
             if row.logprobs is not None:
-                at = self._extent(cell)
                 self.logprobs[at] = row.logprobs[: at.stop - at.start]
+            norms = row.output(EVERY_NORMS)
+            if norms is not None:
+                if self.norms is None:
+                    self.norms = np.empty((len(self.tokens), norms.shape[-1]), np.float32)
+                self.norms[at] = norms[: at.stop - at.start]
 
     def continued(self, cell: int) -> None:
         """Stores that `cell` starts from the state at the end of the previous cell."""
@@ -137,7 +143,8 @@ class ChunkPlan:
     the fewest tokens of warm-up in any segment. residual: the largest difference between the two states at a joint,
     over all units and all remaining joints. It is 0 if there are no joints, and the run is then exact. joints: for each
     state tensor's name, the largest difference of each unit at any joint. apart: the fewest tokens between two joints.
-    latest: the position of the last joint.
+    latest: the position of the last joint. norms: the LayerNorms after each token (see `Readout`), float32 (n, columns)
+    for each part of the sequence. None if the graph does not output them.
     """
 
     chunks: int = 1
@@ -147,6 +154,11 @@ class ChunkPlan:
     joints: dict[str, Array] = field(default_factory=dict)
     apart: int | None = None
     latest: int | None = None
+    norms: tuple[NDArray[np.float32], ...] | None = ()
+
+    def with_norms(self, norms: NDArray[np.float32] | None) -> ChunkPlan:
+        """Returns the plan with the LayerNorms of the next tokens."""
+        return replace(self, norms=None if self.norms is None or norms is None else (*self.norms, norms))
 
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
         """Returns the plan after one more segment, which begins at `start`. `repeated` is the number of its repeated
@@ -166,7 +178,8 @@ class ChunkPlan:
             | {name: np.maximum(value, self.joints.get(name, 0.0)) for name, value in joints.items()},
             apart=min([*gaps, *([] if self.apart is None else [self.apart])], default=None),
             latest=places[-1] if places else None,
-        )
+            norms=self.norms,
+        ).with_norms(segment.norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +287,8 @@ class ChunkedRunner:
                 work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
                 row = await self._batcher.submit(work, ticket)
                 logprobs = None if row.logprobs is None else row.logprobs[: stop - start].astype(np.float64)
+                norms = row.output(EVERY_NORMS)
+                plan = plan.with_norms(None if norms is None else norms[: stop - start])
                 yield Piece(stop, plan, logprobs, row)
             else:
                 segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.memory)

@@ -43,8 +43,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class AgreementSummary:
-    """The agreement of the two modes over all pairs of answers. `error_bound` is the largest error bound, or None if an
-    answer has no error bound."""
+    """The agreement of the two modes over all pairs of answers. `error_bound` is the largest error bound of a window's
+    answer with `prove`, and `error_bound_median` is their median. Both are None if an answer has no error bound."""
 
     compared: int
     top1_match_rate: float
@@ -52,6 +52,7 @@ class AgreementSummary:
     total_variation_mean: float
     total_variation_max: float
     max_logit_difference: float
+    error_bound_median: float | None
     error_bound: float | None
 
     @classmethod
@@ -65,6 +66,7 @@ class AgreementSummary:
             total_variation_mean=float(np.mean(variations)),
             total_variation_max=max(variations),
             max_logit_difference=max(one["max_logit_difference"] for one in agreements),
+            error_bound_median=None if None in bounds else float(np.median(bounds)),
             error_bound=None if None in bounds else max(bounds),
         )
 

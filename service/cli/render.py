@@ -31,9 +31,9 @@ def latency_table(compared: Measurements) -> Table:
 def agreement_table(compared: Measurements) -> Table:
     """Returns a table of the agreement of windows with recurrent mode. The first row is for windows of the model's k,
     at all positions. Each further row is for one window size, at a few positions."""
-    columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
+    columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound median", "bound max", "ms")
     table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
-    table.caption = "ms: median compute time over the compared positions"
+    table.caption = "proved, bound: of windows with `prove`; ms: median compute time over the compared positions"
 
     def add(label: str, agreement: AgreementSummary, compute: str, last: bool = False) -> None:
         table.add_row(
@@ -43,7 +43,8 @@ def agreement_table(compared: Measurements) -> Table:
             f"{agreement.top1_proved_rate:.1%}",
             f"{agreement.total_variation_mean:.2e}",
             f"{agreement.total_variation_max:.2e}",
-            "none" if agreement.error_bound is None else f"{agreement.error_bound:.2e}",
+            _number(agreement.error_bound_median, ".2e"),
+            _number(agreement.error_bound, ".2e"),
             compute,
             end_section=last,
         )

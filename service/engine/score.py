@@ -14,7 +14,8 @@ bound of the error that the joints add. The tolerance then limits only the error
 sequence, one bound holds for all answers of a run with joints. It is the smaller of two bounds, each plus the rounding
 of two float32 runs: the certificate's bound for one token more than the chunks' warm-up (even the first answer of a
 chunk has read the warm-up and the chunk's first token), and a bound computed from the measured differences at the
-joints (`models/certificate/propagation.py`).
+joints (`models/certificate/propagation.py`). In a model with a `Readout`, the rounding and the effect of the joints are
+bounded at each token's own LayerNorms. A whole sequence then has the largest of these bounds.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class Scorer:
                         before, end = () if settled else unpredicted, len(unpredicted) + predicted + len(found)
                         cut_off: list[float | None] | None = None
                         if request.truncated:
-                            cut_off = self._cut_off_at(range(settled + len(before), end), await self._bound(plan))
+                            cut_off = await self._cut_off_at(range(settled + len(before), end), plan)
                             cut_off = cut_off if mixed is None else mixed.bounds(predicted, cut_off)
                             worst.append(bounds.largest(cut_off))
                             cut_off = [*before, *cut_off]
@@ -248,9 +249,20 @@ class Scorer:
         found = [bounds.bound(self._certificate, known, known + 1) for known in ends]
         return tuple(None if one is None else one.variation for one in found)
 
-    def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
-        """Returns the bounds of answers from the last n tokens of a truncated sequence, for each n in `known`. `joints`
-        is the bound of the total variation that the run's joints add."""
+    async def _cut_off_at(self, known: range, plan: ChunkPlan) -> list[float | None]:
+        """Returns the bounds of answers from the last n tokens of a truncated sequence, for each n in `known`. `plan`
+        describes the run up to the last of these answers, and its joints."""
+        certificate = self._certificate
+        readout, curve = certificate.readout, certificate.state_error
+        if readout is not None and certificate.has_rounding and curve and plan.norms:
+            effect = self._effect(plan)
+            if effect is not None:
+                read = np.minimum(np.array(known, np.intp), len(curve))
+                norms = _last(plan.norms, len(known))
+                states = np.array(curve)[read - 1] * (1 + readout.gate) ** read + readout.between_all(norms, effect)
+                variations: list[float | None] = total_variation(certificate.head_diameter, states).tolist()
+                return variations
+        joints = await self._bound(plan)
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
@@ -264,6 +276,10 @@ class Scorer:
         enough = None
         if self._certificate.readout is None:
             enough = bounds.smallest_window(self._certificate, tolerance, len(self._certificate.error_bound))
+        if self._least is None and self._certificate.readout is not None:
+            # The least rounding of any answer: that of LayerNorms which amplify nothing.
+            least = total_variation(self._certificate.head_diameter, np.array(2 * self._certificate.readout.top))
+            self._least = float(least)
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
@@ -298,6 +314,13 @@ class Scorer:
     async def _moved(self, plan: ChunkPlan) -> float:
         """Returns the bound of the total variation that the measured differences at the joints can cause; 1 if it is
         unknown."""
+        readout = self._certificate.readout
+        if readout is not None and self._certificate.has_rounding and plan.norms:
+            effect = self._effect(plan)
+            if effect is None:
+                return 1.0
+            furthest = max(float(readout.between_all(norms, effect).max()) for norms in plan.norms)
+            return float(total_variation(self._certificate.head_diameter, np.array(furthest)))
         rounding = self._certificate.between_runs()
         if self.propagation is None or rounding is None:
             return 1.0
@@ -306,3 +329,24 @@ class Scorer:
         if apart is None:
             return 1.0
         return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding)))
+
+    def _effect(self, plan: ChunkPlan) -> float | None:
+        """Returns the bound of the 2-norm distance that the joints cause at the sum after the mixing matrix, in a model
+        with a `Readout`. None if it is unknown."""
+        if not plan.residual:
+            return 0.0
+        if self.propagation is None or self._certificate.readout is None:
+            return None
+        tokens = MAX_TOKENS if plan.apart is None else plan.apart
+        return self.propagation.mixed(plan.joints, tokens, self._certificate.readout.gate)
+
+
+def _last(parts: Sequence[NDArray[np.float32]], count: int) -> NDArray[np.float32]:
+    """Returns the last `count` rows of `parts`, which are consecutive parts of one array."""
+    taken: list[NDArray[np.float32]] = []
+    for part in reversed(parts):
+        taken.insert(0, part[-count:])
+        count -= len(taken[0])
+        if not count:
+            break
+    return np.concatenate(taken)

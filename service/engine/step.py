@@ -264,7 +264,10 @@ class SessionSteps:
         if kept is None and routing.is_free(None, record.mode):
             _, dropped_tokens = self._rebuilding(record.position, self._input_ids(record), dropped_tokens)
         plan = self._plan(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
-        found = plan.bound(self._manifest.certificate)
+        norms = None
+        if self._manifest.certificate.readout is not None and resident and resident.position == record.position:
+            norms = self._sessions.norms(resident)
+        found = plan.bound_of(self._manifest.certificate, mode is not Mode.WINDOW, None, norms)
         cache = self._answer_builder.cache
         if found is not None and cache is not None:
             unknown = cache.unknown(len(record.tail), record.position)

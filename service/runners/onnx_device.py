@@ -30,6 +30,7 @@ from wane.service.runners.memory import output_name
 from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, OnnxSessions, open_session
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
+    EVERY_NORMS,
     HIDDEN,
     HIDDENS,
     KEPT,
@@ -55,7 +56,7 @@ ADDED = (CHECK, LENGTH, FEW_LOGITS, FEW_IDS)
 COPIED = (*ADDED, LOG_SUM_EXP, RADIUS, "logprobs")
 """Outputs that every run copies to the host. The other outputs are copied when they are read."""
 
-PLACED = ("logprobs", HIDDENS)
+PLACED = ("logprobs", HIDDENS, EVERY_NORMS)
 """Outputs with a value for each token, (B, T, ...)."""
 
 PADDING = {"tokens": 0, "targets": 0, SLOTS: 0, "lengths": 1}

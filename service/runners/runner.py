@@ -20,6 +20,7 @@ NEXT = "next."  # prefix of outputs: a graph's output `next.layers.0.h` is the n
 RADIUS = "radius"
 NORMS = "norms"
 HIDDENS = "hiddens"
+EVERY_NORMS = "every_norms"
 TOP_LOGITS, TOP_IDS, LOG_SUM_EXP = "top_logits", "top_ids", "log_sum_exp"
 STREAM = "stream"
 ERROR = "error."  # prefix of outputs: a graph's output `error.layers.0.s` is the error bound of the state `layers.0.s`
@@ -116,6 +117,7 @@ class Runner(Protocol):
     and `log_sum_exp` (B). Equal logits are ordered by ascending id. Graphs of earlier exports do not have these
     outputs.
 
+    `every_norms` (B, T, columns) is `norms` after every token: only `scan` outputs it, and only beside `norms`.
     `hiddens` is `hidden` after every token. The graphs of bundles with the manifest's schema 3 do not output it.
 
     Lengths are 1 <= length <= T. Positions from an item's length on are padding and have no effect. `<bound>` stands

@@ -25,6 +25,7 @@ from wane.service.errors import (
     UnknownSession,
 )
 from wane.service.observability.metrics import Metrics
+from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.codec import due
@@ -248,6 +249,12 @@ class Sessions:
             self._state_cache.drop(session)
             return None
         return cached if behind else None
+
+    def norms(self, cached: CachedState) -> list[float] | None:
+        """Returns the LayerNorms after the last token of a resident state (see `Row`). Returns None if the graphs do
+        not output them."""
+        found = self._state_cache.read([cached.slot]).get(NORMS)
+        return None if found is None else found[0].tolist()
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
         """Returns the store's snapshot of the session. Returns None if there is no snapshot, if it was made with other

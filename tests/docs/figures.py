@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from research.served_proofs import read
 from wane.models.bundle_checks import read_manifest
 from wane.models.manifest import Manifest, Quality
 
@@ -55,6 +56,24 @@ def results_table() -> list[str]:
             f"| {change:+.2f} % | {'over 256' if k is None else k} "
             f"| {factors if manifest.certificate.contractive else 'none'} |"
         )
+    return lines
+
+
+def proofs_table() -> list[str]:
+    """Returns the table of the windows that the certificate needs for any text, and of the bounds that requests with
+    `prove` reach at the models' own k."""
+    lines = [
+        "| model | k(0.5) | k(0.001) | median `error_bound` with `prove` | 90th percentile | `top1_proved` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    served = read(ROOT / "research" / "figures" / "served_proofs.json")
+    for manifest in manifests():
+        if manifest.name in served:
+            found, smallest = served[manifest.name], manifest.certificate.smallest_window
+            lines.append(
+                f"| `{manifest.name}` | {smallest(0.5)} | {smallest(0.001)} | {found.bound_median:.2g} at {found.k} "
+                f"| {found.bound_p90:.2g} at {found.k} | {100 * found.proved:.1f} % |"
+            )
     return lines
 
 

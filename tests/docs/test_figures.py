@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
     ("document", "table"),
     [
         ("models/bundles/README.md", figures.results_table),
+        ("models/bundles/README.md", figures.proofs_table),
         ("models/bundles/README.md", figures.window_table),
         ("models/bundles/README.md", figures.training_table),
     ],

@@ -381,3 +381,22 @@ async def test_a_generation_and_a_session_continue_a_long_prompt(make_harness: C
         steps += [await harness.engine.submit(StepRequest("s", tokens)) for tokens in (prompt, (10, 11))]
     assert texts[0] == texts[1]
     assert [answer.predictions for answer in steps[:2]] == [answer.predictions for answer in steps[2:]]
+
+
+async def test_joints_of_a_residual_gated_model_leave_a_bound_below_1() -> None:
+    served = Served("gated-stable", {1e-5: 200, 0.0: 600})
+    tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=2700).tolist())
+    in_order, parallel = await both(served, tokens, None)
+    ends = [
+        (await served.engine.score(ScoreRequest(tokens, method, truncated=True))).error_bounds
+        for method in (ScoreMethod.SEQUENTIAL, ScoreMethod.PARALLEL)
+    ]
+    await served.engine.close()
+    assert 0 < parallel.max_residual <= 1e-5
+    assert parallel.error_bound is not None and 0 < parallel.error_bound < 0.5
+    probabilities = [np.exp([one or 0.0 for one in score.logprobs]) for score in (parallel, in_order)]
+    moved = np.abs(probabilities[0] - probabilities[1])
+    assert 0 < moved.max() <= parallel.error_bound
+    alone, joined = (np.array([1.0 if bound is None else bound for bound in bounds or ()]) for bounds in ends)
+    # The certificate's curve is almost 1 for the first tokens.
+    assert np.all(alone <= joined) and np.any(alone < joined) and joined[400:].max() < 0.6

@@ -97,7 +97,11 @@ async def test_a_truncated_sequence_runs_exactly_its_own_tokens(
         assert logprobs(answer) == pytest.approx(own, abs=1e-4)
         begun = await engine.submit(PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100))
         assert logprobs(begun) != pytest.approx(own, abs=1e-4)
-        assert (begun.error_bound, answer.error_bound) == (0.0, engine.manifest.certificate.error_bound_at(count))
+        curve = engine.manifest.certificate.error_bound_at(count)
+        assert begun.error_bound == 0.0
+        # The answer adds its own rounding to the curve, which is in exact arithmetic.
+        assert (curve is None) == (answer.error_bound is None)
+        assert curve is None or (answer.error_bound is not None and curve <= answer.error_bound <= 1)
     score = await engine.score(ScoreRequest(tokens, truncated=True))
     own_scores = [float(expected[index][token]) for index, token in enumerate(tokens[1:])]
     assert score.logprobs[1:] == pytest.approx(own_scores, abs=1e-4)
