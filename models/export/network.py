@@ -130,8 +130,8 @@ class NetworkWriter:
             x, r = self._normalise_off("norm", x, r, radius)
         if every:
             norms = self._norms()
-            ends = norms and graph.node("Gather", norms, last)
-            return SequenceRun(x, graph.node("Gather", x, last), after, ends, norms)
+            at_end = norms and graph.node("Gather", norms, last)
+            return SequenceRun(x, graph.node("Gather", x, last), after, at_end, norms)
         if radius is None:
             return SequenceRun("", x, after, self._norms())
         return SequenceRun("", x, after, self._norms(), "", radius.radius(r), stream, tuple(errors))

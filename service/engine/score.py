@@ -319,8 +319,8 @@ class Scorer:
             effect = self._effect(plan)
             if effect is None:
                 return 1.0
-            apart = max(float(readout.between_all(norms, effect).max()) for norms in plan.norms)
-            return float(total_variation(self._certificate.head_diameter, np.array(apart)))
+            furthest = max(float(readout.between_all(norms, effect).max()) for norms in plan.norms)
+            return float(total_variation(self._certificate.head_diameter, np.array(furthest)))
         rounding = self._certificate.between_runs()
         if self.propagation is None or rounding is None:
             return 1.0
