@@ -325,12 +325,14 @@ class Readout(Frozen):
     """Bounds the effect of float32 rounding on the answers of a residual network with one layer of an input-gated cell.
     `models/certificate/readout.py` has the theorem and its assumptions. No number here is measured.
 
+    It holds under the assumptions about float32 sums, LayerNorms and functions that are named there.
+
     Two runs over the same tokens read the same bits in their gates and candidates, so their states differ only by the
     rounding of the recurrence. Above the cell, each run adds the rounding of its own sums. LayerNorms amplify these
     differences. `between` reads the amplification from the answer's own LayerNorms.
 
     `width`, `epsilon`: H and the number that every LayerNorm adds to the variance.
-    `gate`: the bound of the relative rounding error of a gate.
+    `gate`: the largest relative excess of a computed gate over the certificate's bound of it.
     `name`: the name of the state tensor.
     `states`: the bound of the difference of the states of two runs, by unit and in the 2-norm.
     `state`: the bound of this difference after the mixing matrix, in the 2-norm.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from wane.models.certificate.computed import has_readout
 from wane.models.certificate.interval_rounding import norm_above
 from wane.models.certificate.layer_bound import Layer, LayerBound
 from wane.models.certificate.layers import build_layers
-from wane.models.certificate.readout import has_readout, readout_of
+from wane.models.certificate.readout import readout_of
 from wane.models.certificate.rounding import carry, worst_case
 from wane.models.certificate.stack import Stack, state_error_curve
 from wane.models.certificate.total_variation import head_diameter, total_variation

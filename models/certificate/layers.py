@@ -18,6 +18,7 @@ import numpy as np
 
 from wane.models.cell_registry import load
 from wane.models.certificate.admissible import Box, Inputs, Normalised, Rows
+from wane.models.certificate.computed import ComputedNormalised, ComputedRows, has_readout
 from wane.models.certificate.interval_rounding import Matrix
 from wane.models.certificate.layer_bound import Layer
 from wane.models.manifest import Architecture
@@ -45,9 +46,14 @@ def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: l
         rows = _float64(weights, "embedding.weight")
         if not residual:
             return Rows(rows)
-        return Rows.normalised(rows, _float64(weights, gain), _float64(weights, shift), architecture.norm_epsilon)
+        norm = _float64(weights, gain), _float64(weights, shift)
+        if has_readout(architecture):
+            cell = CellWeights.of(architecture, layer, weights)
+            return ComputedRows.of(rows, norm, architecture.norm_epsilon, cell.input)
+        return Rows.normalised(rows, *norm, architecture.norm_epsilon)
     if residual:
-        return Normalised(_float64(weights, gain), _float64(weights, shift))
+        kind = ComputedNormalised if has_readout(architecture) else Normalised
+        return kind(_float64(weights, gain), _float64(weights, shift))
     return Box(below[-1].bound.reach[0])
 
 

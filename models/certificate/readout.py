@@ -8,8 +8,14 @@ input x.
 **State.** Each run computes s' with one product and one sum, so its error is at most u f |s| + u |s'|, where u is the
 unit roundoff. Let r bound the unit's states and f its gates. The states of the two runs then differ by f e + 2 u (1 +
 f) r after a token if they differed by e before it. The effect of the cut shrinks by the gates, as in exact arithmetic.
-The rest is at most E = 2 u (1 + f) r / (1 - f), unit by unit, after any number of tokens. This holds for every token
-sequence, also for a token that is repeated for ever.
+The rest is at most E = 2 u (1 + f) r / (1 - f), unit by unit, after any number of tokens. Under the assumptions below,
+this holds for every token sequence, also for a token that is repeated for ever.
+
+**Gates and candidates.** Both runs read the same computed f and z, but these may be far from their values in exact
+arithmetic: the LayerNorm below the cell amplifies rounding if its input nearly vanishes. The curve, the factor, and the
+bound r are therefore those of computed values (`models/certificate/computed.py`). Without convolution blocks, the error
+of each token's pre-activations is bounded. Above convolution blocks, only the form of the cell is used: no gate is
+above the cap, and no candidate is above 1.
 
 **Readout.** `hidden` is computed from the state and x by two sums and up to two LayerNorms. Before a LayerNorm, the
 vectors of the two runs differ by the effect of E and by the rounding of one evaluation in each run. A LayerNorm
@@ -36,38 +42,23 @@ from collections.abc import Callable
 
 import numpy as np
 
-from wane.models.cell_registry import CELLS
 from wane.models.certificate.cells.gated import SMALLEST_GATE
+from wane.models.certificate.computed import FUNCTION, NORM, ROOM, SUMS, UNIT
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, spectral_norm
 from wane.models.certificate.layer_bound import Layer
-from wane.models.certificate.rounding import FUNCTION, UNITS
 from wane.models.certificate.total_variation import head_diameter
 from wane.models.manifest import Architecture, Readout, StateError
-from wane.models.weights import CellWeights, Weights, head_weight
-
-SUMS = 4.0
-"""See the module's docstring. On x86-64 processors with AVX2, the largest measured value is below 1."""
-
-NORM = 4.0
-"""See the module's docstring."""
-
-ROOM = 1 + 2.0**-10
-"""The factor by which bounds of exact values are multiplied to bound the computed values."""
-
-UNIT = UNITS["float32"]
-
-
-def has_readout(architecture: Architecture) -> bool:
-    """Returns whether this module bounds the rounding of the architecture."""
-    return architecture.block == "residual" and architecture.layers == 1 and CELLS[architecture.cell].input_gated
+from wane.models.weights import Weights, head_weight
 
 
 def states_apart(layer: Layer) -> Vector:
     """Returns E, the bound of the difference of the states of two runs that have read the same tokens, by unit."""
-    factor, reach = layer.bound.factor, layer.bound.reach[0] * ROOM
+    factor, reach = layer.bound.factor + UNIT * (FUNCTION + 2), layer.bound.reach[0] * ROOM
+    if not factor < 1:
+        return 2 * reach
     # A subnormal result has an absolute error, which the last term covers.
     apart: Vector = (2 * UNIT * (1 + factor) * reach + 2.0**-140) / (1 - factor) * ROOM
-    return apart
+    return np.minimum(apart, 2 * reach)
 
 
 def readout_of(architecture: Architecture, weights: Weights, layers: list[Layer]) -> Readout:
@@ -90,13 +81,10 @@ def readout_of(architecture: Architecture, weights: Weights, layers: list[Layer]
     terms = (hidden + 2) * UNIT / (1 - (hidden + 2) * UNIT)
     logit = terms * float((np.linalg.norm(head, axis=1) * widest * ROOM + bias).max())
     diameter = max(head_diameter(head), 1e-30)
-    cell = CellWeights.of(architecture, 0, weights)
-    into, cell_bias = cell.input
-    sizes = _gate_magnitudes(architecture, weights, into, np.abs(cell_bias))
     return Readout(
         width=hidden,
         epsilon=min(architecture.norm_epsilon, float(np.float32(architecture.norm_epsilon))),
-        gate=UNIT * (FUNCTION / SMALLEST_GATE + (SUMS * root) * sizes + 2) * ROOM,
+        gate=UNIT * (FUNCTION / SMALLEST_GATE + 2) * ROOM,
         name=architecture.layer_states(0)[0],
         states=StateError(box=float(box.max()), ball=norm_above(box)),
         state=min(spectral_norm(mix) * norm_above(box), furthest(mix, box)) * UP,
@@ -132,12 +120,3 @@ def furthest(matrix: Matrix, box: Vector) -> float:
     """Returns a bound of |matrix d|_2 over all d with |d_i| <= box_i."""
     gram = np.abs(matrix.T @ matrix)
     return float(np.sqrt(box @ gram @ box)) * (1 + 1e-9)
-
-
-def _gate_magnitudes(architecture: Architecture, weights: Weights, into: Matrix, bias: Vector) -> float:
-    """Returns a bound of the sum of magnitudes of a pre-activation of a gate."""
-    gain, shift = (weights[f"layers.0.norm.{part}"].astype(np.float64) for part in ("weight", "bias"))
-    root = float(np.sqrt(architecture.hidden))
-    sizes = np.linalg.norm(into * gain, axis=1) * root + np.abs(into) @ np.abs(shift) + bias
-    units = architecture.cell_units
-    return float(sizes[:units].max())

@@ -30,13 +30,14 @@ from numpy.typing import NDArray
 
 from wane.models.cell_registry import CELLS
 from wane.models.certificate.cell_step import CellStep, Deviations, States
+from wane.models.certificate.computed import has_readout
 from wane.models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
 from wane.models.certificate.feed_forward import Fed, FeedForward
 from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layer_norm import Between, Normalised
 from wane.models.certificate.layers import build_layers
-from wane.models.certificate.readout import has_readout, readout_of, states_apart
+from wane.models.certificate.readout import readout_of, states_apart
 from wane.models.manifest import Architecture, Readout
 from wane.models.weights import Weights
 

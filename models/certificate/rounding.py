@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 
 from wane.models.cell_registry import CELLS
+from wane.models.certificate.computed import FUNCTION
 from wane.models.certificate.interval_rounding import Matrix, Vector, norm_above
 from wane.models.certificate.layer_bound import Errors, Layer
 from wane.models.certificate.layers import inputs_of
@@ -34,9 +35,6 @@ from wane.models.weights import CellWeights, Weights
 
 DType = Literal["float32", "float64"]
 UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
-
-FUNCTION = 8
-"""The assumed absolute error of the sigmoid and tanh, whose values are at most 1, in units of roundoff."""
 
 ROUNDS = (16, 48, 96, 192, 384, 768)
 """The numbers of steps after which `worst_case` tests whether twice the current errors bound all later errors."""

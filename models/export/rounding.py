@@ -34,9 +34,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.certificate.computed import has_readout
 from wane.models.certificate.interval_rounding import Matrix
 from wane.models.certificate.layer_bound import Layer
-from wane.models.certificate.readout import has_readout
 from wane.models.certificate.rounding import carry
 from wane.models.certificate.stack import Stack
 from wane.models.manifest import Architecture, Rounding, StateError

@@ -19,9 +19,10 @@ from wane.models.weights import encode_weights
 WORDS = ("<unk>", "<eos>", *"abcdefghi")
 
 
-def words_tokenizer() -> str:
-    """Returns the tokenizer.json of a vocabulary of eleven words."""
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+def words_tokenizer(size: int = len(WORDS)) -> str:
+    """Returns the tokenizer.json of a vocabulary of at least eleven words."""
+    words = [*WORDS, *(f"word{index}" for index in range(len(WORDS), size))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return str(tokenizer.to_str())
 

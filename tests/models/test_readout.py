@@ -18,11 +18,15 @@ from tests.models.random_models import architecture, random_weights
 from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.certificate import certify
 from wane.models.certificate.layers import build_layers
+from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.readout import states_apart
 from wane.models.export import export_bundle
+from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.parity import OnnxGraphs
+from wane.models.export.roles import build_graph
 from wane.models.manifest import Architecture
 from wane.models.reference import Reference
+from wane.models.weights import encode_weights, tensor_extents
 from wane.service.engine.engine import Engine
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
@@ -77,7 +81,7 @@ def export(tmp_path: Path) -> Callable[..., Bundle]:
     """Returns a function that exports a model and opens the bundle."""
 
     def run(model: Architecture, weights: dict[str, NDArray[np.float32]]) -> Bundle:
-        fields: dict[str, Any] = {"vocabulary_kind": "words", "tokenizer_json": words_tokenizer()}
+        fields: dict[str, Any] = {"vocabulary_kind": "words", "tokenizer_json": words_tokenizer(model.vocabulary_size)}
         fields |= {"name": "model", "version": "1", "description": "", "window": 64, "max_window": HOLD + 1}
         fields |= {"quality": None, "provenance": PROVENANCE, "sample_tokens": [index % 11 for index in range(200)]}
         export_bundle(tmp_path / "model", architecture=model, weights=weights, **fields)
@@ -179,3 +183,84 @@ def test_a_bundle_of_an_earlier_version_is_not_certified(export: Callable[..., B
 def test_a_network_with_several_residual_layers_has_no_readout() -> None:
     model = architecture("gated", "residual", layers=2, gate_caps=(0.9, 0.9))
     assert certify(model, random_weights(model, 0), 8, None).readout is None
+
+
+ROUNDED = 1999
+"""A token that is neither in the sample nor among the random tokens of the checks at export."""
+
+
+def nearly_constant(case: str) -> tuple[Architecture, dict[str, NDArray[np.float32]]]:
+    """Returns a model for which the input of the LayerNorm below the cell nearly vanishes at the token ROUNDED. There,
+    the LayerNorm's output sums to zero in exact arithmetic, but not in float32. case: "gates", which this sum opens, or
+    "candidates", which this sum determines."""
+    width, trials = 8, 3000
+    epsilon, scale = (1e-10, 300.0) if case == "gates" else (1e-5, 1e5)
+    fields: dict[str, Any] = {"hidden": width, "embedding": width, "norm_epsilon": epsilon, "gate_caps": (0.98,)}
+    random = np.random.default_rng(0)
+    near = np.repeat((scale * (1 + 0.3 * random.random((trials, 1)))).astype(np.float32), width, axis=1)
+    near += np.spacing(near) * random.integers(-2, 3, size=near.shape).astype(np.float32)
+    probe = architecture("gated", "residual", vocabulary_size=trials, tied=False, **fields)
+    model = architecture("gated", "residual", vocabulary_size=ROUNDED + 1, tied=False, **fields)
+    weights = {name: value * 0 for name, value in random_weights(model, seed=0).items()}
+    weights["layers.0.norm.weight"][:] = weights["norm.weight"][:] = 1
+    for name in ("layers.0.cell.weight", "layers.0.mix.weight", "head.weight"):
+        weights[name] = random.normal(size=weights[name].shape).astype(np.float32)
+    matrix, bias = weights["layers.0.cell.weight"], weights["layers.0.cell.bias"]
+    matrix[:width], matrix[width:], bias[:width] = 0, 0.5 / width, -6
+    head = np.zeros((trials, width), np.float32), np.zeros(trials, np.float32)
+    data = encode_weights(weights | {"embedding.weight": near, "head.weight": head[0], "head.bias": head[1]})
+    zero = np.zeros((trials, width), np.float32)
+    with opened_step(build_graph("step", probe, WEIGHTS, tensor_extents(data)), data) as run:
+        sums = run("step", {"tokens": np.arange(trials), "layers.0.s": zero})["next.layers.0.s"].sum(axis=1)
+    weights["embedding.weight"] = random.normal(size=(ROUNDED + 1, width)).astype(np.float32)
+    weights["embedding.weight"][ROUNDED] = near[sums.argmax()]
+    if case == "gates":
+        matrix[:width], matrix[width:] = 16 / width, 0.3 * random.normal(size=(width, width))
+        weights["layers.0.mix.weight"] = np.eye(width, dtype=np.float32)
+    else:
+        matrix[width:], bias[:width] = 16 / width, 3
+    return model, weights
+
+
+@pytest.mark.parametrize("case", ["gates", "candidates"])
+def test_no_answer_is_false_if_the_input_of_the_norm_below_the_cell_vanishes(
+    export: Callable[..., Bundle], case: str
+) -> None:
+    model, weights = nearly_constant(case)
+    bundle = export(model, weights)
+    sequences = [[2, 3, 4, 5, *[ROUNDED] * held] for held in (4, 16, 64, 400)]
+    sequences += [[*[ROUNDED] * 60, *range(2, 9), *[3] * more] for more in (0, 20)]
+    requests = [
+        PredictRequest(tuple(tokens), mode=Mode.BOTH, window=window, top_k=2, prove=prove)
+        for tokens in sequences
+        for window in (4, 7, 16)
+        for prove in (False, True)
+    ]
+    for answer in answers(bundle, requests):
+        pair = answer.agreement
+        assert pair is not None
+        assert pair.top1_match or not pair.top1_proved
+        if bundle.manifest.certificate.certified:
+            assert pair.error_bound is not None and pair.state_error_bound is not None
+            assert pair.total_variation <= pair.error_bound + ROUNDING
+            assert pair.state_distance <= pair.state_error_bound
+
+
+@pytest.mark.parametrize("case", ["gates", "candidates"])
+def test_the_gates_and_candidates_that_the_graph_computes_are_within_the_bounds(
+    export: Callable[..., Bundle], case: str
+) -> None:
+    model, weights = nearly_constant(case)
+    (layer,) = build_layers(model, weights)
+    run, readout = OnnxGraphs(export(model, weights)).run, certify(model, weights, 8, None).readout
+    assert readout is not None
+    tokens, states = np.arange(ROUNDED + 1), [np.full((ROUNDED + 1, 8), value, np.float32) for value in (0, 1)]
+    ends = [run("step", {"tokens": tokens, "layers.0.s": state})["next.layers.0.s"] for state in states]
+    gates, held = ends[1].astype(np.float64) - ends[0], states[0]
+    kept = layer.step(layer.at_least((Perturbation.within(np.ones(8)),)), None).perturbations[0].box
+    assert np.all(gates <= kept * (1 + readout.gate) + 2.0**-22)
+    for _ in range(200):
+        held = run("step", {"tokens": tokens, "layers.0.s": held})["next.layers.0.s"]
+    assert np.all(np.abs(held) <= layer.bound.reach[0])
+    exact = Reference(model, weights).step(np.array([ROUNDED]), {"layers.0.s": np.zeros((1, 8))})[2]["layers.0.s"]
+    assert np.abs(ends[0][ROUNDED] - exact).max() > 1e-3, "the graph is exact, so this test checks nothing"

@@ -35,6 +35,8 @@ import numpy as np
 
 from wane.models.certificate.admissible import Inputs, Rows
 from wane.models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
+from wane.models.certificate.computed import FUNCTION, ComputedNormalised, ComputedRows
+from wane.models.certificate.computed import UNIT as UNIT_FLOAT32
 from wane.models.certificate.deviation import sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
 from wane.models.certificate.gates import GatePieces, GateProducts
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector
@@ -47,6 +49,9 @@ from wane.models.weights import CellWeights
 SMALLEST_GATE = 2.0**-6
 """The bounds of a first layer's error replace smaller gates by this value. The relative rounding error of all gates is
 then small, so that the bounds also hold for computed gates (`models/certificate/readout.py`)."""
+
+NEAR_1 = 1 - 2.0**-18
+"""A computed gate of at least this value is taken for 1, because rounding may raise its states without limit."""
 
 JOINT_TABLE = 4_000_000
 """The first layer's exact maximum needs a table (V, H) of the gates of all tokens and units. This is the largest number
@@ -61,10 +66,16 @@ class GatedLayer:
         self.hidden = len(bias) // 2
         reach = inputs.reach(weight, bias)
         gate, candidate = reach[: self.hidden], reach[self.hidden :]
+        self.computed = isinstance(inputs, ComputedRows | ComputedNormalised)
         self.low = np.minimum(0.0, np.tanh(candidate.low) * np.where(candidate.low < 0, UP, 1))
         self.high = np.maximum(0.0, np.tanh(candidate.high) * np.where(candidate.high > 0, UP, 1))
-        self.width = (self.high - self.low) * UP
         self.gate = np.minimum(cap * sigmoid(gate.high) * UP, cap)
+        if self.computed:
+            if self.gate.max() >= NEAR_1:
+                self.gate, cap = np.ones(self.hidden), 1.0
+            off, more = FUNCTION * UNIT_FLOAT32, _growth(float(self.gate.max()))
+            self.low, self.high = (self.low - off) * more, (self.high + off) * more
+        self.width = (self.high - self.low) * UP
         self.kept = np.maximum(self.gate, SMALLEST_GATE)
         self.pieces = GatePieces.of(gate, cap)
         self.tanh_slope = candidate.tanh_slope() * UP
@@ -107,6 +118,8 @@ class GatedLayer:
         assert self.into is not None, (
             "`fed` is given, but the layer's inputs are embeddings, which are equal in both runs: this is a bug"
         )
+        if self.computed:
+            return Errors((Perturbation.within(self.width),), (), steps, cut_only=False)
         gates, candidates = self.into
         moved = np.minimum(self.tanh_slope * candidates.rows_of(fed) * UP, self.width)
         off = self.width * gates.rows_of(fed) * UP
@@ -121,6 +134,16 @@ class GatedLayer:
         gate, candidate = before_gates[: self.hidden], before_gates[self.hidden :]
         off = self.width * (self.pieces.slope.max(axis=0) * gate + function)
         return (Perturbation.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
+
+
+def _growth(gate: float) -> float:
+    """Returns a factor by which the computed states may exceed the range of the candidates if no gate is above `gate`.
+
+    A token multiplies a state by the gate and adds at most (1 - gate) of the greatest candidate. The roundings of one
+    token raise the result by less than 8 u of itself, so the rises of all tokens are at most 16 u / (1 - gate - 16 u).
+    """
+    off = 2 * FUNCTION * UNIT_FLOAT32
+    return 1 + off / (1 - gate - off) if gate < NEAR_1 else 1.0
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
