@@ -35,7 +35,7 @@ all slots would be copied."""
 
 IR_VERSION = 10  # the oldest supported onnxruntime (1.20) can read this version
 
-FEW = 5
+FEW = 6
 """The number of columns of `few_logits` and `few_ids`."""
 
 CHECKED = ("logits", "hidden", "logprobs")

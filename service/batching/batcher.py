@@ -371,7 +371,8 @@ class Batcher:
         """Returns whether an item should run. Drops the item if its caller has left or its deadline has passed."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.done():  # the item was cancelled: the client disconnected or the deadline has passed
+        has_left = item.ticket.abandoned and not item.ticket.entered  # its task is cancelled in a later callback
+        if item.done() or has_left:  # the client disconnected or the deadline has passed
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:

@@ -520,7 +520,7 @@ class StepColumns:
             ]
         else:
             results.bounds = [self._bound_of_all] * len(batch)
-        width = min(max(FEW, *batch.top_k) + len(self._unlisted), outputs.most)
+        width = min(max(FEW, max(batch.top_k) + len(self._unlisted)), outputs.most)
         if self._cache is None:
             self._largest(results, outputs, width)
         else:

@@ -387,7 +387,9 @@ class Engine:
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
                 return pending
         ticket = Ticket(request.deadline)
-        return Pending.of(self._step(request, ticket), ticket)
+        # A later step of the session, in columns, could otherwise run before this step's task begins.
+        place = self.sessions.locks.reserve(request.session) if len(tokens) <= PIECE_TOKENS else None
+        return Pending.of(self._step(request, ticket, place), ticket)
 
     def take_step(
         self,
@@ -408,11 +410,23 @@ class Engine:
             and self._columns.take(session, token, expected_position, top_k, deadline, receiver, number)
         )
 
-    async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
-        self._limits.tokens(request.tokens)
-        self._limits.top_k(request.top_k)
-        self.admission.enter()
-        return await self._step_admitted(request, ticket)
+    async def _step(self, request: StepRequest, ticket: Ticket, place: asyncio.Future[None] | None) -> Answer:
+        """Like `submit`. `place`: the step's place among those that want the session's lock, if it has one."""
+        try:
+            self._limits.tokens(request.tokens)
+            self._limits.top_k(request.top_k)
+            self.admission.enter()
+        except BaseException:
+            if place is not None:
+                self.sessions.locks.give_up(request.session, place)
+            raise
+        if place is not None:
+            try:
+                await self.sessions.locks.hold(request.session, place)
+            except BaseException:
+                self.admission.leave()
+                raise
+        return await self._step_admitted(request, ticket, is_locked=place is not None)
 
     async def _step_admitted(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """Like `submit`, for a step that was checked and counted as active. `is_locked`: see `SessionSteps.step`."""

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 
-FEW = 5
-"""The number of largest logits per row that are read by default. A graph outputs more of them
+FEW = 6
+"""The number of largest logits per row that are read by default: for five predictions and one token that is not listed,
+such as `<unk>`. A graph outputs more of them
 (`TOP` in `models/bundle_checks.py`)."""
 
 FINITE = ("logits", HIDDEN, "logprobs")

@@ -27,6 +27,39 @@ class SessionLocks:
         self.waiting[session] = None
         return True
 
+    def reserve(self, session: str) -> asyncio.Future[None] | None:
+        """Takes a place among the requests that want the session's lock. Returns a future that is done as soon as the
+        place has the lock, or None if MOST_WAITERS requests wait already. The caller must later call `hold` or
+        `give_up`."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.take(session):
+            place.set_result(None)
+            return place
+        queue = self.waiting[session]
+        if queue is None:
+            queue = self.waiting[session] = deque()
+        if len(queue) >= MOST_WAITERS:
+            return None
+        queue.append(place)
+        return place
+
+    async def hold(self, session: str, place: asyncio.Future[None]) -> None:
+        """Waits until a place has the lock. The caller must later call `leave`."""
+        try:
+            await place
+        except asyncio.CancelledError:
+            self.give_up(session, place)
+            raise
+
+    def give_up(self, session: str, place: asyncio.Future[None]) -> None:
+        """Gives a place up. If it has the lock, the next place gets it."""
+        if place.done() and not place.cancelled():
+            self.leave(session)
+        else:
+            place.cancel()  # `leave` passes over it
+            with suppress(KeyError, TypeError, ValueError):
+                self.waiting[session].remove(place)  # type: ignore[union-attr]
+
     async def wait(self, session: str) -> None:
         """Waits for the session's lock and takes it. The caller must later call `leave`.
 
@@ -34,22 +67,10 @@ class SessionLocks:
         """
         if self.take(session):
             return
-        queue = self.waiting[session]
-        if queue is None:
-            queue = self.waiting[session] = deque()
-        if len(queue) >= MOST_WAITERS:
+        place = self.reserve(session)
+        if place is None:
             raise Overloaded(f"{MOST_WAITERS} requests are already waiting for session {id_of(session)!r}")
-        mine = asyncio.get_running_loop().create_future()
-        queue.append(mine)
-        try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.cancelled():
-                with suppress(ValueError):
-                    queue.remove(mine)
-            else:  # the request was cancelled after it got the lock
-                self.leave(session)
-            raise
+        await self.hold(session, place)
 
     def leave(self, session: str) -> None:
         """Releases the session's lock. The next waiting request gets the lock, if there is one."""

@@ -47,7 +47,7 @@ from wane.service.runners.onnx_device import (
     length_bucket,
     open_runner,
 )
-from wane.service.runners.outputs import Outputs
+from wane.service.runners.outputs import FEW, Outputs
 from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
@@ -581,7 +581,9 @@ async def test_steps_with_a_cache_copy_logits_but_no_states(make_engine: MakeEng
     indexes = 2 * 5 * 8  # of the rows whose logits and ids are copied, and the number of ids
     of_norms = 5 * 8  # the indexes of the rows of `norms`
     assert to_device == 8 * 16 + 5 * 16 + indexes + of_norms + 8
-    assert to_host == 8 * 76 + 5 * (4 * vocabulary + (4 + 8) * most + 4 * bundle.manifest.architecture.norm_columns)
+    assert to_host == 8 * (16 + FEW * (4 + 8)) + 5 * (
+        4 * vocabulary + (4 + 8) * most + 4 * bundle.manifest.architecture.norm_columns
+    )
 
 
 async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
@@ -619,5 +621,5 @@ async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
             assert copies.take() == (8, engine.state_cache.slot_bytes)
         counted.append(found)
     assert counted[0] == counted[1]
-    few = 5 * (4 + 8)
+    few = FEW * (4 + 8)
     assert counted[0]["step"] == (4 * 8, few + 4 + 4 + 8)

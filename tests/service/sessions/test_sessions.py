@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.service.engine.test_claims import EVERYTHING, Tally
+from tests.service.engine.test_claims import ALL, EVERYTHING, Tally
 from tests.service.engine.test_step import expected, ranked
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.oracle import ROUNDING, Small
@@ -203,18 +203,18 @@ async def test_the_bounds_of_a_restored_session_hold(cell: Cell, seed: int, lost
     small, tally, random = Small(cell, "plain", 1, seed, 0.5, beside=beside), Tally(), np.random.default_rng(seed)
     tokens = random.integers(EVERYTHING, size=42).tolist()
     view = await small.engine.create_session("s", history=History(tuple(tokens[lost:]), 42))
-    answer = await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING))
+    answer = await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING, filter=ALL))
     tally.check(small, tokens, answer)
     if view.error_bound is not None:
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH, None, Mode.RECURRENT):
         tokens.append(int(random.integers(EVERYTHING)))
-        step = StepRequest("s", (tokens[-1],), mode, top_k=EVERYTHING)
+        step = StepRequest("s", (tokens[-1],), mode, top_k=EVERYTHING, filter=ALL)
         tally.check(small, tokens, await small.engine.submit(step))
         small.engine.state_cache.drop("s")
     await small.engine.rewind("s", len(tokens) - 3)
     del tokens[-3:]
-    tally.check(small, tokens, await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING)))
+    tally.check(small, tokens, await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING, filter=ALL)))
     await small.engine.close()
 
 
