@@ -74,7 +74,7 @@ def test_a_server_is_built_from_this_tree_for_its_device(service: dict[str, Any]
 @each_server
 def test_a_server_listens_at_the_published_port(service: dict[str, Any]) -> None:
     port = as_settings(service["environment"]).port
-    assert [*service.get("expose", ()), *(entry.rsplit(":", 1)[1] for entry in published(service))] == [str(port)]
+    assert {*service.get("expose", ()), *(entry.rsplit(":", 1)[1] for entry in published(service))} == {str(port)}
 
 
 @each_server
@@ -114,6 +114,9 @@ def test_secrets_are_mounted_as_folders_and_not_as_files(service: dict[str, Any]
     assert "secrets" not in service
     named = set(re.findall(r"/run/secrets/(\w+)", json.dumps(service)))
     mounts = [one for one in service.get("volumes", ()) if isinstance(one, dict)]
+    for bundles in [mount for mount in mounts if mount["target"] == service.get("environment", {}).get("WANE_BUNDLES")]:
+        assert (bundles["type"], bundles["read_only"]) == ("bind", True)
+        mounts.remove(bundles)
     assert bool(named) <= bool(mounts)
     secrets.make(tmp_path / "secrets")
     for mount in mounts:

@@ -58,7 +58,7 @@ def test_the_commands_that_train_a_model_of_clicks_reach_the_stated_scores(tmp_p
     assert stated is not None
     model, optimum, *others = map(float, stated.groups())
     assert reached == pytest.approx([optimum, model, *others], abs=0.01)
-    serving = Command(0, serve.replace("runs/", f"{tmp_path}/"), '...\n{..."message":"ready"...}\n', background=True)
+    serving = Command(0, serve.replace("runs/", f"{tmp_path}/"), "...\nready: http://127.0.0.1:...\n", background=True)
     run([serving, *parse(README, "shop")], ROOT, environment, lambda text: text.replace("8000", str(port)))
 
 

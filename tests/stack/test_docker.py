@@ -74,7 +74,8 @@ class Deployment:
         self.folder = folder
         self.secrets = folder / "secrets"
         secrets.make(self.secrets)
-        (folder / "deploy").symlink_to(ROOT / "deploy")
+        for name in ("deploy", "models"):
+            (folder / name).symlink_to(ROOT / name)
 
     def compose(self, *arguments: str) -> str:
         project = (f"--project-name={PROJECT}", f"--project-directory={self.folder}", f"--file={COMPOSE}")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from wane.models.bundle import Bundle
 from wane.models.certificate.total_variation import total_variation
 from wane.models.reference import Reference
+from wane.service.engine.agreement import FLOAT32_ROUNDING
 
 Answers = Mapping[int, Mapping[str, Any]]
 """The JSON documents of the answers to a session's steps. The key is the session's position after the step."""
@@ -49,11 +50,13 @@ class ReferenceRun:
     def __init__(self, path: Path) -> None:
         bundle = Bundle.open(path)
         certificate = bundle.manifest.certificate
-        assert certificate.certified and certificate.rounding is not None and certificate.head_diameter is not None
+        assert certificate.certified and certificate.head_diameter is not None
         self._reference = Reference(bundle.manifest.architecture, bundle.weights())
         self._eos = bundle.manifest.vocabulary.eos_id
-        between_runs = np.array(certificate.rounding.between_runs)
-        self._rounding = float(total_variation(certificate.head_diameter, between_runs))
+        self._rounding = FLOAT32_ROUNDING
+        if certificate.rounding is not None:
+            between_runs = np.array(certificate.rounding.between_runs)
+            self._rounding = float(total_variation(certificate.head_diameter, between_runs))
 
     def compare(self, sessions: Sequence[tuple[Sequence[int], Answers]]) -> Compared:
         """Compares every answer of every session with the reference. Each session is given as its tokens and its
