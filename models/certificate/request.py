@@ -116,6 +116,8 @@ class RequestBound:
             Block(architecture, index, self._of(f"layers.{index}."), layer.bound.reach)
             for index, layer in enumerate(layers)
         ]
+        if self.readout is not None and self.readout.slope is not None:
+            self.layers[0].slope = self.readout.slope
 
     def __call__(self, windows: NDArray[np.int64]) -> WindowBound:
         """Returns the bounds of `windows`, token ids (B, k), k >= 1."""
@@ -212,6 +214,7 @@ class Block:
         recurrent = [] if cell.recurrent_tensors is None else read(cell.recurrent_tensors, "")
         self.cell = CellStep(architecture.cell, architecture.gate_cap(index), inflow, recurrent, reach)
         self.feed_forward: FeedForward | None = None
+        self.slope = np.inf  # a Lipschitz constant of the feed-forward part, if a readout has one
         if self._residual:
             self.mix = Linear(weights["mix.weight"])
             if architecture.feed_forward:
@@ -253,7 +256,7 @@ class Block:
         out = self.feed_forward(norm.value, norm.ball, partial(norm.seen_by, self._between, box, rest + off))
         x = x + out.value
         off = off + roundoff(1) * np.linalg.norm(x, axis=1) + (0.0 if evaluated is None else evaluated.fed)
-        return x, ball + out.ball + off, Step(state, error, off, mixed, norm, out)
+        return x, ball + np.minimum(out.ball, norm.ball * self.slope) + off, Step(state, error, off, mixed, norm, out)
 
 
 Seen = tuple[Matrix, Matrix]

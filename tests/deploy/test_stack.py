@@ -65,7 +65,9 @@ def test_a_process_runs_what_its_container_runs(stack: Stack, tmp_path: Path, na
             own = in_the_container(stack, name, here)
             assert own in (there, there.replace("0.0.0.0:", f"{name}:").replace("*:", f"{name}:"))
     assert command.arguments[1 + len(arguments) :] == (
-        ("--bind", "127.0.0.1", "--port", str(stack.processes[name].port)) if name == "redis" else ()
+        ("--bind", "127.0.0.1", "--port", str(stack.processes[name].port), "--set-proc-title", "no")
+        if name == "redis"
+        else ()
     )
 
 

@@ -53,6 +53,7 @@ class ReferenceRun:
         assert certificate.certified and certificate.head_diameter is not None
         self._reference = Reference(bundle.manifest.architecture, bundle.weights())
         self._eos = bundle.manifest.vocabulary.eos_id
+        self._unlisted = bundle.vocabulary.unlisted
         self._rounding = FLOAT32_ROUNDING
         if certificate.rounding is not None:
             between_runs = np.array(certificate.rounding.between_runs)
@@ -82,6 +83,7 @@ class ReferenceRun:
                 broken.append(
                     f"{where}: the distance from the reference is {distance:g}, but the answer claims at most {bound:g}"
                 )
+            probabilities[[*self._unlisted]] = 0  # `top1_proved` is about the listed tokens
             if answer["top1_proved"] and answer["predictions"][0]["token_id"] != int(probabilities.argmax()):
                 broken.append(f"{where}: the first token is claimed as proved, but another token is the most probable")
         return Compared(**count, largest=largest, of_bounds=of_bounds, broken=tuple(broken))
