@@ -299,11 +299,11 @@ class _Check:
                 raise ParityError(
                     f"{role}, {case}: {name} differs from the oracle by {difference:.3g}, tolerance {self._tolerance:g}"
                 )
+            self._worst = max(self._worst, difference)
         if EVERY_NORMS in outputs:
             last = outputs[EVERY_NORMS][np.arange(len(feeds["lengths"])), feeds["lengths"] - 1]
             if not np.array_equal(last, outputs[NORMS]):
                 raise ParityError(f"{role}, {case}: {EVERY_NORMS} after the last token differs from {NORMS}")
-            self._worst = max(self._worst, difference)
         if any(name in outputs for name in TOP):
             _check_top(f"{role}, {case}", outputs)
         return outputs
