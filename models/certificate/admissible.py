@@ -5,7 +5,8 @@ input of a higher layer is bounded by a box (|x_i| <= b_i) or, after a LayerNorm
 
 The inputs of a cell that `models/certificate/readout.py` bounds are those that float32 graphs compute. In exact
 arithmetic they are outputs of a LayerNorm. If the LayerNorm's input nearly vanishes, the computed output may be far
-from the exact one, and so may the gates and candidates. `ComputedRows` and `ComputedNormalised` bound the computed values.
+from the exact one, and so may the gates and candidates. `ComputedRows` and `ComputedNormalised` bound the computed
+values.
 
 All bounds are in float64 and rounded outward. The rounding error of a sum of I products is at most about I * 2^-53
 times the sum of the products' absolute values. Because products may cancel, this error may be far larger than the last

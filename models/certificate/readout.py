@@ -12,10 +12,10 @@ The rest is at most E = 2 u (1 + f) r / (1 - f), unit by unit, after any number 
 this holds for every token sequence, also for a token that is repeated for ever.
 
 **Gates and candidates.** Both runs read the same computed f and z, but these may be far from their values in exact
-arithmetic: the LayerNorm below the cell amplifies rounding if its input nearly vanishes. The curve, the factor, and the
-bound r are therefore those of computed values (`models/certificate/admissible.py`). Without convolution blocks, the
-error of each token's pre-activations is bounded. Above convolution blocks, only the form of the cell is used: no gate is
-above the cap, and no candidate is above 1.
+arithmetic: the LayerNorm below the cell amplifies rounding if its input nearly vanishes. The curve, the factor, and
+the bound r are therefore those of computed values (`models/certificate/admissible.py`). Without convolution blocks,
+the error of each token's pre-activations is bounded. Above convolution blocks, only the form of the cell is used: no
+gate is above the cap, and no candidate is above 1.
 
 **Readout.** `hidden` is computed from the state and x by two sums and up to two LayerNorms. Before a LayerNorm, the
 vectors of the two runs differ by the effect of E and by the rounding of one evaluation in each run. A LayerNorm
