@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wane.models.certificate.computed import has_readout
+from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.interval_rounding import norm_above
 from wane.models.certificate.layer_bound import Layer, LayerBound
 from wane.models.certificate.layers import build_layers

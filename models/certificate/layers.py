@@ -17,8 +17,15 @@ from collections.abc import Callable
 import numpy as np
 
 from wane.models.cell_registry import load
-from wane.models.certificate.admissible import Box, Inputs, Normalised, Rows
-from wane.models.certificate.computed import ComputedNormalised, ComputedRows, has_readout
+from wane.models.certificate.admissible import (
+    Box,
+    ComputedNormalised,
+    ComputedRows,
+    Inputs,
+    Normalised,
+    Rows,
+    has_readout,
+)
 from wane.models.certificate.interval_rounding import Matrix
 from wane.models.certificate.layer_bound import Layer
 from wane.models.manifest import Architecture

@@ -12,10 +12,10 @@ The rest is at most E = 2 u (1 + f) r / (1 - f), unit by unit, after any number 
 this holds for every token sequence, also for a token that is repeated for ever.
 
 **Gates and candidates.** Both runs read the same computed f and z, but these may be far from their values in exact
-arithmetic: the LayerNorm below the cell amplifies rounding if its input nearly vanishes. The curve, the factor, and the
-bound r are therefore those of computed values (`models/certificate/computed.py`). Without convolution blocks, the error
-of each token's pre-activations is bounded. Above convolution blocks, only the form of the cell is used: no gate is
-above the cap, and no candidate is above 1.
+arithmetic: the LayerNorm below the cell amplifies rounding if its input nearly vanishes. The curve, the factor, and
+the bound r are therefore those of computed values (`models/certificate/admissible.py`). Without convolution blocks,
+the error of each token's pre-activations is bounded. Above convolution blocks, only the form of the cell is used: no
+gate is above the cap, and no candidate is above 1.
 
 **Readout.** `hidden` is computed from the state and x by two sums and up to two LayerNorms. Before a LayerNorm, the
 vectors of the two runs differ by the effect of E and by the rounding of one evaluation in each run. A LayerNorm
@@ -42,8 +42,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from wane.models.certificate.admissible import FUNCTION, NORM, ROOM, SUMS
+from wane.models.certificate.admissible import UNIT_FLOAT32 as UNIT
 from wane.models.certificate.cells.gated import SMALLEST_GATE
-from wane.models.certificate.computed import FUNCTION, NORM, ROOM, SUMS, UNIT
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, spectral_norm
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.total_variation import head_diameter

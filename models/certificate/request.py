@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.cell_registry import CELLS
+from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.cell_step import CellStep, Deviations, States
-from wane.models.certificate.computed import has_readout
 from wane.models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
 from wane.models.certificate.feed_forward import Fed, FeedForward
 from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff

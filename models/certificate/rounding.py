@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from wane.models.cell_registry import CELLS
-from wane.models.certificate.computed import FUNCTION
+from wane.models.certificate.admissible import FUNCTION
 from wane.models.certificate.interval_rounding import Matrix, Vector, norm_above
 from wane.models.certificate.layer_bound import Errors, Layer
 from wane.models.certificate.layers import inputs_of

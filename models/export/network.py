@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wane.models.cell_registry import CELLS
-from wane.models.certificate.computed import has_readout
+from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.request import RequestBound
 from wane.models.export.cell_writer import InputGatedWriter, build_cell
 from wane.models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.computed import has_readout
+from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.interval_rounding import Matrix
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.rounding import carry

@@ -13,7 +13,7 @@ from tests.models.rounding import rounding
 from tests.service.engine_harness import InOrder, make_manifest, name_vocabulary
 from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
-from wane.models.certificate.computed import has_readout
+from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.request import RequestBound
 from wane.models.manifest import Architecture, Manifest, Role
 from wane.models.reference import Reference, State

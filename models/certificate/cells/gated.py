@@ -33,10 +33,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from wane.models.certificate.admissible import Inputs, Rows
+from wane.models.certificate.admissible import FUNCTION, UNIT_FLOAT32, ComputedNormalised, ComputedRows, Inputs, Rows
 from wane.models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
-from wane.models.certificate.computed import FUNCTION, ComputedNormalised, ComputedRows
-from wane.models.certificate.computed import UNIT as UNIT_FLOAT32
 from wane.models.certificate.deviation import sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
 from wane.models.certificate.gates import GatePieces, GateProducts
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector
