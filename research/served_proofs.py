@@ -193,7 +193,9 @@ async def _compared(
         shares /= shares.sum()
         bounds[index], proved[index] = answer.error_bound, answer.top1_proved
         observed[index] = np.abs(shares - exact).sum() / 2
-        equal[index] = answer.predictions[0].token_id == exact.argmax()
+        listed = exact.copy()
+        listed[[*engine.vocabulary.unlisted]] = 0  # a first token is proved among the listed tokens
+        equal[index] = answer.predictions[0].token_id == listed.argmax()
         progress.advance(task)
     progress.remove_task(task)
     return {

@@ -145,7 +145,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.pluginmanager.hasplugin("dsession"):
+    if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Workers())
 
 
