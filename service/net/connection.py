@@ -247,6 +247,7 @@ class Connection(asyncio.Protocol):
         if not self.has_ended:
             self.pass_on(head)
         if self.is_handshake and self.frames is None:
+            self.stop_timer()
             self.closes = True  # uvicorn ignores the Upgrade field, and would not read a further request
         return True
 

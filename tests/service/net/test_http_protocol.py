@@ -350,3 +350,15 @@ async def test_a_session_id_of_dots_is_refused_on_every_route(session: bytes) ->
         assert b"101 Switching" in said
         writer.close()
         assert engine_of(server).asked == []
+
+
+async def test_a_slow_answer_to_a_request_with_a_useless_upgrade_field_is_sent() -> None:
+    """uvicorn ignores the field, because the request has no Connection field with the token `upgrade`."""
+    async with serving(header_timeout_s=SOON_S) as server, held(server) as (engine, wait):
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(b"GET /v1/sessions/s HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\n\r\n")
+        await engine.waiting.wait()
+        await asyncio.sleep(2 * SOON_S)
+        wait.set()
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
