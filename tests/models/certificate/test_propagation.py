@@ -94,7 +94,7 @@ def test_chunk_boundaries_too_close_together_have_no_bound() -> None:
 
 def test_the_front_s_state_is_not_counted() -> None:
     front = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
-    reference, propagation = contractive("gated", "residual", 3, feed_forward=5, front=front)
+    reference, propagation = contractive("gated", "residual", 3, feed_forward=5, front=front, gate_caps=(0.9,))
     (before,) = (tensor for tensor in reference.architecture.state_tensors() if tensor.name.startswith("front."))
     joint = {"layers.0.s": np.full(6, 1e-5)}
     least = propagation.apart({**joint, before.name: np.zeros(before.shape)}, 1024)
