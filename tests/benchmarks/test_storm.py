@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -15,16 +12,7 @@ from wane.service.batching.scheduler import COLUMNS
 from wane.service.batching.ticket import Ticket, WorkItem
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
-def test_a_batch_has_the_oldest_item_and_others_of_its_role_and_put_back_items_come_first(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+async def test_a_batch_has_the_oldest_item_and_others_of_its_role_and_put_back_items_come_first() -> None:
     queue = FirstCome(max_batch_size=2)
     roles: tuple[Role, ...] = ("window", "step", "window", "window")
     items = [WorkItem(Work(role, np.ones(1, np.int64)), Ticket()) for role in roles]
@@ -38,7 +26,7 @@ def test_a_batch_has_the_oldest_item_and_others_of_its_role_and_put_back_items_c
     assert [queue.take(lambda _: True) for _ in range(3)] == [[step], [third], []]
 
 
-def test_the_steps_in_columns_are_a_separate_batch(loop: asyncio.AbstractEventLoop) -> None:
+async def test_the_steps_in_columns_are_a_separate_batch() -> None:
     queue = FirstCome(max_batch_size=4)
     first, second = (WorkItem(Work("step", np.ones(1, np.int64)), Ticket()) for _ in range(2))
     columns = WorkItem(COLUMNS, Ticket())
