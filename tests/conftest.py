@@ -79,7 +79,7 @@ REST = [
     )
 ]
 LEFT_OUT = "stack, containers, clients, training, benchmarks, research, fuzz tests, wheel"
-MAX_WORKER_BYTES = 2**31
+MAX_WORKER_BYTES = 3 * 2**30
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
 
