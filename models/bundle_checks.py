@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import stat
+from io import BufferedReader
 from math import isclose
 from pathlib import Path
-from typing import BinaryIO
 
 from pydantic import ValidationError
 
@@ -60,7 +60,7 @@ class BundleExistsError(BundleError):
         self.replaceable = replaceable
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a file of a bundle. A symbolic link is followed. Raises BundleError if the file is missing, cannot be
     opened, or is not a regular file: reading a FIFO or a device may block forever."""
     try:
