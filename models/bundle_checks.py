@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
+from io import BufferedReader
 from math import isclose
 from pathlib import Path
 
@@ -35,6 +38,10 @@ WEIGHT_TOLERANCE = 1e-6
 LSTM's recurrent matrix is nearly zero."""
 
 
+MANIFEST_BYTES = 16 * 2**20
+"""The largest accepted size of a manifest in bytes."""
+
+
 class BundleError(Exception):
     """Raised for a bundle that cannot be served. The message names the file, the field, and the expected and actual
     values."""
@@ -53,14 +60,64 @@ class BundleExistsError(BundleError):
         self.replaceable = replaceable
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Opens a file of a bundle. A symbolic link is followed. Raises BundleError if the file is missing, cannot be
+    opened, or is not a regular file: reading a FIFO or a device may block forever."""
+    try:
+        _check_regular(path, path.stat().st_mode)  # opening a device may already have an effect
+        # Without O_NONBLOCK, opening a FIFO that has replaced the file meanwhile would block.
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    except FileNotFoundError as error:
+        raise BundleError(f"{path}: the file is missing") from error
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        _check_regular(path, os.fstat(file.fileno()).st_mode)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise BundleError(f"{path}: must be a regular file, or a link to one, but is {_KINDS.get(stat.S_IFMT(mode))}")
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """Returns the contents of a bundle's manifest. Raises BundleError if it cannot be read or is longer than
+    MANIFEST_BYTES."""
+    with open_regular(path / MANIFEST) as file:
+        try:
+            raw = file.read(MANIFEST_BYTES + 1)
+        except OSError as error:
+            raise BundleError(f"{path / MANIFEST}: cannot be read: {error.strerror}") from error
+    if len(raw) > MANIFEST_BYTES:
+        raise BundleError(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
+    return raw
+
+
 def read_manifest(path: Path) -> Manifest:
+    """Returns the manifest of the bundle in the folder `path`. Raises BundleError."""
+    return parse_manifest(path, manifest_bytes(path))
+
+
+def parse_manifest(path: Path, contents: bytes) -> Manifest:
+    """Returns the manifest with these contents. Raises BundleError. `path`: the bundle's folder, for the message."""
     file = path / MANIFEST
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BundleError(f"{file}: the file is missing") from error
+        raw = json.loads(contents.decode())
     # ValueError is also raised for invalid UTF-8 and for very long integers.
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -112,12 +169,12 @@ def check_names(path: Path, manifest: Manifest) -> None:
 
 
 def check_hash(path: Path, expected: str) -> None:
-    try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except FileNotFoundError as error:
-        raise BundleError(f"{path}: the file is missing") from error
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error}") from error
+    """Raises BundleError unless the file has the expected SHA-256."""
+    with open_regular(path) as file:
+        try:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
     if found != expected:
         raise BundleError(f"{path}: SHA-256 differs: expected {expected}, found {found}")
 

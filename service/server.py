@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
@@ -45,6 +46,7 @@ def spare_the_processors(environment: Mapping[str, str]) -> None:
 KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (20_000, 10, 10)  # garbage collections can be rare, because requests create few reference cycles
 CLOSE_S = 5  # the time after the drain in which clients can read the rest of their responses
+END_S = 5  # the time after the server has stopped in which its threads can end
 
 
 class Announcer:
@@ -169,10 +171,32 @@ def run(settings: Settings) -> None:
         timeout_graceful_shutdown=CLOSE_S,
     )
     server = DrainingServer(config, partial(drain, registry, settings.shutdown_delay_ms / 1000), announcer.listening)
-    server.run()
-    if tracing is not None:
-        tracing.close()
+
+    async def serve() -> None:
+        await server.serve()
+        if tracing is not None:
+            tracing.close()
+        end_at_the_latest(failed=bool(failures) or registry.unsaved is not None)
+
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(serve())
     SERVICE.info("stopped")
     logs.flush()
     if failures:
         raise failures[0]
+    if registry.unsaved is not None:
+        raise registry.unsaved
+
+
+def end_at_the_latest(*, failed: bool) -> None:
+    """Ends the process after END_S seconds, even if a thread still runs, for example one that reads a disk that does
+    not answer. Python itself waits for its threads forever. `failed`: whether the exit status is 1."""
+
+    def end() -> None:
+        SERVICE.warning("the process ends although a thread still runs")
+        logs.flush()
+        os._exit(int(failed))
+
+    timer = threading.Timer(END_S, end)
+    timer.daemon = True
+    timer.start()

@@ -220,6 +220,11 @@ class Settings(BaseModel):
         description="time for which a stopping server still accepts requests, while /readyz already answers 503; "
         "no request is rejected if the load balancer notices the 503 within this time",
     )
+    load_timeout_s: float = Field(
+        default=600,
+        gt=0,
+        description="time after which the server gives up reading a bundle, because its disk does not answer",
+    )
     drain_timeout_ms: int = Field(
         default=10_000, ge=0, description="timeout for requests in flight when the server stops"
     )

@@ -15,10 +15,13 @@ from wane.service import server
 from wane.service.auth.keys import KeysError
 from wane.service.registry.registry import RegistryError
 from wane.service.runners.runner import DeviceError
-from wane.service.sessions.stores.store import StoreError
+from wane.service.sessions.stores.store import StoreError, UnsavedSessions
 from wane.service.settings import Settings, SettingsError
 
 FAILURES = (SettingsError, RegistryError, KeysError, StoreError, BundleError, DeviceError, OSError, UnicodeError)
+
+UNSAVED = 1
+"""The exit status if the sessions in memory could not be saved at the end."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     check_session_file(settings)
     if sys.stdout.isatty() and sys.stderr.isatty() and "log_level" not in settings.model_fields_set:
         settings = settings.model_copy(update={"log_level": "warning"})  # so that the line `ready:` stands alone
-    server.run(settings)
+    try:
+        server.run(settings)
+    except UnsavedSessions as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return UNSAVED
     return 0
 
 

@@ -22,6 +22,7 @@ from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import FORBID, Preferences, Sampler, log_softmax, most_probable
+from wane.service.engine.turns import Turns
 from wane.service.types import (
     Finish,
     FinishReason,
@@ -241,9 +242,10 @@ async def generate(
     ticket: Ticket,
     share: Share,
     cache: CacheMixture | None,
+    turns: Turns,
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
-    `RunResult.mix`."""
+    `RunResult.mix`. `turns`: the turns of all generations of the model."""
     preferences: Preferences | None = None
     bias = dict(request.logit_bias or {})
     never_drawn = vocabulary.never_drawn(include_unknown=request.include_unknown)
@@ -257,6 +259,7 @@ async def generate(
     start = source.start
     recent = deque(start.history, maxlen=0 if cache is None else cache.length)
     while True:
+        await turns.take(vocabulary.size)
         position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
         if source.window is not None:
             known = min(source.window, known)

@@ -20,6 +20,7 @@ from wane.service.engine.bounds import meets
 from wane.service.engine.forward import Forward, sequence, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource, generate
 from wane.service.engine.limits import Limits
+from wane.service.engine.turns import Turns
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import StatePool
 from wane.service.types import (
@@ -58,6 +59,7 @@ class Predictor:
         self._answer_builder = answer_builder
         self._cost_model = cost_model
         self._has_radius_output = has_radius_output
+        self._turns = Turns()
 
     def seconds(self, request: PredictRequest) -> float:
         """Returns the expected seconds of a prediction's runs."""
@@ -79,6 +81,7 @@ class Predictor:
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """Predicts the token after the request's tokens."""
+        await self._turns.take(len(request.filter.exclude) + len(request.filter.candidates or ()))
         ranking = self._answer_builder.rankings.of(request.filter, request.tokens)
         if not self._runs(request):
             empty_mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode
@@ -181,4 +184,4 @@ class Predictor:
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
         """Like `generate`, but takes the distributions from `source`."""
         cache = self._answer_builder.cache if request.cache else None
-        return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share, cache)
+        return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share, cache, self._turns)

@@ -16,6 +16,9 @@ SERVICE = logging.getLogger("wane")
 
 WAIT_S = 0.05  # the longest time in seconds that a log line waits for further lines before it is written
 
+LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+"""Escapes the characters that JSON allows in a string, but that some readers regard as the end of a line."""
+
 
 class JsonFormatter(logging.Formatter):
     """Formats a record as one line: time, level, logger, message, then the fields in `extra={"fields": {...}}`."""
@@ -31,7 +34,8 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         try:
-            return orjson.dumps(line, default=str).decode()
+            text = orjson.dumps(line, default=str).decode()
+            return text if text.isascii() else text.translate(LINE_BREAKS)
         except TypeError:  # orjson rejects strings with a lone surrogate
             return json.dumps(line, default=str)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +50,40 @@ class LoadedBundle:
         self.runner.close()
         if self.shadow is not None:
             self.shadow.close()
+
+
+async def read_and_open(load: Callable[[], LoadedBundle], name: str) -> LoadedBundle:
+    """Runs `load` on a thread of its own, and returns the result. If the caller is cancelled, the thread is abandoned:
+    nothing waits for it, not even the end of the process, and a later result is closed. A disk may block a thread
+    forever. `name`: the model's name, for the name of the thread."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[LoadedBundle] = loop.create_future()
+
+    def settle(opened: LoadedBundle | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            if opened is not None:
+                opened.close()
+        elif error is not None:
+            done.set_exception(error)
+        elif opened is not None:
+            done.set_result(opened)
+
+    def run() -> None:
+        opened, failure = None, None
+        try:
+            opened = load()
+        except BaseException as error:
+            failure = error
+        with suppress(RuntimeError):  # the event loop is closed if the process is ending
+            loop.call_soon_threadsafe(settle, opened, failure)
+
+    thread = threading.Thread(target=run, name=f"load-{name}", daemon=True)
+    thread.start()
+    try:
+        return await done
+    finally:
+        if not done.cancelled():
+            thread.join()  # it has delivered its result, so it ends now
 
 
 def read(path: Path) -> Bundle:

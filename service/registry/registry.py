@@ -30,7 +30,7 @@ from wane.service.registry.repository import FoundBundle, Repository, Repository
 from wane.service.registry.swap import Epochs, ModelLifecycle, RetiredEngines
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
-from wane.service.sessions.stores.store import Store, StoreHealth
+from wane.service.sessions.stores.store import Store, StoreHealth, UnsavedSessions
 from wane.service.settings import Settings
 from wane.service.types import Condition, id_of
 
@@ -75,6 +75,7 @@ class ModelRegistry:
         self._status = "loading"
         self._leaving = False
         self.session_store: Store | None = None
+        self.unsaved: UnsavedSessions | None = None  # why `close` could not save the sessions in memory
         self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
         self.retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
@@ -354,8 +355,11 @@ class ModelRegistry:
         await asyncio.gather(*(engine.close() for engine in engines))
         # The store is closed before the wait for loads, because that wait may exceed the shutdown timeout.
         if self.session_store is not None:
-            await self.session_store.close()
-        await asyncio.gather(*self.lifecycle.tasks, return_exceptions=True)
+            try:
+                await self.session_store.close()
+            except UnsavedSessions as error:
+                self.unsaved = error
+        await self.lifecycle.end_loads()
         for engine in engines:
             engine.discard()
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wane.models.bundle_checks import MANIFEST, BundleError, read_manifest
+from wane.models.bundle_checks import MANIFEST, BundleError, manifest_bytes, parse_manifest
 from wane.service.errors import LoadFailed, UnknownModel, WaneError, truncate_repr
 
 Signature = frozenset[tuple[str, int, int, int]]
@@ -99,13 +99,18 @@ class Repository:
         """Reads the manifest of a bundle."""
         folder = path.name if path == self._root else path.relative_to(self._root).as_posix()
         try:
-            digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-            manifest = read_manifest(path)
-        except (BundleError, OSError) as error:
+            contents = manifest_bytes(path)
+            manifest = parse_manifest(path, contents)
+        except BundleError as error:
             name, _, _ = folder.partition("/")
             return FoundBundle(path, folder, name, "", "", tell(error, path, folder))
         return FoundBundle(
-            path, folder, manifest.name, manifest.version, digest, history_tokens=manifest.history_tokens
+            path,
+            folder,
+            manifest.name,
+            manifest.version,
+            hashlib.sha256(contents).hexdigest(),
+            history_tokens=manifest.history_tokens,
         )
 
     def withdraw(self, name: str) -> tuple[FoundBundle, FoundBundle, str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from functools import partial
 
 from wane.models.bundle import BundleError
 from wane.service.deadline import until
@@ -156,6 +157,10 @@ async def tidy() -> None:
 logger = logging.getLogger("wane.engine")
 
 
+LAST_LOAD_S = 5
+"""The time in seconds that a stopping process waits for unfinished loads."""
+
+
 class ModelLifecycle:
     """Loads and unloads models one at a time. Every load and every unload holds `lock`.
 
@@ -189,7 +194,12 @@ class ModelLifecycle:
         async with until(
             deadline, "the deadline passed, but the load continues: the index of models shows when the load has ended"
         ):
-            return await asyncio.shield(task)
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():
+                    self._check_running()  # `end_loads` has cancelled the load, not the caller
+                raise
 
     def unload(self, engine: Engine) -> None:
         """Stops serving the engine's model. The caller must hold `lock`."""
@@ -228,6 +238,17 @@ class ModelLifecycle:
         self._stopping = True
         for task in self._measuring:
             task.cancel()
+
+    async def end_loads(self) -> None:
+        """Waits for the unfinished loads after `stop`, but not longer than LAST_LOAD_S: a disk that does not answer
+        must not keep the process alive."""
+        tasks = [*self.tasks]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=LAST_LOAD_S)
+            for task in late:
+                logger.warning("shutdown: a load has not ended within %d s, and is abandoned", LAST_LOAD_S)
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _measure(self, engine: Engine) -> None:
         async with self.lock:
@@ -282,10 +303,14 @@ class ModelLifecycle:
         assert self.store is not None, "a model is loaded before the store is open: this is a bug"
         self.loading = found
         try:
-            opened = await asyncio.to_thread(self.read, found)
+            async with asyncio.timeout(self._settings.load_timeout_s):
+                opened = await loader.read_and_open(partial(self.read, found), found.name)
             longest = opened.bundle.manifest.history_tokens
             self.store.session_history_tokens = max(self.store.session_history_tokens, longest)
             return await loader.start(opened, self.store, self._settings, self._metrics)
+        except TimeoutError as error:
+            limit = self._settings.load_timeout_s
+            raise LoadFailed(found.name, f"its bundle was not read within load_timeout_s, {limit:g} s") from error
         except (BundleError, DeviceError, ValueError) as error:
             raise LoadFailed(found.name, tell(error, found.path, found.folder)) from error
         except Exception as error:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import onnxruntime
 
-from wane.models.bundle import Bundle
+from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Role
 from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Shapes, StateMemory
@@ -37,7 +37,8 @@ class OnnxSessions:
         """Opens every graph of `bundle`. `threads` is the number of threads that one run uses.
 
         Raises DeviceError if `device` is cuda and onnxruntime cannot use CUDA. If `device` is auto, uses CUDA if it
-        works, and logs a warning if the CUDA provider is installed but does not start.
+        works, and logs a warning if the CUDA provider is installed but does not start. Raises BundleError if
+        onnxruntime cannot open a graph.
         """
         with _sharing:
             _share_arena()
@@ -51,7 +52,11 @@ class OnnxSessions:
         self._outputs: dict[Role, list[str]] = {}
         wants_cuda = device != "cpu" and available
         for role in bundle.manifest.graphs:
-            session = self._open(bundle, role, wants_cuda, threads)
+            try:
+                session = self._open(bundle, role, wants_cuda, threads)
+            except Exception as error:  # onnxruntime and onnx have many kinds of errors, without a common class
+                reason = str(error).partition("\n")[0]
+                raise BundleError(f"{bundle.graph_path(role)}: onnxruntime cannot open the graph: {reason}") from error
             if wants_cuda and session.get_providers()[0] != CUDA:
                 # onnxruntime drops a provider that fails to start. It reports the failure only on stderr.
                 if device == "cuda":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.bundles import edit_manifest, remove_field, small_architecture, write_small_bundle
+from tests.models.bundles import edit_manifest, remove_field, rewrite, small_architecture, write_small_bundle
 from wane.models.bundle import Bundle, BundleError, BundleExistsError, verify_graphs, write_bundle
 from wane.models.bundle_checks import check_unknown
 from wane.models.manifest import Perplexity, Quality, Role
@@ -46,12 +47,6 @@ def refused(path: Path, *parts: str) -> None:
         Bundle.read(path)
     for part in parts:
         assert part in str(caught.value)
-
-
-def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replaces a file of a bundle and the file's hash in the manifest, so that the check of the hashes passes."""
-    (path / name).write_bytes(data)
-    edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
 
 
 def test_a_written_bundle_reads_back(path: Path) -> None:
@@ -161,6 +156,38 @@ def test_the_error_names_a_missing_role(path: Path) -> None:
 def test_a_file_outside_the_bundle_is_never_opened(path: Path, name: str) -> None:
     edit_manifest(path, "files", name, value="0" * 64)
     refused(path, "files", repr(name), "is not the plain name of a file in the bundle")
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors", "step.onnx"])
+@pytest.mark.parametrize(("make", "kind"), [(fifo, "a FIFO"), (device, "a device"), (Path.mkdir, "a folder")])
+def test_a_file_that_is_not_a_regular_file_is_refused(
+    path: Path, name: str, make: Callable[[Path], object], kind: str
+) -> None:
+    (path / name).unlink()
+    make(path / name)
+    refused(path, f"{name}: must be a regular file, or a link to one, but is {kind}")
+
+
+def test_links_to_regular_files_are_followed(path: Path, tmp_path: Path) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in path.iterdir():
+        (links / file.name).symlink_to(file)
+    assert Bundle.read(links).manifest == Bundle.read(path).manifest
+
+
+def test_a_manifest_that_is_too_long_is_refused(path: Path) -> None:
+    with (path / "manifest.json").open("r+b") as file:
+        file.truncate(2**40)  # a sparse file, which takes no space on the disk
+    refused(path, "manifest.json: has more than 16777216 bytes")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,16 @@ import uvloop
 
 from tests.service.conftest import SocketServer
 from tests.service.fake_engine import FakeEngine, FakeRegistry
-from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, environment, live_server, run, starting_server
+from tests.service.live_server import (
+    BUNDLE,
+    ROOT,
+    TIMEOUT_S,
+    LiveServer,
+    environment,
+    live_server,
+    run,
+    starting_server,
+)
 from tests.service.problems import assert_problem
 from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
@@ -262,6 +271,37 @@ def test_a_server_stopped_while_it_loads_exits_with_0() -> None:
         assert server.stop() == 0
         server.read_until("stopped")
     assert "Traceback" not in "".join(server.said)
+
+
+BLOCKED = """
+import asyncio, sys, time
+from wane.cli import main
+from wane.service.registry.registry import ModelRegistry
+ModelRegistry.index = lambda self: asyncio.to_thread(time.sleep, 10**6)
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server whose disk does not answer when the server lists the bundles."""
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_server_whose_disk_does_not_answer() -> None:
+    settings = environment(WANE_BUNDLES=BUNDLE, WANE_DRAIN_TIMEOUT_MS="100")
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, "serve", "--port", "0"],
+        cwd=ROOT,
+        env=settings,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    server = LiveServer(process)
+    try:
+        server.wait_until_ready()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v2/repository/index", json={}, timeout=0.5)
+        assert server.stop() == 0
+        assert server.read_until("the process ends although a thread still runs")
+    finally:
+        server.kill()
 
 
 def test_a_terminal_shows_the_url_when_the_server_is_ready() -> None:

@@ -282,10 +282,11 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     most = settings(request).max_scored_tokens
     if total > most:
         raise TooLarge(f"the prompts have {total} tokens, but at most {most} are accepted")
-    if body.logprobs is not None and body.logprobs * total > most and body.echo:
+    repeated = total * samples * max(1, body.logprobs or 0)
+    if body.echo and repeated > most:
         raise TooLarge(
-            f"echo lists {body.logprobs * total} most probable tokens, but at most {most} are allowed: lower "
-            "logprobs, or shorten the prompts"
+            f"echo lists {repeated} tokens in all choices, but at most {most} are allowed: lower n or logprobs, or "
+            "shorten the prompts"
         )
     wanted = [generation(body, one, sample, until) for one in read for sample in range(samples)]
     engine.check_generation(wanted[0])  # before the step, because an invalid request must not change its session

@@ -20,7 +20,8 @@ from wane.service.api.schemas.compare import CompareBody, ComparisonDocument
 from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, EventsBody, FailureDocument, PredictBody
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.types import CompareRequest, Comparison, PredictRequest
+from wane.service.errors import InvalidRequest
+from wane.service.types import CompareRequest, Comparison, Filter, PredictRequest
 
 router = APIRouter(tags=["predict"])
 
@@ -39,15 +40,15 @@ async def predict(request: Request) -> Response:
     if body.inputs is not None:
         return encode.reply(await _predict_many(request, engine, body, body.inputs))
     tokens = await tokens_of(engine, body.sequence, deadline(request))
-    given = await engine.submit(asked(request, engine, body, tokens, session))
+    given = await engine.submit(asked(request, body, tokens, filter_of(engine, body), session))
     note_answer(request.scope, given)
     return encode.reply(encode.answer(engine, given))
 
 
 def asked(
-    request: Request, engine: Engine, body: PredictBody, given: EventTokens, session: str | None = None
+    request: Request, body: PredictBody, given: EventTokens, wanted: Filter, session: str | None = None
 ) -> PredictRequest:
-    """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
+    """Converts a body to a request for the engine. `session` is the session's key."""
     return PredictRequest(
         tokens=given.tokens,
         mode=body.mode,
@@ -59,7 +60,7 @@ def asked(
         truncated=body.truncated,
         prove=body.prove,
         cache=body.cache,
-        filter=filter_of(engine, body),
+        filter=wanted,
         unknown=given.unknown,
     )
 
@@ -69,6 +70,11 @@ async def _predict_many(
 ) -> BatchDocument:
     """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
     charge(request, len(inputs))
+    filtered: Filter | InvalidRequest
+    try:
+        filtered = filter_of(engine, body)
+    except InvalidRequest as error:
+        filtered = error
     wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
@@ -76,7 +82,10 @@ async def _predict_many(
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts or lists of events
         try:
             sequence = EventInput(given.events, body.unknown) if isinstance(given, EventsBody) else given
-            wanted.append(asked(request, engine, body, await tokens_of(engine, sequence, deadline(request))))
+            tokens = await tokens_of(engine, sequence, deadline(request))
+            if isinstance(filtered, InvalidRequest):
+                raise filtered
+            wanted.append(asked(request, body, tokens, filtered))
         except Exception as error:
             refused[index] = error
     answered = iter(await engine.predict_many(wanted))

@@ -3,6 +3,10 @@ routes."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from itertools import groupby
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +26,8 @@ from wane.service.api.schemas.tokenizer import (
     TokenizeDocument,
     TokenizerDocument,
 )
+from wane.service.deadline import until
+from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest
 
 router = APIRouter(tags=["tokenizer"], responses=FAILURE)
@@ -36,27 +42,41 @@ async def tokenize(request: Request) -> Response:
     events, each remaining line of the text is the name of an event."""
     body = await decode(request, TokenizeBody)
     engine = await model_engine(request, body.model)
-    tokens: list[int] = []
-    is_events = engine.vocabulary.kind == "events"
-    unknown: Unknown = "refuse" if engine.vocabulary.unk_id is None else "token"
+    tokens: Sequence[int]
     with until_hangup(request):
-        for number, part in enumerate(body.prompt.split(EOS)):
-            if number:
-                tokens.append(engine.vocabulary.eos_id)
-            if is_events and part.strip():
-                tokens += engine.events.lines(part, unknown).tokens
-            elif part and not is_events:
-                try:
-                    tokens += await engine.encode(part, deadline(request), document=True)
-                except InvalidRequest as error:
-                    raise renamed(error, {"input": "prompt"}) from error
+        if engine.vocabulary.kind == "events":
+            async with until(deadline(request)):
+                tokens = await asyncio.to_thread(event_tokens, engine, body.prompt)
+        else:
+            try:
+                # a line break in a text is the token <eos>, too
+                tokens = await engine.encode(body.prompt.replace(EOS, "\n"), deadline(request), document=True)
+            except InvalidRequest as error:
+                raise renamed(error, {"input": "prompt"}) from error
     document: TokenizeDocument = {
         "count": len(tokens),
         "max_model_len": settings(request).max_input_tokens,
-        "tokens": tokens,
+        "tokens": list(tokens),
         "token_strs": None,
     }
     return encode.reply(document)
+
+
+def event_tokens(engine: Engine, prompt: str) -> list[int]:
+    """Returns the tokens of a text with one event in each line, for `tokenize`. Raises InvalidRequest for an event that
+    the vocabulary lacks, if it has no `<unk>`, and TooLarge if there are too many events."""
+    names = [name for line in prompt.replace(EOS, f"\n{EOS}\n").split("\n") if (name := line.strip())]
+    engine.check_event_count(len(names), document=True)
+    unknown: Unknown = "refuse" if engine.vocabulary.unk_id is None else "token"
+    tokens: list[int] = []
+    for is_end, group in groupby(names, EOS.__eq__):
+        events = list(group)
+        tokens += (
+            [engine.vocabulary.eos_id] * len(events)
+            if is_end
+            else engine.events.tokens(events, unknown, "prompt").tokens
+        )
+    return tokens
 
 
 @router.post("/detokenize", response_model=DetokenizeDocument, openapi_extra=json_body(DetokenizeBody))
@@ -65,7 +85,8 @@ async def detokenize(request: Request) -> Response:
     body = await decode(request, DetokenizeBody)
     engine = await model_engine(request, body.model)
     engine.check_tokens(body.tokens, document=True)
-    document: DetokenizeDocument = {"prompt": engine.vocabulary.decode(body.tokens)}
+    text = await asyncio.to_thread(engine.vocabulary.decode, body.tokens)
+    document: DetokenizeDocument = {"prompt": text}
     return encode.reply(document)
 
 

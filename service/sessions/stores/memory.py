@@ -36,6 +36,7 @@ from wane.service.sessions.stores.store import (
     SessionRecord,
     Snapshot,
     StoreHealth,
+    UnsavedSessions,
     WriteBuffer,
     appended,
     branch,
@@ -360,7 +361,7 @@ class MemoryStore:
         logger.info("%d sessions were read from %s", sum(map(len, self._shards)), self._file)
 
     async def close(self) -> None:
-        """See `Store`. Does not overwrite a file that could not be read."""
+        """See `Store`. Does not overwrite a file that could not be read. Raises UnsavedSessions if writing fails."""
         self._is_closed = True
         for session in [*self._buffered]:
             self.flush(session)
@@ -371,10 +372,12 @@ class MemoryStore:
         alive = [self._packing.unpack(session, entry, now_s) for session, entry in packed]
         try:
             await asyncio.to_thread(dump_file.save, self._file, alive)
-        except OSError:
-            logger.exception("the sessions could not be written to %s", self._file)
-        else:
-            logger.info("%d sessions were written to %s", len(alive), self._file)
+        except OSError as error:
+            raise UnsavedSessions(
+                f"the {len(alive)} sessions in memory are lost: they could not be written to {self._file}: "
+                f"{error.strerror}"
+            ) from error
+        logger.info("%d sessions were written to %s", len(alive), self._file)
 
     def _put_aside(self, file: Path) -> None:
         """Renames the file after its sessions are loaded. This method must not `await`, so that the sessions are always

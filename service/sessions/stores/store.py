@@ -132,6 +132,10 @@ class StoreError(Exception):
     """The session store cannot be opened. The process prints the message for the operator and exits."""
 
 
+class UnsavedSessions(StoreError):
+    """The sessions in memory could not be saved when the process ended. They are lost."""
+
+
 class WriteBuffer(Protocol):
     """Holds the latest tokens of sessions until they are written to a store."""
 

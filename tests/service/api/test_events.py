@@ -103,6 +103,14 @@ async def test_a_batch(harness: EngineHarness, client: httpx.AsyncClient) -> Non
     assert SHOWN in fifth["error"]["detail"]
 
 
+async def test_an_invalid_filter_fails_every_input_of_a_batch(client: httpx.AsyncClient) -> None:
+    inputs = [{"events": EVENTS}, {"events": []}]
+    answer = await post(client, "/v1/predict", inputs=inputs, candidates=["nope"], unknown="refuse")
+    first, second = answer["results"]
+    assert "candidates[0] is 'nope'" in first["error"]["detail"]
+    assert "give at least one event" in second["error"]["detail"]
+
+
 @pytest.mark.parametrize("route", ["step", "many", "columns", "websocket"])
 async def test_the_steps_of_a_session(
     harness: EngineHarness, server: ServerHarness, client: httpx.AsyncClient, route: str

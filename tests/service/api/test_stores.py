@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import httpx
@@ -45,6 +46,21 @@ def test_sessions_in_memory_continue_in_the_next_process(tmp_path: Path) -> None
         assert (again["replayed"], again["position"], again["state"]) == (True, 2, "rebuilt")
         assert http.post("/v1/sessions/s/tokens", json={"tokens": [7]}).json()["error_bound"] == 0.0
         assert not file.exists()
+
+
+@pytest.mark.slow
+def test_sessions_that_cannot_be_saved_end_the_process_with_status_1(tmp_path: Path) -> None:
+    file = tmp_path / "sessions"
+    with live_server(WANE_BUNDLES=BUNDLE, WANE_SESSION_FILE=str(file)) as server:
+        for session in ("a", "b"):
+            httpx.post(f"{server.url}/v1/sessions", json={"session": session}, timeout=TIMEOUT_S)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on every file is full
+        assert server.stop() == 1
+        lost = server.read_until(
+            f"error: the 2 sessions in memory are lost: they could not be written to {file}: File too large"
+        )
+        assert lost and not any("Traceback" in line for line in server.said)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -71,11 +71,13 @@ def test_a_single_line_is_written(logger: logging.Logger, stream: Stream) -> Non
     assert messages(stream) == ["alone"]
 
 
-@pytest.mark.parametrize("text", ["é ẞ 漢", 'a "quoted" \\ line\nand another', "half a pair: \ud800"])
+@pytest.mark.parametrize(
+    "text", ["é ẞ 漢", 'a "quoted" \\ line\nand another', "half a pair: \ud800", "a\u2028b\u2029c\x85d"]
+)
 def test_every_line_is_one_json_object(text: str) -> None:
     record = logging.makeLogRecord({"msg": text, "fields": {"path": text, "odd": {1, 2}}})
     line = JsonFormatter().format(record)
-    assert "\n" not in line
+    assert line.splitlines() == [line]
     document = json.loads(line)
     assert document["message"] == document["path"] == text
     assert document["odd"] == "{1, 2}"

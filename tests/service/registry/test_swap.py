@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from tests.models.bundles import edit_manifest
+from tests.models.bundles import edit_manifest, rewrite
 from tests.service.alone import alone, bytes_in_use, growth, live_objects, named_threads, release_free_memory, threads
 from tests.service.engine_harness import TIMEOUT_S
 from tests.service.versions import MODEL, put, retokenize
+from wane.models.bundle import Bundle, BundleError
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
     DeadlineExceeded,
@@ -26,7 +30,8 @@ from wane.service.errors import (
     UnknownSession,
 )
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import IndexEntry, ModelRegistry
+from wane.service.registry import loader
+from wane.service.registry.registry import IndexEntry, ModelRegistry, RegistryError
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
@@ -137,17 +142,33 @@ async def test_an_old_version_finishes_requests_of_disconnected_callers(registry
     assert (await registry.get().get_session(session)).position == 4
 
 
+def be_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def refer_outside(path: Path, name: str) -> None:
+    """Makes a graph read its weights from a file outside the bundle."""
+    inside, outside = b"weights.safetensors", b"../../other.weights"
+    assert len(inside) == len(outside), "the graph's encoding contains the length"
+    rewrite(path, name, (path / name).read_bytes().replace(inside, outside))
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (lambda path: (path / "weights.safetensors").write_bytes(b"no weights"), "small/weights.safetensors"),
         (lambda path: (path / "manifest.json").write_text("{"), "small/manifest.json: cannot be read as JSON"),
+        (lambda path: be_a_fifo(path / "manifest.json"), "small/manifest.json: must be a regular file"),
+        (lambda path: be_a_fifo(path / "scan.onnx"), "small/scan.onnx: must be a regular file"),
+        (lambda path: rewrite(path, "step.onnx", b"no graph"), "small/step.onnx: onnxruntime cannot open the graph: "),
+        (lambda path: refer_outside(path, "step.onnx"), "small/step.onnx: onnxruntime cannot open the graph: "),
         (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but its version is still 1"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
         (lambda path: edit_manifest(put(path.parent, "2", "gated", name="other"), "name", value=MODEL),
          "two different bundles have version 2"),
     ],
-    ids=["hash", "json", "version", "field", "twice"],
+    ids=["hash", "json", "FIFO", "graph FIFO", "no graph", "outside data", "version", "field", "twice"],
 )  # fmt: skip
 async def test_a_failed_load_keeps_the_old_version_and_reports_the_reason(
     registry: ModelRegistry, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture
@@ -167,6 +188,60 @@ async def test_a_failed_load_keeps_the_old_version_and_reports_the_reason(
     index = await registry.index()
     assert IndexEntry(MODEL, "1", "READY", "") in index
     assert all(reason in entry.reason for entry in index if entry.state == "UNAVAILABLE")
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The disk does not answer from the next read of a bundle to the end of the test. The event is set by the read."""
+    reading, answers = threading.Event(), threading.Event()
+
+    def wait(path: Path) -> Bundle:
+        reading.set()
+        assert answers.wait(TIMEOUT_S), "the test has not ended"
+        raise BundleError("the disk does not answer")
+
+    monkeypatch.setattr(loader, "read", wait)
+    yield reading
+    answers.set()
+
+
+async def test_a_load_from_a_disk_that_does_not_answer_is_abandoned(folder: Path, blocked: threading.Event) -> None:
+    settings = Settings(bundles=folder, device="cpu", max_batch_size=4, load_timeout_s=0.1)
+    registry = ModelRegistry(settings, Metrics())
+    with pytest.raises(RegistryError, match=r"its bundle was not read within load_timeout_s, 0\.1 s"):
+        await registry.load()
+    await registry.close()
+
+
+async def test_the_registry_closes_while_a_disk_does_not_answer(
+    registry: ModelRegistry, folder: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wane.service.registry.swap.LAST_LOAD_S", 0.1)
+    put(folder, "2", "lstm-stable")
+    load = asyncio.create_task(registry.load_model(MODEL))
+    assert await asyncio.to_thread(blocked.wait, TIMEOUT_S)
+    await registry.close()
+    with pytest.raises(Unavailable, match="the server is stopping"):
+        await load
+
+
+async def test_the_result_of_an_abandoned_load_is_closed() -> None:
+    answers, closed = threading.Event(), threading.Event()
+
+    class Opened:
+        def close(self) -> None:
+            closed.set()
+
+    def load() -> Any:
+        assert answers.wait(TIMEOUT_S)
+        return Opened()
+
+    task = asyncio.create_task(loader.read_and_open(load, MODEL))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    answers.set()
+    assert await asyncio.to_thread(closed.wait, TIMEOUT_S)
 
 
 async def test_a_graph_of_other_weights_is_not_loaded(

@@ -1,0 +1,54 @@
+"""Tests of the tokenizer's routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
+from tests.service.server_harness import served
+
+NAMES = ("open", "read", "close", "write")
+
+MOST = 100
+"""The largest number of tokens of a text."""
+
+
+@pytest.fixture(params=["words", "events"])
+def harness(request: pytest.FixtureRequest, make_harness: MakeHarness) -> EngineHarness:
+    return make_harness(vocabulary=name_vocabulary(request.param, NAMES), max_scored_tokens=MOST, max_input_tokens=MOST)
+
+
+@pytest.fixture
+async def client(harness: EngineHarness) -> AsyncIterator[httpx.AsyncClient]:
+    limits = {"max_scored_tokens": MOST, "max_input_tokens": MOST}
+    async with served(harness, **limits) as server, httpx.AsyncClient(base_url=server.url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("prompt", ["open\nread<eos>close<eos><eos>open", "<eos>", "", "<eos>nope"])
+async def test_a_text_becomes_tokens(client: httpx.AsyncClient, harness: EngineHarness, prompt: str) -> None:
+    is_text = harness.engine.vocabulary.kind == "words"
+    wanted = {
+        "open\nread<eos>close<eos><eos>open": [2, 0, 3, 0, 4, 0, 0, 2] if is_text else [2, 3, 0, 4, 0, 0, 2],
+        "<eos>": [0],
+        "": [],
+        "<eos>nope": [0, 1],
+    }
+    answer = (await client.post("/tokenize", json={"prompt": prompt})).json()
+    assert (answer["tokens"], answer["count"]) == (wanted[prompt], len(wanted[prompt]))
+
+
+@pytest.mark.parametrize("prompt", ["<eos>" * (MOST + 1), "open\n" * (MOST + 1), "open<eos>" * MOST])
+async def test_a_text_with_too_many_tokens_is_refused(client: httpx.AsyncClient, prompt: str) -> None:
+    refused = await client.post("/tokenize", json={"prompt": prompt})
+    assert refused.status_code == 413
+    assert f"at most {MOST} are allowed" in refused.json()["error"]["message"]
+
+
+async def test_tokens_become_a_text(client: httpx.AsyncClient, harness: EngineHarness) -> None:
+    between = " " if harness.engine.vocabulary.kind == "words" else "\n"
+    answer = await client.post("/detokenize", json={"tokens": [2, 3, 0]})
+    assert answer.json() == {"prompt": between.join(["open", "read", "\n"])}
