@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tests.service.engine_harness import MakeHarness, name_vocabulary
 from wane.service.engine import generate
 from wane.service.engine.logits import Rankings
+from wane.service.engine.logits import log_softmax as log_softmax_of
 from wane.service.engine.turns import HEAVY_TOKENS, Turns
 from wane.service.types import Filter, GenerateRequest, PredictRequest
 
@@ -59,9 +60,8 @@ async def test_samples_of_a_large_vocabulary_are_drawn_in_turns_of_their_own(
 
     def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
         clock.note()
-        return normalised(logits)
+        return log_softmax_of(logits)
 
-    normalised = generate.log_softmax
     monkeypatch.setattr(generate, "log_softmax", log_softmax)
     ticking = asyncio.create_task(clock.run())
 
