@@ -123,7 +123,7 @@ def _stream(components: Schema) -> Iterator[str]:
     yield from _fields(schema, schema.get("$defs", {}))
     messages = "\n".join(json.dumps(example) for example in StreamBody.examples)
     yield f"<pre>{escape(messages)}</pre><h4>Answer</h4>"
-    yield from _fields({"$ref": "#/components/schemas/AnswerDocument"}, components)
+    yield from _fields({"$ref": "#/components/schemas/Answer"}, components)
     yield "<h4>Close codes</h4><table>"
     for code, meaning in CLOSES:
         yield f"<tr><td>{code}</td><td>{escape(meaning)}</td></tr>"

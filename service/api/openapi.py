@@ -1,13 +1,16 @@
-"""Adds the limits from the settings and the timeout header to the OpenAPI description."""
+"""Completes the OpenAPI description: the schemas of results, the limits from the settings, and the timeout header."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.json import schema_components
+
 from wane.service.api.exchange import TIMEOUT, TIMEOUT_HEADER
 from wane.service.api.schemas.common import AT_MOST, AtMost, anchored
 from wane.service.settings import Settings
+from wane.service.types import REFERENCE, Failed, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}
 
@@ -20,8 +23,25 @@ TIMEOUT_PARAMETER = {
 }
 
 
+EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+KINDS: list[type] = [Failed]
+"""The classes of the results in the description."""
+
+
+def answers(*kinds: type, status: int = 200, streams: bool = False, **more: object) -> dict[int | str, dict[str, Any]]:
+    """Returns FastAPI's description of the answers of a route: results of one of the classes `kinds`. If `streams`, the
+    route also answers with server-sent events."""
+    KINDS.extend(kinds)
+    schema = any_of(*kinds) if len(kinds) > 1 else any_of(*kinds)["anyOf"][0]
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    return {status: {"content": content | (EVENTS if streams else {}), **more}}
+
+
 def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Adds the limits and the timeout header to the OpenAPI description that FastAPI generated."""
+    """Adds the schemas, the limits and the timeout header to the OpenAPI description that FastAPI generated."""
+    _, schemas = schema_components(KINDS, ref_template=REFERENCE)
+    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     for schema in _schemas(document):
         if AT_MOST not in schema:
             continue

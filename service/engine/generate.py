@@ -269,13 +269,12 @@ async def generate(
         token = sampler.choose(logprobs)
         recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
-        partial = vocabulary.partial_bytes(token)
         yield GeneratedToken(
             token_id=token,
             token=vocabulary.token(token),
             text=stream.push(token, final=is_last),
             logprob=float(logprobs[token]),
-            bytes=None if partial is None else tuple(partial),
+            bytes=vocabulary.partials[token],
             predictions=None
             if request.top_logprobs is None
             else most_probable(logprobs, request.top_logprobs, token, vocabulary, never_drawn),

@@ -8,7 +8,7 @@ does not change the probabilities of the listed tokens. They are those of the wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,6 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.engine.forward import RunResult
 from wane.service.runners.outputs import Largest
 from wane.service.types import NO_FILTER, Filter, Prediction
-
-_made = partial(tuple.__new__, Prediction)
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -160,13 +158,12 @@ class Rankings:
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """Returns the first `count` tokens as predictions. This function runs for every answer, so it avoids a constructor
-    call for each prediction."""
+    """Returns the first `count` tokens as predictions."""
     texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
     return tuple(
         [
-            _made((token, texts[token], probability, logprob, partials[token]))
+            Prediction(token, texts[token], probability, logprob, partials[token])
             for token, probability, logprob in zip(ids, found.probabilities, found.logprobs, strict=False)
         ]
     )
@@ -198,7 +195,7 @@ def most_probable(
     found = logprobs[ids]
     return tuple(
         [
-            _made((token, texts[token], probability, logprob, partials[token]))
+            Prediction(token, texts[token], probability, logprob, partials[token])
             for token, probability, logprob in zip(ids, np.exp(found).tolist(), found.tolist(), strict=True)
         ]
     )

@@ -19,13 +19,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from wane.service.api import encode, events
+from wane.service.api import encode
 from wane.service.api.body import decode, headers, json_body, tokens_of
 from wane.service.api.choices import Choice, Generation, joined, merged, started, together
 from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, note_answer
 from wane.service.api.openai_error import document_of, renamed
+from wane.service.api.openapi import EVENTS
 from wane.service.api.problem import described
 from wane.service.api.schemas.common import IDEMPOTENCY
 from wane.service.api.schemas.completions import (
@@ -75,7 +76,7 @@ chat = APIRouter(include_in_schema=False)
     "/v1/completions",
     response_model=CompletionDocument,
     openapi_extra=json_body(CompletionBody) | KEY_HEADER,
-    responses=events.DESCRIPTION,
+    responses={200: {"content": EVENTS}},
 )
 async def complete(request: Request) -> Response:
     """Completes one or many prompts, like OpenAI's API. If `stream` is true, the answer consists of lines `data:` with

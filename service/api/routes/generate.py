@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import asdict
 
 from fastapi import APIRouter
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from wane.service.api import encode, events
+from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
 from wane.service.api.deps import deadline, model_engine, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
+from wane.service.api.openapi import answers
 from wane.service.api.schemas.generate import GenerateBody, bias_of
 from wane.service.engine.stream import Stream
 from wane.service.types import Finish, Generated, GeneratedToken, GenerateRequest, Prediction
@@ -24,9 +25,9 @@ router = APIRouter(tags=["generate"])
 
 @router.post(
     "/v1/generate",
-    response_model=Generated,
+    response_model=None,
     openapi_extra=json_body(GenerateBody),
-    responses=events.DESCRIPTION,
+    responses=answers(Generated, streams=True),
 )
 async def generate(request: Request) -> Response:
     """Generates a continuation of a text, or of a session without changing the session. If `stream` is true, the answer

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import HISTORY, AtMost, Cache, Model, Name, Positive, SequenceBody, Window
-from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, Comparison
+from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT
 
 
 class CompareBody(SequenceBody):
@@ -33,10 +32,3 @@ class CompareBody(SequenceBody):
         description="the number of runs of recurrent mode and of each window, for the percentiles of latency",
     )
     cache: Cache = True
-
-
-class ComparisonDocument(TypedDict):
-    """The answer to a comparison request. It has one comparison for each requested model."""
-
-    device: str
-    models: list[Comparison]
