@@ -660,8 +660,9 @@ def _columns() -> list[Any]:
     made: list[Any] = []
     for name, kind in get_type_hints(Answer, include_extras=True).items():
         if name in COLUMNS:
-            column = Annotated[tuple[kind | None, ...], says(kind.__metadata__[-1].description)]  # type: ignore[valid-type]
-            made.append((name, column | None, None) if name in SELDOM else (name, column))
+            meaning, values = says(kind.__metadata__[-1].description), tuple[kind | None, ...]  # type: ignore[valid-type]
+            column: Any = Annotated[values, meaning]
+            made.append((name, Annotated[values | None, meaning], None) if name in SELDOM else (name, column))
     return made
 
 

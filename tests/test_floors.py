@@ -201,6 +201,38 @@ def test_the_service_does_not_grow() -> None:
     assert sum(bool(text) for text in texts) <= SERVICE_FILES
 
 
+def test_each_field_of_an_answer_is_declared_once() -> None:
+    fields = declared("service/types.py", "Answer") | declared("service/types.py", "Served")
+    assert len(fields) >= 20
+    again = {
+        (name_of(path), found.name, name)
+        for path in sources()
+        if name_of(path).startswith("service/")
+        for found in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(found, ast.ClassDef) and len(names := annotated(found) & fields) > MOST_COMMON_FIELDS
+        if (name_of(path), found.name) != ("service/types", "Answer")
+        for name in names
+    }
+    assert again == set()
+
+
+MOST_COMMON_FIELDS = 7
+"""The largest number of fields that another class may have in common with `Answer`. `Finish` describes the answer of a
+generation, which has some of the same facts."""
+
+
+def annotated(found: ast.ClassDef) -> set[str]:
+    """Returns the names of the annotated fields of a class."""
+    fields = (one for one in found.body if isinstance(one, ast.AnnAssign) and "ClassVar" not in ast.unparse(one))
+    return {one.target.id for one in fields if isinstance(one.target, ast.Name)}
+
+
+def declared(path: str, name: str) -> set[str]:
+    """Returns the names of the fields that the class `name` of a file declares."""
+    classes = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    return annotated(next(one for one in classes if isinstance(one, ast.ClassDef) and one.name == name))
+
+
 def mirrors(folder: Path) -> bool:
     """Returns whether a folder contains the tests of one folder of the package. The limit on the number of files does
     not apply to such a folder, because several test files may test one file of the package."""

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, json_body, tokens_of
+from wane.service.api.body import decode, tokens_of
 from wane.service.api.deps import deadline, model_engine, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
-from wane.service.api.openapi import answers
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.schemas.generate import GenerateBody, bias_of
 from wane.service.engine.stream import Stream
 from wane.service.types import Finish, Generated, GeneratedToken, GenerateRequest, Prediction
@@ -48,7 +48,7 @@ async def generate(request: Request) -> Response:
             top_k=body.top_k,
             top_p=body.top_p,
             seed=body.seed,
-            stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+            stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
             mode=body.mode,
             window=body.window,
             deadline=deadline(request),

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, filter_of, json_body, tokens_of
+from wane.service.api.body import decode, filter_of, tokens_of
 from wane.service.api.deps import charge, deadline, model_engine, note_model, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
-from wane.service.api.openapi import answers
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import EventInput
 from wane.service.api.schemas.compare import CompareBody
@@ -74,14 +74,14 @@ def asked(
 
 
 async def _predict_many(
-    request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int] | EventsBody]
+    request: Request, engine: Engine, body: PredictBody, inputs: Sequence[str | tuple[int, ...] | EventsBody]
 ) -> Batch:
     """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
     charge(request, len(inputs))
     wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
-        if not isinstance(given, list):
+        if not isinstance(given, tuple):
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts or lists of events
         try:
             sequence = EventInput(given.events, body.unknown) if isinstance(given, EventsBody) else given
@@ -112,7 +112,7 @@ async def compare(request: Request) -> Response:
             note_model(request, engine)
             given = await tokens_of(engine, body.sequence, deadline(request))
             wanted = CompareRequest(
-                given.tokens, tuple(body.windows), body.repeat, deadline(request), body.cache, given.unknown
+                given.tokens, body.windows, body.repeat, deadline(request), body.cache, given.unknown
             )
             compared.append(await engine.compare(wanted))
     return encode.reply(Comparisons(registry(request).device, tuple(compared)))

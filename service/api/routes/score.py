@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, json_body, tokens_of
+from wane.service.api.body import decode, tokens_of
 from wane.service.api.deps import deadline, model_engine
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
-from wane.service.api.openapi import answers
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.schemas.score import ScoreBody
 from wane.service.types import Score, ScoreRequest
 

@@ -19,10 +19,9 @@ from wane.service.api.body import (
     LARGE_BYTES,
     ONE_TOKEN,
     PlainStep,
+    PlainSteps,
     decode,
     filter_of,
-    headers,
-    json_body,
     only_token,
     plain_steps,
     tokens_of,
@@ -30,7 +29,7 @@ from wane.service.api.body import (
 from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import context, note_answer, registry
-from wane.service.api.openapi import answers
+from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, anchored
 from wane.service.api.schemas.sessions import (
@@ -133,7 +132,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
     of the history's events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
     if body.position is None:
         return None, ()
-    given = EventTokens(tuple(body.history or ()))
+    given = EventTokens(body.history or ())
     if body.input is not None:
         given = await tokens_of(engine, body.input, until)
     elif body.events is not None:
@@ -279,23 +278,20 @@ async def append_many(request: Request) -> Response:
     steps of other sessions."""
     raw = request.scope.get(WHOLE_BODY) or b""
     plain = plain_steps(raw, settings(request).max_batch_inputs) if len(raw) <= LARGE_BYTES else None
-    steps: Sequence[SessionStepBody | PlainStep]
-    if plain is None:
-        body = await decode(request, StepsBody)
-        steps, in_columns = body.steps, body.format is StepsFormat.COLUMNS
-    else:
-        steps, in_columns = plain
+    body: StepsBody | PlainSteps = await decode(request, StepsBody) if plain is None else plain
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is only for calls with one step; here, each step has a field for it", name)
-    charge(request, len(steps))
+    charge(request, len(body.steps))
     models, until = registry(request), deadline(request)
     if models.is_coming():
         await models.wait_for(deadline=until)
     models.check_ready()
-    results = await (_step_many(request, body.steps) if plain is None else _step_plain(request, plain[0]))
-    if in_columns:
-        sessions = [step.session for step in steps]
+    results = await (
+        _step_many(request, body.steps) if isinstance(body, StepsBody) else _step_plain(request, body.steps)
+    )
+    if body.format is StepsFormat.COLUMNS:
+        sessions = [step.session for step in body.steps]
         return encode.reply(encode.step_columns(sessions, results, partial(failure_document, request.scope)))
     return encode.reply(
         Answers(
@@ -315,8 +311,8 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
     call = StepCall()
     engine: Engine | None = None
     rest: list[int] = []
-    for number, (session, token, expected_position) in enumerate(steps):
-        key = prefix + session
+    for number, step in enumerate(steps):
+        key, token, expected_position = prefix + step.session, step.tokens[0], step.expected_position
         if engine is None or not engine.take_step(key, token, expected_position, TOP_K, here.deadline, call, number):
             engine = models.resident_engine(key)
             if engine is None or not engine.take_step(
@@ -327,7 +323,7 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
         call.waits_for += 1
     try:
         bodies = [
-            SessionStepBody(session=step.session, tokens=[step.token], expected_position=step.expected_position)
+            SessionStepBody(session=step.session, tokens=step.tokens, expected_position=step.expected_position)
             for step in [steps[number] for number in rest]
         ]
         results = dict(zip(rest, await _step_many(request, bodies) if rest else (), strict=True))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from msgspec import Meta
 
 from wane.service.api.schemas.common import (
     AUTO,
     HISTORY,
-    AtMost,
     Body,
     Cache,
     Events,
@@ -23,23 +22,24 @@ from wane.service.api.schemas.common import (
     TopK,
     Truncated,
     Window,
-    WireMode,
     absent,
+    at_most,
 )
 from wane.service.types import (
     TOLERANCE_MODES,
     WINDOW_MODES,
     Mode,
+    says,
 )
 
 
-class EventsBody(Body):
+class EventsBody(Body, kw_only=True):
     """An input of a batch that is a sequence of events."""
 
     events: Events
 
 
-class PredictBody(RankedBody):
+class PredictBody(RankedBody, kw_only=True):
     """Predict the next token after one sequence, after each sequence of a batch, or after a session's tokens."""
 
     examples = (
@@ -57,17 +57,15 @@ class PredictBody(RankedBody):
     rules: ClassVar = ({"anyOf": [absent("session"), {"properties": {"truncated": {"const": False}}}]},)
 
     model: Model = None
-    inputs: Annotated[list[Text | Tokens | EventsBody] | None, AtMost("max_batch_inputs")] = Field(
-        default=None,
-        min_length=1,
-        fail_fast=True,
-        description='a batch of inputs; each is a text, a list of token ids, or `{"events": [...]}`, and gets its own '
-        "answer",
-    )
-    session: SessionId | None = Field(
-        default=None, description="the id of a session; predict its next token without appending to it"
-    )
-    mode: WireMode = Field(default=Mode.AUTO, description=AUTO)
+    inputs: Annotated[
+        Annotated[tuple[Text | Tokens | EventsBody, ...], Meta(min_length=1)] | None,
+        at_most("max_batch_inputs"),
+        says('a batch of inputs; each is a text, a list of token ids, or `{"events": [...]}`, and gets its own answer'),
+    ] = None
+    session: Annotated[
+        SessionId | None, says("the id of a session; predict its next token without appending to it")
+    ] = None
+    mode: Annotated[Mode, says(AUTO)] = Mode.AUTO
     window: Window | None = None
     tolerance: Tolerance | None = None
     top_k: TopK = 5
