@@ -25,7 +25,7 @@ from starlette.requests import Request
 
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import context
-from wane.service.api.faults import check_lengths, refusal
+from wane.service.api.faults import check, check_lengths, read_again
 from wane.service.api.schemas.common import Body, EventInput, InputSequence, RankedBody
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.deadline import until
@@ -159,15 +159,15 @@ class Decoder:
             "the limit follows from the settings max_input_tokens, max_scored_tokens, max_filter_events and "
             "max_batch_inputs"
         )
-        too_many = TooLarge(f"the body holds more than {most}: {limit}")
-        raise refusal(data[:place], model, self._settings, too_many, partial=True)
+        check(data[:place], model, self._settings, partial=True)
+        raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
         """Decodes JSON as `model` on the calling thread. Raises NotJson, InvalidRequest, TooLarge."""
         try:
             body: B = reader(model).decode(raw)
-        except FAILURES as error:
-            raise refusal(raw, model, self._settings, error) from error
+        except FAILURES:
+            body = read_again(raw, model, self._settings)
         check_lengths(lambda name: getattr(body, name), model, self._settings)
         if model.alone is not None and getattr(body, model.alone) is not None:
             others = reader(dict[str, msgspec.Raw]).decode(raw).keys() - {model.alone}

@@ -10,15 +10,17 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from msgspec import ValidationError, inspect
+from msgspec import ValidationError, convert, inspect
 from msgspec.json import schema_components
 from pydantic_core import from_json
 
 from wane.service.api.schemas.common import AT_MOST, OF_TOKENS, Body
-from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, TooLarge, WaneError, truncate_repr
+from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, TooLarge, truncate_repr
 from wane.service.settings import Settings
+
+B = TypeVar("B", bound=Body)
 
 KINDS: dict[type, str] = {
     inspect.BoolType: "true or false",
@@ -86,34 +88,34 @@ def check_lengths(
         raise InvalidRequest(f"{name} holds {count} values, but must hold at most {most}", name)
 
 
-def refusal(
-    raw: bytes | str, model: type[Body], settings: Settings, error: Exception, *, partial: bool = False
-) -> WaneError:
-    """Returns the error for a rejected body. `error` is the error of the decoder. If `partial` is true, `raw` is the
-    beginning of a body, and `error` is returned unless the rest of the body cannot mend what is wrong."""
+def read_again(raw: bytes | str, model: type[B], settings: Settings) -> B:
+    """Reads a body that msgspec rejected. Raises NotJson, TooLarge or InvalidRequest for the first fault. Returns the
+    body if it has none, because this parser accepts more: NaN as a value of any type, and an invalid value of a member
+    that is given again later in the object."""
+    document = check(raw, model, settings)
+    try:
+        return convert(document, model)
+    except ValidationError as error:  # a rule about several fields
+        complaint, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").removeprefix(".")
+        raise InvalidRequest(f"{field}: {complaint}" if field else complaint, field or None) from error
+
+
+def check(raw: bytes | str, model: type[Body], settings: Settings, *, partial: bool = False) -> object:
+    """Parses a body, and raises NotJson, TooLarge or InvalidRequest for its first fault. If `partial` is true, `raw` is
+    the beginning of a body, and a fault that the rest of the body may mend is ignored."""
     try:
         document = from_json(raw, allow_partial=partial, cache_strings="keys")
-        if isinstance(document, dict):
-            check_lengths(document.get, model, settings, partial=partial)
     except ValueError as failure:
-        return NotJson(f"the body is not JSON: {failure}")
-    except WaneError as failure:
-        return failure
+        raise NotJson(f"the body is not JSON: {failure}") from failure
     if not isinstance(document, dict):
-        return InvalidRequest("the body must be a JSON object")
+        raise InvalidRequest("the body must be a JSON object")
+    check_lengths(document.get, model, settings, partial=partial)
     fault = next(faults(document, inspect.type_info(model), "", partial=partial), None)
     if fault is not None:
         field = fault[0].removeprefix(".")
-        return InvalidRequest(field + fault[1], field)
-    if isinstance(error, WaneError):
-        return error
-    if not isinstance(error, ValidationError):
-        return NotJson(f"the body is not JSON: {error}")
-    complaint, _, place = str(error).partition(" - at `$")
-    field = place.rstrip("`").removeprefix(".")
-    if not isinstance(error.__cause__, ValueError):  # no rule of the body is broken
-        complaint = "an object has several members with this name, and the first of them is invalid"
-    return InvalidRequest(f"{field}: {complaint}" if field else complaint, field or None)
+        raise InvalidRequest(field + fault[1], field)
+    return document
 
 
 def faults(value: object, kind: inspect.Type, path: str, *, partial: bool) -> Iterator[Fault]:

@@ -2,7 +2,7 @@
 fields.
 
 Decoding converts nothing: "5" and 5.0 are not integers, and true is not a number. If a member occurs several times in
-an object, the last one counts, and each must be valid. Decoding does not check ranges, because `wane.service.types` and
+an object, the last one counts. Decoding does not check ranges, because `wane.service.types` and
 the engine check them for every route. The OpenAPI description still shows the ranges.
 """
 

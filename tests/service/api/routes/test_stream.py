@@ -327,6 +327,7 @@ async def test_a_message_over_the_rate_of_its_key_is_refused(
         '{"tokens":[0]}',
         '{"tokens":[1],"tokens":[-7]}',
         '{"tokens":[18446744073709551615]}',
+        '{"tokens":[18446744073709551616]}',
     ],
 )
 def test_a_one_token_message_is_read_as_its_body_type_reads_it(message: str) -> None:
@@ -350,7 +351,6 @@ def test_a_one_token_message_is_read_as_its_body_type_reads_it(message: str) -> 
         '{"tokens":[6,7]}',
         '{"tokens":[true]}',
         '{"tokens":[6.0]}',
-        '{"tokens":[18446744073709551616]}',
         '{"tokens":["6"]}',
         '{"tokens":null}',
         '{"input":"a"}',
@@ -358,7 +358,7 @@ def test_a_one_token_message_is_read_as_its_body_type_reads_it(message: str) -> 
         '{"tokens":[6],"wrong":1}',
     ],
 )
-def test_every_other_message_is_read_by_its_pydantic_model(message: str) -> None:
+def test_every_other_message_is_read_by_its_body_type(message: str) -> None:
     assert only_token(message) is None
 
 
