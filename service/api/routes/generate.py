@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import fields
 
 from fastapi import APIRouter
 from msgspec.structs import asdict
@@ -22,6 +23,10 @@ from wane.service.types import Finish, Generated, GeneratedToken, GenerateReques
 
 router = APIRouter(tags=["generate"])
 
+CONVERTED = frozenset({"tokens", "unknown", "session", "stop", "logit_bias"})
+OPTIONS = sorted({field.name for field in fields(GenerateRequest)} & {*GenerateBody.__struct_fields__} - CONVERTED)
+"""The fields of a body that the engine's request has with the same name and value."""
+
 
 @router.post(
     "/v1/generate",
@@ -40,28 +45,15 @@ async def generate(request: Request) -> Response:
         session = session_key(request, body.session)
         engine = await session_engine(request, session, body.model)
     with until_hangup(request):
-        given = await tokens_of(engine, body.sequence, deadline(request))
+        sequence = await tokens_of(engine, body.sequence, deadline(request))
         wanted = GenerateRequest(
-            tokens=given.tokens,
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            seed=body.seed,
-            stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
-            mode=body.mode,
-            window=body.window,
-            deadline=deadline(request),
-            truncated=body.truncated,
-            cache=body.cache,
+            tokens=sequence.tokens,
+            unknown=sequence.unknown,
             session=session,
-            position=body.position,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
+            deadline=deadline(request),
+            stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
             logit_bias=bias_of(body.logit_bias),
-            top_logprobs=body.top_logprobs,
-            unknown=given.unknown,
-            include_unknown=body.include_unknown,
+            **{name: getattr(body, name) for name in OPTIONS},
         )
         generated = await engine.generate(wanted)
         if not body.stream:
