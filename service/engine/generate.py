@@ -250,7 +250,7 @@ async def generate(
     bias.update(dict.fromkeys(never_drawn, FORBID))
     if request.presence_penalty or request.frequency_penalty or bias:
         preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
-    sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
+    sampler = Sampler(request, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
     result = await source.prompt()
