@@ -62,9 +62,9 @@ class TooManyTokens(Exception):
 class Vocabulary:
     """Converts text or event names to token ids and back. The object is immutable, so threads can share it.
 
-    `texts` and `partials`: the results of `token` and `partial_bytes`, by id. `partial_ids`: the ids of tokens that are
-    not valid UTF-8. `reserved`: the ids of tokens that stand for no word and no event, such as padding and masks. They
-    are never read, listed or drawn. `has_special`: whether a token has a name in SPECIAL_NAMES.
+    `texts`: the results of `token`, by id. `partials`: the bytes of each token that alone is not valid UTF-8, by id;
+    None for any other token. `reserved`: the ids of tokens that stand for no word and no event, such as padding and
+    masks. They are never read, listed or drawn. `has_special`: whether a token has a name in SPECIAL_NAMES.
     """
 
     def __init__(self, kind: VocabularyKind, tokenizer_json: str, reserved: Iterable[int] | None = None) -> None:
@@ -90,9 +90,8 @@ class Vocabulary:
         ]
         self.texts = tuple(piece.decode(errors="replace") for piece in self._bytes)
         self.partials = tuple(
-            None if raw == text.encode() else raw for raw, text in zip(self._bytes, self.texts, strict=True)
+            None if raw == text.encode() else tuple(raw) for raw, text in zip(self._bytes, self.texts, strict=True)
         )
-        self.partial_ids = frozenset(index for index, raw in enumerate(self.partials) if raw is not None)
         self._ids = {name: index for index, name in enumerate(names)}
         self.unk_id: int | None = self._ids.get(UNK)
         """The id of the token for unknown words or events. None: the vocabulary has no such token."""
@@ -228,7 +227,3 @@ class Vocabulary:
     def token_bytes(self, index: int) -> bytes:
         """Returns one token's bytes, which may be part of a UTF-8 character."""
         return self._bytes[index]
-
-    def partial_bytes(self, index: int) -> bytes | None:
-        """Returns one token's bytes if they are not valid UTF-8, else None."""
-        return self.partials[index]

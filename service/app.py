@@ -25,7 +25,7 @@ from wane.service.api.exchange import RequestPolicy
 from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.middleware import Endpoint, HotRoutes, RequestMiddleware
 from wane.service.api.openai_error import openai_response, problem_with_error
-from wane.service.api.openapi import complete
+from wane.service.api.openapi import GROUPS, complete
 from wane.service.api.problem import NOWHERE, Envelopes, ProblemDocument, Shape, inference_error, problem
 from wane.service.api.routes import (
     completions,
@@ -187,6 +187,7 @@ def create_app(
         description=DESCRIPTION,
         lifespan=lifespan,
         exception_handlers={HTTPException: answer_problem},
+        openapi_tags=GROUPS,
         responses={"default": PROBLEM},
         redirect_slashes=False,
         docs_url=None,  # the framework's documentation pages load scripts from other sites

@@ -1,11 +1,10 @@
 """The requests and results of the engine, and other types that several parts of the service use.
 
-All of these types are immutable. The constructor of a request validates its fields and raises `InvalidRequest`. The
-engine checks the limits that depend on a model or on the settings (vocabulary, largest window, longest input).
+The constructor of a request validates its fields and raises `InvalidRequest`. The engine checks the limits that depend
+on a model or on the settings (vocabulary, largest window, longest input).
 
-`service/api/encode.py` encodes results field by field. The OpenAPI description is generated from the results'
-docstrings and fields. Each field is a member of a JSON object. A field with the default None is omitted if its value is
-None. Every other field is always present.
+A result is a msgspec `Struct`, and each of its fields is declared only here: JSON and the OpenAPI description are
+generated from the class (see `Result`).
 
 Token ids are ints. A *position* is the number of tokens of a sequence, without its leading start token. Deadlines are
 in seconds on the event loop's clock. Durations are in milliseconds.
@@ -20,14 +19,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
 
 import numpy as np
+from msgspec import Meta, Struct, defstruct
 from numpy.typing import NDArray
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.errors import InvalidRequest
@@ -416,298 +414,388 @@ def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
         )
 
 
+def says(text: str, **keywords: object) -> Meta:
+    """Describes a field for the OpenAPI description: its meaning, and further JSON Schema keywords."""
+    return Meta(description=text, extra_json_schema=keywords or None)
+
+
+class Result(Struct, omit_defaults=True):
+    """The base class of results. Its fields are the members of a JSON object. A member is omitted if the field has its
+    default value. Therefore only a field that may be absent has a default value, and a field that may be null has
+    none."""
+
+
 ErrorBound = Annotated[
     float | None,
-    Field(
-        description="upper bound of the total variation between the answer's distribution and the never-interrupted "
-        "model's distribution, at temperature 1 and before "
-        "top-k or top-p. The bound is proved, except for the rounding of float32 runs, which was measured. 0: the "
-        "answer is exact, except for that rounding. null: the answer is not certified. 1: the bound guarantees nothing"
+    says(
+        "upper bound of the total variation between the answer's distribution and the never-interrupted model's "
+        "distribution, at temperature 1 and before top-k or top-p. The bound is proved, except for the rounding of "
+        "float32 runs, which was measured. 0: the answer is exact, except for that rounding. null: the answer is not "
+        "certified. 1: the bound guarantees nothing"
     ),
 ]
 StateErrorBound = Annotated[
     float | None,
-    Field(
-        description="upper bound of the 2-norm distance between the output layer's input in this run and its input in "
-        "the never-interrupted model; null: the answer is not certified"
+    says(
+        "upper bound of the 2-norm distance between the output layer's input in this run and its input in the "
+        "never-interrupted model; null: the answer is not certified"
+    ),
+]
+CacheTokens = Annotated[
+    int | None,
+    says("the number of tokens in the model's cache; present only if the model has a cache and the request uses it"),
+]
+UnknownNames = Annotated[
+    tuple[str, ...] | None,
+    says(
+        "the names of events that the vocabulary lacks; present only if the request has such a name in its events or "
+        "candidates"
+    ),
+]
+Durable = Annotated[
+    bool | None,
+    says(
+        "true: the session store has acknowledged the session's latest tokens; present only if replicas share the store"
+    ),
+]
+SessionName = Annotated[str, says("the session's id")]
+Position = Annotated[int, says("the number of the session's tokens, without the start token <eos>")]
+UsedMode = Annotated[Mode, says("the mode that computed the answer")]
+UsedWindow = Annotated[int | None, says("the window size k, in tokens; null: the answer is not from a window")]
+Source = Annotated[
+    StateSource,
+    says(
+        "the source of the state. resident: the session's state was in memory. rebuilt: it was computed again from "
+        "the session's tokens. window: a run of the last k tokens. full: a run of all tokens"
+    ),
+]
+TokenId = Annotated[int, says("the token's id in the model's vocabulary")]
+TokenBytes = Annotated[
+    tuple[int, ...] | None, says("the token's bytes; present only if the token alone is not valid UTF-8")
+]
+Logprob = Annotated[float, says("the natural logarithm of the token's probability")]
+
+
+class Served(Result):
+    """The model version that computed an answer, and its device."""
+
+    model: Annotated[str, says("the model's name")]
+    model_version: Annotated[str, says("the version of the model's bundle")]
+    device: Annotated[str, says("the device that ran the model, such as cpu")]
+
+
+class Prediction(Result):
+    """A candidate for the next token."""
+
+    token_id: TokenId
+    token: Annotated[str, says("the token's text, or the event's name")]
+    probability: Annotated[float, says("the token's probability, 0 to 1")]
+    logprob: Logprob
+    bytes: TokenBytes = None
+
+
+Places = Annotated[
+    tuple[tuple[Prediction, ...] | None, ...] | None,
+    says(
+        "only if the request asks for them: for each token, the most probable tokens at its position, most probable "
+        "first, and the token itself at the end if it is not one of them; null for a token that has no prediction"
     ),
 ]
 
 
-def _never_null(schema: dict[str, Any]) -> None:
-    del schema["default"]
-    schema.update(schema.pop("anyOf")[0])
+class Latency(Result, dict=True):
+    """The latency of each phase of a request in the engine, in milliseconds. It does not include reading the request
+    and tokenising its text."""
+
+    queue_ms: Annotated[float, says("the time in the queue")]
+    compute_ms: Annotated[float, says("the time of the run")]
+    total_ms: Annotated[float, says("the time from the start of the request in the engine to its answer")]
+
+    batch_items: ClassVar[int] = 0
+    """The number of requests in the largest batch that contained the request. It is not in JSON: `with_batch` sets it
+    as an attribute of the instance that is not a field."""
+
+    def with_batch(self, items: int) -> Self:
+        """Sets `batch_items`."""
+        vars(self)["batch_items"] = items
+        return self
+
+    def phases(self) -> tuple[float, float, float]:
+        """Returns the time in the queue, the time of the run, and the total."""
+        return self.queue_ms, self.compute_ms, self.total_ms
 
 
-LEFT_OUT = Field(json_schema_extra=_never_null)
-"""Marks a field that is omitted from JSON if its value is None. In JSON, the field is therefore never null."""
+class Agreement(Result):
+    """The agreement of the window's answer with the recurrent answer."""
 
-CACHE_TOKENS = (
-    "the number of tokens in the model's cache; present only if the model has a cache and the request uses it"
-)
-CacheTokens = Annotated[
-    int | None,
-    Field(description=CACHE_TOKENS),
-    LEFT_OUT,
-]
-
-UNKNOWN = (
-    "the names of events that the vocabulary lacks; present only if the request has such a name in its events or "
-    "candidates"
-)
-UnknownNames = Annotated[tuple[str, ...] | None, Field(description=UNKNOWN), LEFT_OUT]
-
-SEEN_TOKENS = (
-    "the number of the sequence's last tokens that the server knows, and that are therefore not listed; present only "
-    "with `exclude_seen`"
-)
-
-PLACES = (
-    "only if the request asks for them: for each token, the most probable tokens at its position, "
-    "most probable first, and "
-    "the token itself at the end if it is not one of them; null for a token that has no prediction"
-)
-
-CREATED = (
-    "true if the step created the session, or is a retry of the step that created it; otherwise absent. If it is true, "
-    "but the client expected the session to exist, the session's earlier tokens have expired"
-)
-
-DURABLE = (
-    "true: the session store has acknowledged the session's latest tokens; present only if replicas share the store"
-)
-
-
-class ModelDocument(TypedDict):
-    """The model version that computed an answer, and its device."""
-
-    model: str
-    model_version: str
-    device: str
-
-
-class PredictionDocument(TypedDict):
-    """A candidate for the next token. `bytes` is present only if the token alone is not valid UTF-8."""
-
-    token_id: int
-    token: str
-    probability: float
-    logprob: float
-    bytes: NotRequired[list[int]]
-
-
-class LatencyDocument(TypedDict):
-    """The latency of each phase of a request in the engine, in milliseconds. It does not include tokenising the
-    text."""
-
-    queue_ms: float
-    compute_ms: float
-    total_ms: float
-
-
-class Prediction(NamedTuple):
-    """A candidate for the next token. `token_bytes` is present only if the token alone is not valid UTF-8."""
-
-    token_id: int
-    token: str
-    probability: float
-    logprob: float
-    token_bytes: bytes | None = None
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Returns the schema of a JSON object, because pydantic would describe a named tuple as an array. The class is
-        a named tuple because a tuple is created faster than a dataclass."""
-        return handler(PredictionDocument)
-
-
-class Latency(NamedTuple):
-    """The latency of a request in the engine: the time in the queue, the time of the run, and the total. This latency
-    does not include reading the request and tokenising its text. `batch_items` is the number of requests in the largest
-    batch that contained the request.
-    """
-
-    queue_ms: float
-    compute_ms: float
-    total_ms: float
-    batch_items: int = 0
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Returns the schema of a JSON object, because pydantic would describe a named tuple as an array. The class is
-        a named tuple because a tuple is created faster than a dataclass."""
-        return handler(LatencyDocument)
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The agreement of the window's answer with the recurrent answer. `top1_match` is true if the two answers have the
-    same most probable token. `top1_proved` is true if the window's run alone, without the recurrent answer, proves that
-    they match."""
-
-    top1_match: bool
-    top1_proved: bool
-    total_variation: float
-    kl: float
-    max_logit_difference: float
-    state_distance: float
+    top1_match: Annotated[bool, says("true: the two answers have the same most probable token")]
+    top1_proved: Annotated[
+        bool, says("true: the window's run alone, without the recurrent answer, proves that the two tokens are equal")
+    ]
+    total_variation: Annotated[float, says("the measured total variation between the two distributions, 0 to 1")]
+    kl: Annotated[float, says("the measured divergence sum p log(p / q), in nats; p is the recurrent distribution")]
+    max_logit_difference: Annotated[float, says("the largest difference between the two logits of a token")]
+    state_distance: Annotated[float, says("the 2-norm distance between the two inputs of the output layer")]
     state_error_bound: StateErrorBound
     error_bound: ErrorBound
 
 
-@dataclass(frozen=True, slots=True)
-class ModeAnswer:
+class ModeAnswer(Result):
     """The answer of one of the two modes, as a part of an answer in mode `both`."""
 
-    predictions: tuple[Prediction, ...]
+    predictions: Annotated[tuple[Prediction, ...], says("the most probable tokens, most probable first")]
     latency: Latency
 
 
-@dataclass(slots=True)
-class Answer:
-    """The predictions of the next token, and how they were computed.
+class Answer(Served, dict=True):
+    """A prediction of the next token, and how it was computed."""
 
-    `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
-    the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
-    `replayed` for steps only. `created` is true if the step created the session, or if the step is a replay of the step
-    that created it. `durable` is true if replicas share the session store, which has acknowledged the session's tokens.
-    Otherwise it is absent. `cache_tokens` is present if the answer is a mixture with the model's cache, and is the
-    number of tokens in the cache. `logits`, float32 (V), are present if the request asked for them, and are never in
-    JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the request asked for them:
-    the log-probability of each token of a step, in recurrent mode. With a zero start, the value of the sequence's first
-    token is None. `unknown` is present if the request has events that the vocabulary lacks, and lists their names.
-    `seen_tokens` is present if the request has `exclude_seen`, and is the number of the sequence's tokens that the
-    server knows. A model with a zero start predicts nothing before the first token, so `predictions` is empty there.
-    """
-
-    mode: Mode
-    predictions: tuple[Prediction, ...]
+    mode: UsedMode
+    window: UsedWindow
+    predictions: Annotated[
+        tuple[Prediction, ...],
+        says(
+            "the most probable tokens, most probable first; empty before the first token of a model that reads no "
+            "start token"
+        ),
+    ]
     latency: Latency
-    state: StateSource
-    error_bound: float | None
-    window: int | None = None
-    modes: dict[Mode, ModeAnswer] | None = None
-    agreement: Agreement | None = None
-    state_error_bound: float | None = None
-    top1_proved: bool = False
-    session: str | None = None
-    position: int | None = None
-    replayed: bool | None = None
-    created: bool | None = None
-    durable: bool | None = None
-    cache_tokens: int | None = None
-    logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
-    token_logprobs: tuple[float | None, ...] | None = None
-    unknown: tuple[str, ...] | None = None
-    seen_tokens: int | None = None
+    state: Source
+    error_bound: ErrorBound
+    state_error_bound: StateErrorBound
+    top1_proved: Annotated[
+        bool,
+        says(
+            "true: it is proved that recurrent mode over all tokens has the same most probable token. The proof "
+            "follows from the margin between the first two predictions or, with `prove`, from a search"
+        ),
+    ]
+    modes: Annotated[dict[str, ModeAnswer] | None, says("only in mode both: the answer of each mode")] = None
+    agreement: Annotated[Agreement | None, says("only in mode both: the agreement of the two modes")] = None
+    session: Annotated[SessionName | None, says("only for a session: the session's id")] = None
+    position: Annotated[Position | None, says("only for a session: the number of its tokens, without <eos>")] = None
+    replayed: Annotated[
+        bool | None,
+        says("only for a step. true: the step is a retry, and its tokens were not appended again"),
+    ] = None
+    created: Annotated[
+        bool | None,
+        says(
+            "true if the step created the session, or is a retry of the step that created it; otherwise absent. If it "
+            "is true, but the client expected the session to exist, the session's earlier tokens have expired"
+        ),
+    ] = None
+    durable: Durable = None
+    cache_tokens: CacheTokens = None
+    unknown: UnknownNames = None
+    seen_tokens: Annotated[
+        int | None,
+        says(
+            "the number of the sequence's last tokens that the server knows, and that are therefore not listed; "
+            "present only with `exclude_seen`"
+        ),
+    ] = None
+
+    logits: ClassVar[NDArray[np.float32] | None] = None
+    """float32 (V), if the request asked for them. The logits of a mixture with the cache are its log-probabilities."""
+
+    token_logprobs: ClassVar[tuple[float | None, ...] | None] = None
+    """The log-probability of each token of a step, in recurrent mode, if the request asked for them. With a zero start,
+    the value of the sequence's first token is None."""
+
+    def with_details(self, logits: NDArray[np.float32] | None, token_logprobs: tuple[float | None, ...] | None) -> Self:
+        """Sets `logits` and `token_logprobs`. They are not in JSON: they are attributes of the instance, not fields."""
+        vars(self).update(logits=logits, token_logprobs=token_logprobs)
+        return self
+
+
+class Failed(Result):
+    """A failed item of a batch."""
+
+    error: Annotated[dict[str, Any], says("a problem document, as in the answer of a failed request")]
+
+
+REFERENCE = "#/components/schemas/{name}"
+"""The reference to the schema of a class in the OpenAPI description."""
+
+
+def any_of(*kinds: type) -> dict[str, Any]:
+    """Returns the JSON schema of a value of one of several classes. msgspec has no unions of such classes."""
+    return {"anyOf": [{"$ref": REFERENCE.format(name=kind.__name__)} for kind in kinds]}
+
+
+Results = Annotated[
+    tuple[Any, ...], says("an answer or an error for each item, in their order", items=any_of(Answer, Failed))
+]
+
+
+class Answers(Result):
+    """The answers to many steps."""
+
+    results: Results
+
+
+class Batch(Served):
+    """The answers to a batch."""
+
+    results: Results
+
+
+NO_COLUMN = frozenset({"model_version", "device", "predictions", "latency", "modes", "agreement", "session"})
+"""The fields of `Answer` that `StepColumns` has not, or has in another form."""
+
+ALWAYS = frozenset({"position", "replayed", "created", "durable", "cache_tokens"})
+"""The fields of `Answer` that may be absent, but whose columns are always present. The column of any other such field
+is present only if a step has a value for it."""
+
+
+COLUMNS = tuple(name for name in Answer.__struct_fields__ if name not in NO_COLUMN)
+"""The fields of `Answer` that have a column in `StepColumns`."""
+
+SELDOM = frozenset(Answer.__struct_fields__[-len(Answer.__struct_defaults__) :]) - ALWAYS
+
+
+def _columns() -> list[Any]:
+    """Returns the fields of `StepColumns` that list a field of `Answer`, with null for a failed step."""
+    made: list[Any] = []
+    for name, kind in get_type_hints(Answer, include_extras=True).items():
+        if name in COLUMNS:
+            meaning, values = says(kind.__metadata__[-1].description), tuple[kind | None, ...]  # type: ignore[valid-type]
+            column: Any = Annotated[values, meaning]
+            made.append((name, Annotated[values | None, meaning], None) if name in SELDOM else (name, column))
+    return made
+
+
+StepColumns = defstruct(
+    "StepColumns",
+    [
+        ("session", Annotated[tuple[str, ...], says("the id of each step's session")]),
+        *_columns(),
+        ("token_id", Annotated[tuple[tuple[int, ...] | None, ...], says("each step's predictions, first the best")]),
+        ("logprob", Annotated[tuple[tuple[float, ...] | None, ...], says("the predictions' log-probabilities")]),
+        ("error", Annotated[tuple[dict[str, Any] | None, ...], says("a problem document; null: the step succeeded")]),
+        ("latency", Annotated[Latency, says("the largest time of each phase of all steps")]),
+    ],
+    bases=(Result,),
+    kw_only=True,
+    namespace={
+        "__doc__": "The answers to steps as one list for each field, in the order of the steps. For a failed step, "
+        "every list has null, except `session` and `error`."
+    },
+)
 
 
 Identity = tuple[str, str, str]
 """The model, version and device of an engine, in the order of the fields of `Served`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The model version that computed an answer, and its device."""
+class ModelDocument(TypedDict):
+    """The fields of `Served`, for documents that pydantic describes."""
 
     model: str
     model_version: str
     device: str
 
 
-@dataclass(frozen=True, slots=True)
 class SessionView(Served):
-    """A session as its owner sees it. `position` is the number of the session's tokens, without the start token <eos>.
+    """A session as its owner sees it."""
 
-    `state` is the source of the state for an answer in the session's own mode at this time. `state` is `resident`, or
-    `rebuilt` for a session without a resident state, or `window`. `error_bound` is the error bound of such an answer.
-    """
-
-    session: str
-    mode: Mode
-    position: int
-    state: StateSource
+    session: SessionName
+    mode: Annotated[Mode, says("the default mode of the session's steps")]
+    position: Position
+    state: Annotated[
+        StateSource,
+        says(
+            "the source of the state for an answer in the session's own mode at this time: resident, rebuilt for a "
+            "session whose state is not in memory, or window"
+        ),
+    ]
     error_bound: ErrorBound
-    idle_s: float
-    durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
+    idle_s: Annotated[float, says("the time since the session's last step, in seconds")]
+    durable: Durable = None
     unknown: UnknownNames = None
 
 
-@dataclass(frozen=True, slots=True)
-class SessionState(Served):
-    """The hidden vector of a session, for a ranker or an index outside of the server. `hidden` is the input of the
-    output layer after `position` tokens, float32 (H). JSON contains the exact float32 values. `state` says where the
-    state comes from (`StateSource`)."""
-
-    session: str
-    position: int
-    state: StateSource
-    hidden: tuple[float, ...]
-    state_error_bound: StateErrorBound
-    durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
-
-
-@dataclass(frozen=True, slots=True)
 class NewSession(SessionView):
     """A session that the request has created."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreProgress:
-    """An event in the stream of a score. `done` is the number of tokens that have been run, out of `total`."""
+class SessionState(Served):
+    """The hidden vector of a session, for a ranker or an index outside of the server."""
 
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """An event in the stream of a score: the next scored tokens, of which the first is at `position`, and the
-    log-probability of each token. With `truncated`, it also has the error bound of each token. The first token then has
-    no prediction, so its log-probability and its error bound are null. With `top_k`, it also has the most probable
-    tokens at each position. At the place of a skipped event, all of these are null."""
-
-    position: int
-    tokens: tuple[int | None, ...]
-    logprobs: tuple[float | None, ...]
-    error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
-    predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
+    session: SessionName
+    position: Position
+    state: Source
+    hidden: Annotated[
+        tuple[float, ...],
+        says("the input of the output layer after `position` tokens: the exact float32 values of its units"),
+    ]
+    state_error_bound: StateErrorBound
+    durable: Durable = None
 
 
-@dataclass(frozen=True, slots=True)
+class ScoreProgress(Result):
+    """An event in the stream of a score."""
+
+    done: Annotated[int, says("the number of tokens that have been run")]
+    total: Annotated[int, says("the number of tokens of the request")]
+
+
+ScoredIds = Annotated[tuple[int | None, ...], says("the scored token ids; null at the place of a skipped event")]
+Logprobs = Annotated[
+    tuple[float | None, ...],
+    says("the natural logarithm of each token's probability, given the tokens before it; null without a prediction"),
+]
+ErrorBounds = Annotated[
+    tuple[ErrorBound, ...] | None,
+    says("only with `truncated`: the error bound of each token, which depends on the number of tokens before it"),
+]
+
+
+class ScoredTokens(Result):
+    """An event in the stream of a score: the next scored tokens. With `truncated`, the first token has no prediction,
+    so its log-probability and its error bound are null."""
+
+    position: Annotated[int, says("the index of the first of these tokens in the request")]
+    tokens: ScoredIds
+    logprobs: Logprobs
+    error_bounds: ErrorBounds = None
+    predictions: Places = None
+
+
 class ScoreSummary(Served):
-    """How a text was scored. `chunks` is the number of chunks that ran in parallel. Each chunk started at least
-    `warm_up` tokens before its first scored token. `rounds` is 1 plus the number of parts of chunks that were run
-    again. `max_residual` is the largest difference between a unit of a chunk's start state and the same unit of the
-    previous chunk's end state. If `max_residual` is 0, the result is bit for bit that of a sequential run.
-    `error_bound` is the largest error bound of all positions. `perplexity` is computed from the tokens that have a
-    log-probability. `perplexity` is null if no token has a log-probability.
-    """
+    """How a text was scored. Each chunk that ran in parallel started at least `warm_up` tokens before its first scored
+    token. If `max_residual` is 0, the result is bit for bit that of a sequential run."""
 
-    perplexity: float | None
-    chunks: int
-    warm_up: int | None
-    rounds: int
-    max_residual: float
-    state: StateSource
-    error_bound: ErrorBound
+    perplexity: Annotated[
+        float | None, says("the perplexity of the tokens that have a log-probability; null if there are none")
+    ]
+    chunks: Annotated[int, says("the number of chunks that ran in parallel")]
+    warm_up: Annotated[int | None, says("the least number of tokens that a chunk ran before its first scored token")]
+    rounds: Annotated[int, says("1 plus the number of parts of chunks that were run again")]
+    max_residual: Annotated[
+        float,
+        says(
+            "the largest difference between a unit of a chunk's start state and the same unit of the previous chunk's "
+            "end state"
+        ),
+    ]
+    state: Source
+    error_bound: Annotated[ErrorBound, says("the largest error bound of all positions; null: not certified")]
     latency: Latency
-    cache_tokens: CacheTokens = field(default=None, kw_only=True)
-    unknown: UnknownNames = field(default=None, kw_only=True)
+    cache_tokens: CacheTokens = None
+    unknown: UnknownNames = None
 
 
-@dataclass(frozen=True, slots=True)
-class Score(ScoreSummary):
-    """The tokens that were scored, and the log-probability of each token. With `truncated`, the score also has the
-    error bound of each token, which depends on the number of tokens before it. The first token then has no prediction,
-    so its log-probability and its error bound are null. The first token of a model with a zero start has no prediction
-    either. At the place of a skipped event, all of these are null.
-    """
+class Score(ScoreSummary, kw_only=True):
+    """The tokens that were scored, and the log-probability of each token. With `truncated`, the first token has no
+    prediction, so its log-probability and its error bound are null. The first token of a model with a zero start has no
+    prediction either. At the place of a skipped event, all of these are null."""
 
-    tokens: tuple[int | None, ...]
-    logprobs: tuple[float | None, ...]
-    error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
-    predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
+    tokens: ScoredIds
+    logprobs: Logprobs
+    error_bounds: ErrorBounds = None
+    predictions: Places = None
 
 
 class FinishReason(StrEnum):
@@ -718,67 +806,70 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedToken:
-    """A generated token. In a stream, `text` is the additional text that is final after this token. `text` is empty
-    while a character or a possible stop string is incomplete. `bytes` is present only if the token alone is not valid
-    UTF-8."""
+class GeneratedToken(Result):
+    """A generated token."""
 
-    token_id: int
-    token: str
-    text: str
-    logprob: float
-    bytes: Annotated[tuple[int, ...] | None, LEFT_OUT] = None
+    token_id: TokenId
+    token: Annotated[str, says("the token's text, or the event's name")]
+    text: Annotated[
+        str,
+        says(
+            "the additional text that is final after this token; empty while a character or a possible stop string is "
+            "incomplete"
+        ),
+    ]
+    logprob: Logprob
+    bytes: TokenBytes = None
     predictions: Annotated[
         tuple[Prediction, ...] | None,
-        Field(
-            description="only with `top_logprobs`: the most probable tokens at this token's position, most "
-            "probable first,"
-            " and the token itself at the end if it is not one of them; before bias and penalties"
+        says(
+            "only with `top_logprobs`: the most probable tokens at this token's position, most probable first, and "
+            "the token itself at the end if it is not one of them; before bias and penalties"
         ),
-        LEFT_OUT,
     ] = None
 
 
-@dataclass(frozen=True, slots=True)
 class Finish(Served):
     """The last event in the stream of a generation. This event has the whole answer, except the tokens'
-    log-probabilities. `error_bound` is the largest error bound of the distributions from which the tokens were sampled.
-    Each bound compares a distribution with the never-interrupted model's distribution after the same tokens. `session`
-    and its `position` are present if the generation continued a session."""
+    log-probabilities."""
 
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    mode: Mode
-    window: int | None
-    state: StateSource
-    error_bound: ErrorBound
+    text: Annotated[str, says("the generated text, up to the first stop string")]
+    tokens: Annotated[tuple[int, ...], says("the ids of the generated tokens")]
+    finish_reason: Annotated[
+        FinishReason, says("stop: a stop string, or the end of an event sequence; length: the limit `max_tokens`")
+    ]
+    mode: UsedMode
+    window: UsedWindow
+    state: Source
+    error_bound: Annotated[
+        ErrorBound,
+        says(
+            "the largest error bound of the distributions from which the tokens were sampled, each compared with the "
+            "never-interrupted model's distribution after the same tokens; null: not certified"
+        ),
+    ]
     latency: Latency
-    cache_tokens: CacheTokens = field(default=None, kw_only=True)
-    session: Annotated[str | None, LEFT_OUT] = field(default=None, kw_only=True)
-    position: Annotated[int | None, LEFT_OUT] = field(default=None, kw_only=True)
-    unknown: UnknownNames = field(default=None, kw_only=True)
+    cache_tokens: CacheTokens = None
+    session: Annotated[str | None, says("only if the generation continued a session: its id")] = None
+    position: Annotated[int | None, says("only if the generation continued a session: its number of tokens")] = None
+    unknown: UnknownNames = None
 
 
-@dataclass(frozen=True, slots=True)
-class Generated(Finish):
+class Generated(Finish, kw_only=True):
     """The generated text and tokens."""
 
-    logprobs: tuple[float, ...]
-    predictions: Annotated[tuple[tuple[Prediction, ...], ...] | None, Field(description=PLACES), LEFT_OUT] = None
+    logprobs: Annotated[tuple[float, ...], says("the log-probability of each generated token")]
+    predictions: Places = None
 
 
-@dataclass(frozen=True, slots=True)
-class Percentiles:
+class Percentiles(Result):
     """Statistics of the latency of one phase, over the repeated runs."""
 
-    p50_ms: float
-    p99_ms: float
+    p50_ms: Annotated[float, says("the median, in milliseconds")]
+    p99_ms: Annotated[float, says("the 99th percentile, in milliseconds")]
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
+class Phases(Result):
     """Statistics of the latency of each phase, over the repeated runs."""
 
     queue: Percentiles
@@ -786,29 +877,34 @@ class Phases:
     total: Percentiles
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedMode:
+class ComparedMode(Result):
     """The results of one mode or window in a comparison. The recurrent result's latency is that of one step from a
-    resident state, as for one new token of a session. `agreement` compares a window with the recurrent answer.
-    `agreement` is null for the recurrent result."""
+    resident state, as for one new token of a session."""
 
-    mode: Mode
-    window: int | None
-    state: StateSource
-    predictions: tuple[Prediction, ...]
+    mode: UsedMode
+    window: UsedWindow
+    state: Source
+    predictions: Annotated[tuple[Prediction, ...], says("the most probable tokens, most probable first")]
     latency: Phases
     error_bound: ErrorBound
-    agreement: Agreement | None
+    agreement: Annotated[
+        Agreement | None, says("the agreement of the window with the recurrent answer; null for the recurrent result")
+    ]
 
 
-@dataclass(frozen=True, slots=True)
 class Comparison(Served):
-    """The comparison of recurrent mode with windows, for one model. `windows` are in the request's order. `tokens` is
-    the number of tokens in the input."""
+    """The comparison of recurrent mode with windows, for one model."""
 
-    tokens: int
-    repeat: int
+    tokens: Annotated[int, says("the number of tokens in the input")]
+    repeat: Annotated[int, says("the number of runs of each mode and window")]
     recurrent: ComparedMode
-    windows: tuple[ComparedMode, ...]
-    cache_tokens: CacheTokens = field(default=None, kw_only=True)
-    unknown: UnknownNames = field(default=None, kw_only=True)
+    windows: Annotated[tuple[ComparedMode, ...], says("the result of each window, in the request's order")]
+    cache_tokens: CacheTokens = None
+    unknown: UnknownNames = None
+
+
+class Comparisons(Result):
+    """The answer to a comparison request."""
+
+    device: Annotated[str, says("the device that ran the models")]
+    models: Annotated[tuple[Comparison, ...], says("a comparison for each requested model")]

@@ -1,11 +1,14 @@
-"""Renders the pages `/` and `/docs` as plain HTML, without scripts and without resources from other sites.
+"""Renders the pages `/` and `/docs` as plain HTML, without resources from other sites.
 
-`/docs` shows every route of the OpenAPI description with its parameters, the fields of its body and of its answer, and
-its examples as curl commands. `/docs` also shows the messages of the WebSocket route, which OpenAPI cannot describe.
+`/docs` shows the routes of the OpenAPI description in groups. Each route has its summary, its parameters, the fields of
+its body and of its answer, its examples as curl commands, and a form that sends an example. `/docs` also shows the
+messages of the WebSocket route, which OpenAPI cannot describe. The only script is the one that sends a form.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -13,14 +16,37 @@ from typing import Any
 
 from wane.service.api.schemas.sessions import StreamBody
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+SCRIPT = """
+addEventListener('submit', async event => {
+  event.preventDefault()
+  const form = event.target, answer = form.querySelector('output')
+  const path = form.dataset.path.replace(/{([a-z]+)}/g, (_, name) => encodeURIComponent(form.elements[name].value))
+  const body = form.elements.body
+  answer.textContent = '...'
+  try {
+    const sent = {method: form.dataset.method, headers: {'content-type': 'application/json'}}
+    if (body) sent.body = body.value
+    const response = await fetch('.' + path, sent), text = await response.text()
+    let shown = text
+    try { shown = JSON.stringify(JSON.parse(text), null, 2) } catch {}
+    answer.textContent = response.status + ' ' + response.statusText + '\\n' + shown
+  } catch (error) { answer.textContent = String(error) }
+})
+"""
+"""Sends a form of the page `/docs` as a request, and shows the answer."""
+
+DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HEADERS = {
     "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
 }
-"""Response headers of the pages. They tell a browser to load nothing from other sites, to run no scripts, and never to
-show the page in a frame."""
+"""Response headers of the pages. They tell a browser to load nothing from other sites, to run no script but `SCRIPT`,
+and never to show the page in a frame."""
 
 STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #1c2733 }
@@ -29,7 +55,9 @@ summary { cursor: pointer } summary b { display: inline-block; min-width: 4.5em;
 table { border-collapse: collapse; margin: .5em 0 1em; width: 100% }
 th, td { text-align: left; vertical-align: top; padding: .2em 1em .2em 0; border-top: 1px solid #e8edf1 }
 th { font-weight: 600; border-top: 0 } code, pre { font: 14px/1.4 monospace }
-pre { background: #f3f6f8; padding: .6em; white-space: pre-wrap; overflow-wrap: anywhere } h4 { margin: .8em 0 0 }
+textarea { width: 100%; font: 14px/1.4 monospace; box-sizing: border-box } output { display: block }
+output:not(:empty), pre { background: #f3f6f8; padding: .6em; white-space: pre-wrap; overflow-wrap: anywhere }
+h4 { margin: .8em 0 0 }
 """
 PAGE = """<!doctype html>
 <html lang="en">
@@ -81,16 +109,22 @@ def api_page(openapi: Schema) -> str:
     components = openapi.get("components", {}).get("schemas", {})
     about = escape(openapi["info"].get("description", ""))
     parts = [f'<h1>Wane: the API</h1>\n<p>{about} For programs: <a href="openapi.json">openapi.json</a>.</p>']
-    for path, operations in openapi["paths"].items():
-        for method, operation in operations.items():
-            parts += _operation(path, method, operation, components)
-    parts += _stream(components)
+    for group in openapi.get("tags", ()):
+        parts.append(f"<h2>{escape(group['description'])}</h2>")
+        for path, operations in openapi["paths"].items():
+            for method, operation in operations.items():
+                if group["name"] in operation["tags"]:
+                    parts += _operation(path, method, operation, components)
+        if group["name"] == "sessions":
+            parts += _stream(components)
+    parts.append(f"<script>{SCRIPT}</script>")
     return PAGE.format(title="Wane: the API", style=STYLE, content="\n".join(parts))
 
 
 def _operation(path: str, method: str, operation: Schema, components: Schema) -> Iterator[str]:
-    description = escape(operation.get("description") or operation.get("summary", ""))
-    yield f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code></summary><p>{description}</p>"
+    summary, description = escape(operation["summary"]), escape(operation["description"])
+    yield f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> {summary}</summary>"
+    yield f"<p>{description}</p>"
     parameters = [
         (one["name"], one["schema"] | {"description": f"{one['in']}: {one.get('description', '')}"}, one["required"])
         for one in operation.get("parameters", ())
@@ -102,8 +136,10 @@ def _operation(path: str, method: str, operation: Schema, components: Schema) ->
     if body is not None:
         yield "<h4>Body</h4>"
         yield from _fields(body["schema"], components)
-    for example in (body or {}).get("examples", {}).values():
-        yield _curl(path, method, example["value"])
+    examples = [example["value"] for example in (body or {}).get("examples", {}).values()]
+    for example in examples:
+        yield _curl(path, method, example)
+    yield from _form(path, method, operation, examples)
     for status, response in operation.get("responses", {}).items():
         answer = response.get("content", {}).get("application/json", {}).get("schema")
         if answer is not None and status.isdigit():
@@ -115,19 +151,31 @@ def _operation(path: str, method: str, operation: Schema, components: Schema) ->
 def _stream(components: Schema) -> Iterator[str]:
     """Renders the WebSocket route. A message has the fields of a step's request body, and an answer has the fields of a
     step's answer."""
-    schema = StreamBody.model_json_schema()
     yield f"<details><summary><b>WS</b> <code>{STREAM}</code></summary>"
     yield "<p>Each message is one step or one rewind. Messages are answered in order. A failed message gets the answer "
     yield '<code>{"error": ...}</code>, a problem document. The socket stays open, unless the failure has one of '
     yield "the close codes below.</p><h4>Message</h4>"
-    yield from _fields(schema, schema.get("$defs", {}))
+    yield from _fields({"$ref": "#/components/schemas/StreamBody"}, components)
     messages = "\n".join(json.dumps(example) for example in StreamBody.examples)
     yield f"<pre>{escape(messages)}</pre><h4>Answer</h4>"
-    yield from _fields({"$ref": "#/components/schemas/AnswerDocument"}, components)
+    yield from _fields({"$ref": "#/components/schemas/Answer"}, components)
     yield "<h4>Close codes</h4><table>"
     for code, meaning in CLOSES:
         yield f"<tr><td>{code}</td><td>{escape(meaning)}</td></tr>"
     yield "</table></details>"
+
+
+def _form(path: str, method: str, operation: Schema, examples: Sequence[object]) -> Iterator[str]:
+    """Renders a form that sends the first example, which the reader may change."""
+    yield f'<form data-method="{method.upper()}" data-path="{escape(path)}">'
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            name = escape(parameter["name"])
+            value = escape(str(next(iter(parameter["schema"].get("examples", ())), "")))
+            yield f'<label>{name} <input name="{name}" value="{value}" required></label> '
+    if examples:
+        yield f'<textarea name="body" rows="4">{escape(json.dumps(examples[0]))}</textarea>'
+    yield "<button>Send</button><output></output></form>"
 
 
 def _curl(path: str, method: str, body: object) -> str:

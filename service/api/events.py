@@ -25,8 +25,6 @@ EVENTS: dict[type, str] = {
 }
 """The name of the event for each type of result. The event of a failure is `error`."""
 
-DESCRIPTION: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-
 
 class EventStream(StreamingResponse):
     """A response that streams results. It closes the stream of results as soon as the client disconnects."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from wane.models.manifest import Unknown
-from wane.service.api import encode, tensors
+from wane.service.api import tensors
 from wane.service.api.body import LARGE_BYTES, Decoder, read
 from wane.service.api.deps import deadline, header, settings
 from wane.service.api.disconnect import WHOLE_BODY
@@ -34,6 +34,9 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
+
+ROWS_AT_ONCE = 32
+"""The number of texts or lists of events that are converted in one iteration of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
             else:
                 tokens = await _encoded(engine, values[index], where, name, asked.deadline, document=document)
                 rows.append(EventTokens(tokens))
-            if index % encode.MADE_AT_ONCE == encode.MADE_AT_ONCE - 1:
+            if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
                 await asyncio.sleep(0)
         else:
             rows.append(EventTokens(tuple(values[index, :length].tolist())))

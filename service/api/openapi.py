@@ -1,15 +1,36 @@
-"""Adds the limits from the settings and the timeout header to the OpenAPI description."""
+"""Completes the OpenAPI description: the schemas of results, the limits from the settings, and the timeout header."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from msgspec.json import schema_components
+
 from wane.service.api.exchange import TIMEOUT, TIMEOUT_HEADER
-from wane.service.api.schemas.common import AT_MOST, AtMost, anchored
+from wane.service.api.faults import limit_of
+from wane.service.api.schemas.common import AT_LEAST, AT_MOST, OF_TOKENS, Body, anchored
+from wane.service.api.schemas.sessions import StreamBody
 from wane.service.settings import Settings
+from wane.service.types import REFERENCE, Failed, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}
+
+GROUPS = [
+    {"name": name, "description": description}
+    for name, description in {
+        "predict": "Predictions, comparisons and scores",
+        "generate": "Generation",
+        "sessions": "Sessions",
+        "models": "Models, vocabularies and measurements",
+        "openai": "Completions, as in OpenAI's API",
+        "tokenizer": "The tokenizer, as in vLLM",
+        "inference": "The Open Inference Protocol",
+        "repository": "The model repository of the Open Inference Protocol",
+        "operations": "Operation of the server",
+    }.items()
+]
+"""The groups of routes, in the order of the page `/docs`."""
 
 TIMEOUT_PARAMETER = {
     "name": TIMEOUT_HEADER,
@@ -20,18 +41,69 @@ TIMEOUT_PARAMETER = {
 }
 
 
+EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+KINDS: list[type] = [Failed, StreamBody]
+"""The classes of the results in the description."""
+
+
+def answers(*kinds: type, status: int = 200, streams: bool = False, **more: object) -> dict[int | str, dict[str, Any]]:
+    """Returns FastAPI's description of the answers of a route: results of one of the classes `kinds`. If `streams`, the
+    route also answers with server-sent events."""
+    KINDS.extend(kinds)
+    schema = any_of(*kinds) if len(kinds) > 1 else any_of(*kinds)["anyOf"][0]
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    return {status: {"content": content | (EVENTS if streams else {}), **more}}
+
+
+def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
+    """Returns the description of the body of a route that decodes `model`, with the model's examples."""
+    KINDS.append(model)
+    examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
+    content = {"application/json": {"schema": {"$ref": REFERENCE.format(name=model.__name__)}, "examples": examples}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:
+    """Returns the description of headers, with a text and a JSON schema for each header. A route that reads the headers
+    itself is faster than a route with the framework's header parameters."""
+    return {
+        "parameters": [
+            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
+            for name, (text, form) in described.items()
+        ]
+    }
+
+
+def bodies(kind: type[Body]) -> Iterator[type[Body]]:
+    """Yields the subclasses of a body type, and their subclasses."""
+    for body in kind.__subclasses__():
+        yield body
+        yield from bodies(body)
+
+
 def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Adds the limits and the timeout header to the OpenAPI description that FastAPI generated."""
+    """Adds the schemas, the limits and the timeout header to the OpenAPI description that FastAPI generated."""
+    _, schemas = schema_components(KINDS, ref_template=REFERENCE)
+    for body in bodies(Body):
+        if body.__name__ in schemas:
+            schemas[body.__name__] |= body.several()
+            schemas[body.__name__]["properties"] |= body.overrides
+    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     for schema in _schemas(document):
+        if AT_LEAST in schema:
+            schema["minimum"] = schema.pop(AT_LEAST)
         if AT_MOST not in schema:
             continue
-        most = AtMost(schema.pop(AT_MOST)).value(settings)
+        most = limit_of(schema.pop(AT_MOST), settings)
+        schema.pop(OF_TOKENS, None)
         for one in (schema, *schema.get("anyOf", ())):
             if most is not None and one.get("type") in BOUNDS:
                 one.pop("exclusiveMaximum", None)
                 one[BOUNDS[one["type"]]] = most
     for operations in document["paths"].values():
         for operation in operations.values():
+            operation["summary"] = operation["description"].partition(".")[0].replace("\n", " ")
             operation.setdefault("parameters", []).append(TIMEOUT_PARAMETER)
     return document
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
+from msgspec import Raw
 from numpy.typing import NDArray
 
 from wane.service.api.encode import CONTENT_TYPE, VALUES_AT_ONCE, Reply, json_bytes
@@ -284,7 +285,7 @@ async def reply(
             binary.append(array.astype(DTYPES[datatype], copy=False).tobytes())
             document["parameters"] = {BINARY_SIZE: len(binary[-1])}
         else:
-            document["data"] = orjson.Fragment(await _json(array))
+            document["data"] = Raw(await _json(array))
         outputs.append(document)
     header = json_bytes({**head, "outputs": outputs})
     if not binary:

@@ -53,8 +53,7 @@ class Ticket:
             queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
             compute_ms=1e3 * (self.compute_s - (since.compute_s if since else 0.0)),
             total_ms=1e3 * (time.perf_counter() - started_s),
-            batch_items=self.batch_items,
-        )
+        ).with_batch(self.batch_items)
 
     def beside(self) -> Ticket:
         """Returns a ticket for concurrent work of the same request. The work is admitted and traced, but its time is

@@ -22,7 +22,7 @@ from wane.service.engine.forward import Forward, Mixed, RunResult
 from wane.service.engine.logits import Ranking, Rankings, listed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
+from wane.service.types import Agreement, Answer, Identity, Latency, Mode, ModeAnswer, Prediction, StateSource, id_of
 
 SMALL_ENOUGH = 1e-3
 """If the margin proof succeeds and the bound on the total variation is at most this value, the gradient proof is not
@@ -118,6 +118,7 @@ class AnswerBuilder:
     def __init__(
         self,
         manifest: Manifest,
+        identity: Identity,
         vocabulary: Vocabulary,
         margin: MarginProof,
         forward: Forward,
@@ -128,6 +129,7 @@ class AnswerBuilder:
         """`prover` runs the gradient proofs on a thread of its own, because they would block the event loop. `cache` is
         the model's cache, if it has one."""
         self._certificate = manifest.certificate
+        self._identity = identity
         self._vocabulary = vocabulary
         self._margin = margin
         self._forward = forward
@@ -239,7 +241,7 @@ class AnswerBuilder:
         assert answered is not None, "neither mode ran: this is a bug"
         found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
-        modes: dict[Mode, ModeAnswer] | None = None
+        modes: dict[str, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
             pair = self.compared(plan, recurrent, window)
             modes = {
@@ -247,11 +249,12 @@ class AnswerBuilder:
                 Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k, plan.ranking), window.latency),
             }
             for mode, part in modes.items():
-                self._stats.took(mode, part.latency)
+                self._stats.took(Mode(mode), part.latency)
         elif self.sampler is not None and plan.context_length and self.sampler.chosen():
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
-        return Answer(
+        answer = Answer(
+            *self._identity,
             mode=plan.mode,
             predictions=found,
             latency=ticket.latency() if prove or modes is not None else answered.latency,
@@ -262,17 +265,18 @@ class AnswerBuilder:
             window=plan.window,
             modes=modes,
             agreement=pair,
-            session=session,
+            session=None if session is None else id_of(session),
             position=None if session is None else plan.position,
             replayed=replayed,
             durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
-            # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.
-            logits=answered.result.logits.copy() if logits else None,
-            token_logprobs=token_logprobs,
             unknown=unknown or None,
             seen_tokens=plan.ranking.seen_tokens,
         )
+        if logits or token_logprobs is not None:
+            # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.
+            answer.with_details(answered.result.logits.copy() if logits else None, token_logprobs)
+        return answer
 
     def nothing(
         self,
@@ -290,18 +294,21 @@ class AnswerBuilder:
     ) -> Answer:
         """Returns the answer of a model with a zero start before the sequence's first token: an answer without
         predictions. Runs no graph. `has_seen` says whether the request has `exclude_seen`."""
-        modes: dict[Mode, ModeAnswer] | None = None
+        modes: dict[str, ModeAnswer] | None = None
         if mode is Mode.BOTH:
             modes = {one: ModeAnswer((), ticket.latency()) for one in (Mode.RECURRENT, Mode.WINDOW)}
         return Answer(
+            *self._identity,
             mode=mode,
+            window=window,
             predictions=(),
             latency=ticket.latency(),
             state=state,
             error_bound=None,
-            window=window,
+            state_error_bound=None,
+            top1_proved=False,
             modes=modes,
-            session=session,
+            session=None if session is None else id_of(session),
             position=None if session is None else 0,
             replayed=replayed,
             durable=durable,

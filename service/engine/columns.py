@@ -44,7 +44,7 @@ from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.state.cache import StateCache
-from wane.service.types import MAX_POSITION, Answer, Latency, Mode, Owner, StateSource, StepRequest
+from wane.service.types import MAX_POSITION, Answer, Identity, Latency, Mode, Owner, StateSource, StepRequest, id_of
 
 Float = TypeVar("Float", np.float32, np.float64)
 
@@ -87,8 +87,8 @@ queued."""
 
 
 class StepResults:
-    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items` and
-    `vocabulary` are the same for all rows.
+    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items`, `identity`
+    and `vocabulary` are the same for all rows.
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
     number of tokens in each row's cache; None if the model has no cache.
@@ -99,6 +99,7 @@ class StepResults:
         "bounds",
         "cache_tokens",
         "compute_ms",
+        "identity",
         "ids",
         "logprobs",
         "positions",
@@ -124,39 +125,35 @@ class StepResults:
     compute_ms: float
     total_ms: list[float]
     batch_items: int
+    identity: Identity
     vocabulary: Vocabulary
+
+    def answer(self, row: int) -> StepAnswer:
+        """Returns the answer to the step of a row."""
+        bound = self.bounds[row]
+        return StepAnswer(
+            *self.identity,
+            Mode.RECURRENT,
+            None,
+            listed(
+                Largest(self.ids[row], [], self.logprobs[row], self.probabilities[row]),
+                self.top_k[row],
+                self.vocabulary,
+            ),
+            Latency(self.queue_ms[row], self.compute_ms, self.total_ms[row]).with_batch(self.batch_items),
+            StateSource.RESIDENT,
+            None if bound is None else bound.variation,
+            None if bound is None else bound.state,
+            self.proved[row],
+            session=id_of(self.sessions[row]),
+            position=self.positions[row],
+            replayed=False,
+            cache_tokens=None if self.cache_tokens is None else self.cache_tokens[row],
+        )
 
 
 class StepAnswer(Answer):
-    """One row of `StepResults` as an `Answer`. The answer's fields are built when one of them is first read."""
-
-    __slots__ = ("results", "row")
-
-    def __init__(self, results: StepResults, row: int) -> None:
-        self.results = results
-        self.row = row
-
-    def __getattr__(self, name: str) -> object:
-        results, row = self.results, self.row
-        found = results.bounds[row]
-        super().__init__(
-            mode=Mode.RECURRENT,
-            predictions=listed(
-                Largest(results.ids[row], [], results.logprobs[row], results.probabilities[row]),
-                results.top_k[row],
-                results.vocabulary,
-            ),
-            latency=Latency(results.queue_ms[row], results.compute_ms, results.total_ms[row], results.batch_items),
-            state=StateSource.RESIDENT,
-            error_bound=None if found is None else found.variation,
-            state_error_bound=None if found is None else found.state,
-            top1_proved=results.proved[row],
-            session=results.sessions[row],
-            position=results.positions[row],
-            replayed=False,
-            cache_tokens=None if results.cache_tokens is None else results.cache_tokens[row],
-        )
-        return object.__getattribute__(self, name)
+    """The answer to a step that ran in columns."""
 
 
 class PendingStep(Pending[Answer]):
@@ -176,7 +173,7 @@ class PendingStep(Pending[Answer]):
     def step_ran(self, results: StepResults, row: int, number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`."""
         if not self.done():
-            self.set_result(StepAnswer(results, row))
+            self.set_result(results.answer(row))
 
     def step_failed(self, error: Exception, number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`."""
@@ -262,7 +259,7 @@ class StepColumns:
         admission: Admission,
         stats: Stats,
         metrics: Metrics,
-        model: str,
+        identity: Identity,
         procedure: StepProcedure,
         *,
         most_predictions: int,
@@ -276,6 +273,7 @@ class StepColumns:
         in columns. `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are
         queued. `ranking` selects the tokens that answers may list. `cache` is the model's cache, if it has one.
         """
+        self._identity = identity
         self._vocabulary = vocabulary
         self._ranking = ranking
         self._size = vocabulary.size
@@ -294,9 +292,9 @@ class StepColumns:
         self._most_predictions = most_predictions
         self._max_queue = max_queue
         self._queue_columns = queue_columns
-        self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
-        self._conflicts = metrics.step_conflicts.labels(model)
-        self._too_late = metrics.queue_dropped.labels(model, "deadline")
+        self._abandoned = metrics.queue_dropped.labels(identity[0], "abandoned")
+        self._conflicts = metrics.step_conflicts.labels(identity[0])
+        self._too_late = metrics.queue_dropped.labels(identity[0], "deadline")
         self._rows: list[StepRow] = []
         self._flushes = 0  # `ResidentSessions.flushes` when the first of the queued steps was queued
         self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
@@ -530,7 +528,7 @@ class StepColumns:
         results.queue_ms = (1e3 * (started_s - batch.queued_s)).tolist()
         results.total_ms = (1e3 * (time.perf_counter() - batch.queued_s)).tolist()
         results.batch_items = batch_items
-        results.vocabulary = self._vocabulary
+        results.identity, results.vocabulary = self._identity, self._vocabulary
         return results
 
     def _largest(self, results: StepResults, outputs: Outputs, width: int) -> None:

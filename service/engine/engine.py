@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
-from dataclasses import asdict
 from functools import partial
 from random import Random
+
+from msgspec.structs import asdict
 
 from wane.models.cache_mixture import CacheMixture
 from wane.models.certificate.propagation import Propagation
@@ -193,7 +194,7 @@ class Engine:
         )
         self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
         self.answer_builder = AnswerBuilder(
-            manifest, vocabulary, margin, self.forward, self._stats, self._prover, cache
+            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
         )
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
@@ -234,7 +235,7 @@ class Engine:
             self.admission,
             self._stats,
             metrics,
-            name,
+            self.identity,
             partial(self._step_admitted, is_locked=True),
             most_predictions=most_predictions if most_predictions > 1 else 0,
             max_queue=settings.max_queue,

@@ -252,7 +252,7 @@ async def generate(
     bias.update(dict.fromkeys(never_drawn, FORBID))
     if request.presence_penalty or request.frequency_penalty or bias:
         preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
-    sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
+    sampler = Sampler(request, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
     result = await source.prompt()
@@ -272,13 +272,12 @@ async def generate(
         token = sampler.choose(logprobs)
         recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
-        partial = vocabulary.partial_bytes(token)
         yield GeneratedToken(
             token_id=token,
             token=vocabulary.token(token),
             text=stream.push(token, final=is_last),
             logprob=float(logprobs[token]),
-            bytes=None if partial is None else tuple(partial),
+            bytes=vocabulary.partials[token],
             predictions=None
             if request.top_logprobs is None
             else most_probable(logprobs, request.top_logprobs, token, vocabulary, never_drawn),

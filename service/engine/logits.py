@@ -8,7 +8,7 @@ does not change the probabilities of the listed tokens. They are those of the wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from wane.models.vocabulary import Vocabulary
 from wane.service.engine.forward import RunResult
 from wane.service.runners.outputs import Largest
-from wane.service.types import NO_FILTER, Filter, Prediction
-
-_made = partial(tuple.__new__, Prediction)
+from wane.service.types import NO_FILTER, Filter, GenerateRequest, Prediction
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -160,13 +158,12 @@ class Rankings:
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """Returns the first `count` tokens as predictions. This function runs for every answer, so it avoids a constructor
-    call for each prediction."""
+    """Returns the first `count` tokens as predictions."""
     texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
     return tuple(
         [
-            _made((token, texts[token], probability, logprob, partials[token]))
+            Prediction(token, texts[token], probability, logprob, partials[token])
             for token, probability, logprob in zip(ids, found.probabilities, found.logprobs, strict=False)
         ]
     )
@@ -198,7 +195,7 @@ def most_probable(
     found = logprobs[ids]
     return tuple(
         [
-            _made((token, texts[token], probability, logprob, partials[token]))
+            Prediction(token, texts[token], probability, logprob, partials[token])
             for token, probability, logprob in zip(ids, np.exp(found).tolist(), found.tolist(), strict=True)
         ]
     )
@@ -250,21 +247,12 @@ class Preferences:
 class Sampler:
     """Draws tokens. Samplers with the same parameters, including a seed, draw the same tokens from the same logits."""
 
-    def __init__(
-        self,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        seed: int | None,
-        sample: int = 0,
-        preferences: Preferences | None = None,
-    ) -> None:
-        """`temperature` 0 always draws the most probable token. top_k or top_p excludes no tokens if it is None.
-        `sample` is the index of this sample among several samples with the same seed. Different indices give different
-        random numbers."""
-        self._temperature = temperature
-        self._top_k = top_k
-        self._top_p = top_p
+    def __init__(self, request: GenerateRequest, preferences: Preferences | None = None) -> None:
+        """`request` has the parameters. A `temperature` of 0 always draws the most probable token. top_k or top_p
+        excludes no tokens if it is None. `sample` is the index of this sample among several samples with the same seed.
+        Different indices give different random numbers."""
+        self._request = request
+        seed, sample = request.seed, request.sample
         self._random = np.random.default_rng([seed, sample] if sample and seed is not None else seed)
         self._preferences = preferences
 
@@ -280,7 +268,7 @@ class Sampler:
         preferences = self._preferences
         if preferences is not None:
             logprobs = preferences.apply(logprobs)
-        token = int(logprobs.argmax()) if self._temperature == 0 else self._sample(logprobs)
+        token = int(logprobs.argmax()) if self._request.temperature == 0 else self._sample(logprobs)
         if preferences is not None:
             preferences.note(token)
         return token
@@ -290,17 +278,17 @@ class Sampler:
         probability of at least p."""
         # The largest value becomes exactly 0. Tiny temperatures therefore give 0 and -inf, never NaN.
         with np.errstate(over="ignore"):
-            scaled = (logprobs - logprobs.max()) / self._temperature
-        order = np.argsort(-scaled, kind="stable")[: self._top_k]
+            scaled = (logprobs - logprobs.max()) / self._request.temperature
+        order = np.argsort(-scaled, kind="stable")[: self._request.top_k]
         if self._preferences is not None:
             order = order[np.isfinite(scaled[order])]  # without the tokens that are never drawn
         weights = np.exp(scaled[order])
         weights /= weights.sum()
         cumulative = np.cumsum(weights)
-        if self._top_p is not None:
+        if self._request.top_p is not None:
             # A token is kept if the probabilities of all more probable tokens add up to less than p. At least one token
             # is kept.
-            keep = int(np.searchsorted(cumulative, self._top_p, side="left")) + 1
+            keep = int(np.searchsorted(cumulative, self._request.top_p, side="left")) + 1
             order, cumulative = order[:keep], cumulative[:keep]
         drawn = self._random.random() * cumulative[-1]
         return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), len(order) - 1)])

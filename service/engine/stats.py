@@ -7,9 +7,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import Literal
 
+from msgspec.structs import asdict
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.batching.cost_model import Costs
@@ -122,7 +122,7 @@ class ModeStats:
 
     def took(self, latency: Latency) -> None:
         """Counts the latency of one prediction."""
-        for seconds, value_ms in zip(self._phases, latency, strict=False):
+        for seconds, value_ms in zip(self._phases, latency.phases(), strict=True):
             seconds.observe(value_ms / 1e3)
 
     def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
@@ -196,7 +196,7 @@ class Stats:
             by_mode.setdefault(answer.mode, []).append(answer)
         for mode, answers in by_mode.items():
             self._of(mode).made(
-                zip(*[answer.latency for answer in answers], strict=True),
+                zip(*[answer.latency.phases() for answer in answers], strict=True),
                 [answer.error_bound for answer in answers],
                 sum([answer.top1_proved for answer in answers]),
             )

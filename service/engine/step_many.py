@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from wane.service.engine.columns import StepAnswer, StepResults
+from wane.service.engine.columns import StepResults
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
 from wane.service.types import Answer, Owner, StepRequest, id_of
@@ -35,7 +35,7 @@ class StepCall(asyncio.Future[None]):
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """See `StepReceiver`."""
-        self._record(StepAnswer(results, row), number)
+        self._record(results.answer(row), number)
 
     def step_failed(self, error: Exception, number: int) -> None:
         """See `StepReceiver`."""

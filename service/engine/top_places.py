@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture
@@ -123,5 +124,5 @@ def with_own(found: Sequence[Prediction], token: int, logprob: float) -> tuple[P
         else:
             value = min(value, logprob)
         same = value == one.logprob
-        changed.append(one if same else one._replace(logprob=value, probability=math.exp(min(value, 0.0))))
+        changed.append(one if same else replace(one, logprob=value, probability=math.exp(min(value, 0.0))))
     return tuple(changed)

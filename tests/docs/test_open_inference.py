@@ -35,5 +35,5 @@ def test_the_program_of_the_page_runs(server: LiveServer, capsys: pytest.Capture
 
 
 def test_the_page_names_every_input_output_parameter_and_extension() -> None:
-    names = {*signature.INPUTS, *signature.OUTPUTS, *signature.EXTENSIONS, *InferParameters.model_fields}
+    names = {*signature.INPUTS, *signature.OUTPUTS, *signature.EXTENSIONS, *InferParameters.__struct_fields__}
     assert {name for name in names if f"`{name}`" not in PAGE} == set()

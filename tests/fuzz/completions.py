@@ -52,7 +52,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "session": st.sampled_from(["a", "b", "a b", None]),
     "expected_position": st.integers(-1, 3) | st.none(),
 }
-assert FIELDS.keys() == CompletionBody.model_fields.keys(), "FIELDS and CompletionBody have different fields"
+assert FIELDS.keys() == set(CompletionBody.__struct_fields__), "FIELDS and CompletionBody have different fields"
 
 
 @st.composite

@@ -71,7 +71,7 @@ class EngineCall:
             answer = await self._pending
         except WaneError as error:
             return describe(error).body("")
-        document: Document = json.loads(encode.json_bytes(encode.answer(self._engine, answer)))
+        document: Document = json.loads(encode.json_bytes(answer))
         return document
 
     async def disconnect(self) -> None:

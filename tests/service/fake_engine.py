@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
+
+from msgspec.structs import asdict
 
 from tests.models.rounding import rounding
 from tests.service.engine_harness import byte_vocabulary
@@ -56,7 +57,7 @@ from wane.service.types import (
 
 VOCABULARY = byte_vocabulary()
 LATENCY = Latency(0.25, 0.5, 1.0)
-PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
+PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, (0xC3,)))
 AGREEMENT = Agreement(True, True, 1e-4, 1e-8, 1e-3, 1e-2, 2e-2, 1e-2)
 MANIFEST = Manifest.model_validate(
     {
@@ -159,11 +160,22 @@ class FakeEngine:
         await self._ask(request)
         if request.mode is not Mode.BOTH:
             return Answer(
-                request.mode, PREDICTIONS, LATENCY, StateSource.FULL, 0.25, state_error_bound=0.5, top1_proved=True
+                *self.identity, request.mode, None, PREDICTIONS, LATENCY, StateSource.FULL, 0.25, 0.5, top1_proved=True
             )
         part = ModeAnswer(PREDICTIONS, LATENCY)
-        modes = {Mode.RECURRENT: part, Mode.WINDOW: part}
-        return Answer(Mode.BOTH, PREDICTIONS, LATENCY, StateSource.FULL, 0.0, 8, modes, AGREEMENT, 0.0, True)
+        return Answer(
+            *self.identity,
+            Mode.BOTH,
+            8,
+            PREDICTIONS,
+            LATENCY,
+            StateSource.FULL,
+            0.0,
+            0.0,
+            True,
+            {Mode.RECURRENT: part, Mode.WINDOW: part},
+            AGREEMENT,
+        )
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
         outcomes: list[Answer | Exception] = []
@@ -177,11 +189,15 @@ class FakeEngine:
     async def step(self, request: StepRequest) -> Answer:
         await self._ask(request)
         return Answer(
+            *self.identity,
             Mode.RECURRENT,
+            None,
             PREDICTIONS,
             LATENCY,
             StateSource.RESIDENT,
             0.0,
+            None,
+            False,
             session=request.session,
             position=len(request.tokens),
             replayed=False,

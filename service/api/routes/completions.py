@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter
 from pydantic import TypeAdapter
@@ -19,13 +19,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from wane.service.api import encode, events
-from wane.service.api.body import decode, headers, json_body, tokens_of
+from wane.service.api import encode
+from wane.service.api.body import decode, tokens_of
 from wane.service.api.choices import Choice, Generation, joined, merged, started, together
 from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, note_answer
 from wane.service.api.openai_error import document_of, renamed
+from wane.service.api.openapi import EVENTS, headers, json_body
 from wane.service.api.problem import described
 from wane.service.api.schemas.common import IDEMPOTENCY
 from wane.service.api.schemas.completions import (
@@ -75,7 +76,7 @@ chat = APIRouter(include_in_schema=False)
     "/v1/completions",
     response_model=CompletionDocument,
     openapi_extra=json_body(CompletionBody) | KEY_HEADER,
-    responses=events.DESCRIPTION,
+    responses={200: {"content": EVENTS}},
 )
 async def complete(request: Request) -> Response:
     """Completes one or many prompts, like OpenAI's API. If `stream` is true, the answer consists of lines `data:` with
@@ -307,15 +308,27 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     return Completion(engine, fingerprint_of(request, engine), body, prompts, generations, step, unknown)
 
 
-def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Returns the request's prompts as a list. Raises InvalidRequest if there is no prompt."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
+def prompts_of(prompt: str | tuple[str | int | tuple[int, ...], ...]) -> Sequence[str | tuple[int, ...]]:
+    """Returns the request's prompts as a list. Raises InvalidRequest if there is no prompt, or if the prompts are of
+    different kinds."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
         raise InvalidRequest("prompt is empty: give a text, token ids, or a list of either", "prompt")
-    if isinstance(given[0], int):
-        return [[one for one in given if isinstance(one, int)]]
-    return [one for one in given if isinstance(one, str | list)]
+    kind = type(prompt[0])
+    for index, item in enumerate(prompt):
+        if type(item) is not kind:
+            raise InvalidRequest(
+                f"prompt[{index}] must be {PROMPT_KINDS[kind]}, like prompt[0]: a prompt is a text, token ids, or a "
+                "list of either",
+                f"prompt[{index}]",
+            )
+    if kind is int:
+        return [cast(tuple[int, ...], prompt)]
+    return cast(Sequence[str | tuple[int, ...]], prompt)
+
+
+PROMPT_KINDS = {int: "an integer", str: "a string", tuple: "a list"}
 
 
 def check(request: Request, body: CompletionBody, prompts: int, samples: int) -> None:
@@ -399,7 +412,7 @@ def generation(
 ) -> GenerateRequest:
     """Returns the engine's request for one sample. The sample continues the tokens of `given`, or the session `session`
     at `position`. `sample` is the index of the sample among those of the same prompt. Raises InvalidRequest."""
-    stop = body.stop or []
+    stop = body.stop or ()
     return GenerateRequest(
         tokens=given.tokens,
         unknown=given.unknown,
@@ -407,7 +420,7 @@ def generation(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p,
         seed=None if body.seed is None else body.seed % SEEDS,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=(stop,) if isinstance(stop, str) else stop,
         deadline=until,
         session=session,
         position=position,

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import fields
 
 from fastapi import APIRouter
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from wane.service.api import encode, events
-from wane.service.api.body import decode, json_body, tokens_of
+from wane.service.api import encode
+from wane.service.api.body import decode, tokens_of
 from wane.service.api.deps import deadline, model_engine, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.schemas.generate import GenerateBody, bias_of
 from wane.service.engine.stream import Stream
 from wane.service.types import Finish, Generated, GeneratedToken, GenerateRequest, Prediction
 
 router = APIRouter(tags=["generate"])
 
+CONVERTED = frozenset({"tokens", "unknown", "session", "stop", "logit_bias"})
+OPTIONS = sorted({field.name for field in fields(GenerateRequest)} & {*GenerateBody.__struct_fields__} - CONVERTED)
+"""The fields of a body that the engine's request has with the same name and value."""
+
 
 @router.post(
     "/v1/generate",
-    response_model=Generated,
+    response_model=None,
     openapi_extra=json_body(GenerateBody),
-    responses=events.DESCRIPTION,
+    responses=answers(Generated, streams=True),
 )
 async def generate(request: Request) -> Response:
     """Generates a continuation of a text, or of a session without changing the session. If `stream` is true, the answer
@@ -39,28 +45,15 @@ async def generate(request: Request) -> Response:
         session = session_key(request, body.session)
         engine = await session_engine(request, session, body.model)
     with until_hangup(request):
-        given = await tokens_of(engine, body.sequence, deadline(request))
+        sequence = await tokens_of(engine, body.sequence, deadline(request))
         wanted = GenerateRequest(
-            tokens=given.tokens,
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            seed=body.seed,
-            stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
-            mode=body.mode,
-            window=body.window,
-            deadline=deadline(request),
-            truncated=body.truncated,
-            cache=body.cache,
+            tokens=sequence.tokens,
+            unknown=sequence.unknown,
             session=session,
-            position=body.position,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
+            deadline=deadline(request),
+            stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
             logit_bias=bias_of(body.logit_bias),
-            top_logprobs=body.top_logprobs,
-            unknown=given.unknown,
-            include_unknown=body.include_unknown,
+            **{name: getattr(body, name) for name in OPTIONS},
         )
         generated = await engine.generate(wanted)
         if not body.stream:

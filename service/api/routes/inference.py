@@ -20,12 +20,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode, signature, tensors
-from wane.service.api.body import headers, json_body
 from wane.service.api.deps import charge, model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.infer_call import InferCall, decoded_call, rows_of
 from wane.service.api.inference_statistics import InferenceCounter
+from wane.service.api.openapi import headers, json_body
 from wane.service.api.routes.repository import FAILURE
 from wane.service.api.schemas.common import anchored
 from wane.service.api.schemas.inference import (

@@ -10,23 +10,33 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, filter_of, json_body, tokens_of
+from wane.service.api.body import decode, filter_of, tokens_of
 from wane.service.api.deps import charge, deadline, model_engine, note_model, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import EventInput
-from wane.service.api.schemas.compare import CompareBody, ComparisonDocument
-from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, EventsBody, FailureDocument, PredictBody
+from wane.service.api.schemas.compare import CompareBody
+from wane.service.api.schemas.predict import EventsBody, PredictBody
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest
-from wane.service.types import CompareRequest, Comparison, Filter, PredictRequest
+from wane.service.types import (
+    Answer,
+    Batch,
+    CompareRequest,
+    Comparison,
+    Comparisons,
+    Failed,
+    Filter,
+    PredictRequest,
+)
 
 router = APIRouter(tags=["predict"])
 
 
-@router.post("/v1/predict", response_model=AnswerDocument | BatchDocument, openapi_extra=json_body(PredictBody))
+@router.post("/v1/predict", response_model=None, responses=answers(Answer, Batch), openapi_extra=json_body(PredictBody))
 async def predict(request: Request) -> Response:
     """Predicts the next token in recurrent mode, in window mode, or in both modes. For both modes, the answer has the
     distance between the two predictions."""
@@ -42,7 +52,7 @@ async def predict(request: Request) -> Response:
     tokens = await tokens_of(engine, body.sequence, deadline(request))
     given = await engine.submit(asked(request, body, tokens, filter_of(engine, body), session))
     note_answer(request.scope, given)
-    return encode.reply(encode.answer(engine, given))
+    return encode.reply(given)
 
 
 def asked(
@@ -66,8 +76,8 @@ def asked(
 
 
 async def _predict_many(
-    request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int] | EventsBody]
-) -> BatchDocument:
+    request: Request, engine: Engine, body: PredictBody, inputs: Sequence[str | tuple[int, ...] | EventsBody]
+) -> Batch:
     """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
     charge(request, len(inputs))
     filtered: Filter | InvalidRequest
@@ -78,7 +88,7 @@ async def _predict_many(
     wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
-        if not isinstance(given, list):
+        if not isinstance(given, tuple):
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts or lists of events
         try:
             sequence = EventInput(given.events, body.unknown) if isinstance(given, EventsBody) else given
@@ -89,19 +99,17 @@ async def _predict_many(
         except Exception as error:
             refused[index] = error
     answered = iter(await engine.predict_many(wanted))
-    results: list[AnswerDocument | FailureDocument] = []
+    results: list[Answer | Failed] = []
     for index in range(len(inputs)):
         outcome = refused[index] if index in refused else next(answered)
         if isinstance(outcome, Exception):
-            results.append({"error": failure_document(request.scope, outcome)})
+            results.append(Failed(failure_document(request.scope, outcome)))
         else:
-            results.append(encode.answer(engine, outcome))
-        if len(results) % encode.MADE_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    return {**encode.model(engine), "results": results}
+            results.append(outcome)
+    return Batch(*engine.identity, tuple(results))
 
 
-@router.post("/v1/compare", response_model=ComparisonDocument, openapi_extra=json_body(CompareBody))
+@router.post("/v1/compare", response_model=None, responses=answers(Comparisons), openapi_extra=json_body(CompareBody))
 async def compare(request: Request) -> Response:
     """Measures the latency of recurrent mode and of windows of several sizes, and the agreement of each window with
     recurrent mode."""
@@ -114,7 +122,7 @@ async def compare(request: Request) -> Response:
             note_model(request, engine)
             given = await tokens_of(engine, body.sequence, deadline(request))
             wanted = CompareRequest(
-                given.tokens, tuple(body.windows), body.repeat, deadline(request), body.cache, given.unknown
+                given.tokens, body.windows, body.repeat, deadline(request), body.cache, given.unknown
             )
             compared.append(await engine.compare(wanted))
-    return encode.reply({"device": registry(request).device, "models": compared})
+    return encode.reply(Comparisons(registry(request).device, tuple(compared)))

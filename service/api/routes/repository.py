@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, json_body
+from wane.service.api.body import decode
 from wane.service.api.deps import deadline, note_model
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import registry
+from wane.service.api.openapi import json_body
 from wane.service.api.schemas.models import (
     IndexBody,
     LoadBody,

@@ -6,11 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from wane.service.api import encode, events
-from wane.service.api.body import decode, json_body, tokens_of
+from wane.service.api import encode
+from wane.service.api.body import decode, tokens_of
 from wane.service.api.deps import deadline, model_engine
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.schemas.score import ScoreBody
 from wane.service.types import Score, ScoreRequest
 
@@ -19,9 +20,9 @@ router = APIRouter(tags=["predict"])
 
 @router.post(
     "/v1/score",
-    response_model=Score,
+    response_model=None,
     openapi_extra=json_body(ScoreBody),
-    responses=events.DESCRIPTION,
+    responses=answers(Score, streams=True),
 )
 async def score(request: Request) -> Response:
     """Returns the log-probability of every token of a text. The model runs over the text in order or in concurrent

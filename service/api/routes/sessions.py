@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
+from msgspec.structs import replace
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
@@ -19,10 +19,9 @@ from wane.service.api.body import (
     LARGE_BYTES,
     ONE_TOKEN,
     PlainStep,
+    PlainSteps,
     decode,
     filter_of,
-    headers,
-    json_body,
     only_token,
     plain_steps,
     tokens_of,
@@ -30,9 +29,9 @@ from wane.service.api.body import (
 from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import context, note_answer, registry
+from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, anchored
-from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepColumnsDocument, StepsDocument
 from wane.service.api.schemas.sessions import (
     RewindBody,
     SessionBody,
@@ -50,10 +49,14 @@ from wane.service.types import (
     MAX_KEY_CHARACTERS,
     SESSION_ID,
     SLASH,
+    Answer,
+    Answers,
+    Failed,
     History,
     NewSession,
     Owner,
     SessionView,
+    StepColumns,
     StepRequest,
     name_within,
 )
@@ -99,16 +102,12 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 @router.post(
     "",
     status_code=201,
-    response_model=SessionView,
+    response_model=None,
     openapi_extra=json_body(SessionBody),
-    responses={
-        200: {
-            "model": SessionView,
-            "description": "The session already exists with the same options and without steps",
-            "links": LINKS,
-        },
-        201: {"links": LINKS},
-    },
+    responses=answers(SessionView, status=201, links=LINKS)
+    | answers(
+        SessionView, description="The session already exists with the same options and without steps", links=LINKS
+    ),
 )
 async def create(request: Request) -> Response:
     """Starts a session under the client's id or under a new id. Without a history, the session starts at position 0.
@@ -133,7 +132,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
     of the history's events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
     if body.position is None:
         return None, ()
-    given = EventTokens(tuple(body.history or ()))
+    given = EventTokens(body.history or ())
     if body.input is not None:
         given = await tokens_of(engine, body.input, until)
     elif body.events is not None:
@@ -142,7 +141,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
 
 
 @router.head("/{session}", include_in_schema=False)
-@router.get("/{session}", response_model=SessionView)
+@router.get("/{session}", response_model=None, responses=answers(SessionView))
 async def read(request: Request, session: SessionId) -> Response:
     """Returns a session's position and options. Does not extend the session's time to live."""
     name = session_key(request, session)
@@ -160,7 +159,12 @@ async def delete(request: Request, session: SessionId) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
+@router.post(
+    "/{session}/tokens",
+    response_model=None,
+    responses=answers(Answer),
+    openapi_extra=json_body(StepBody) | STEP_HEADERS,
+)
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens to a session, and predicts the next token. With `expected_position` or `idempotency_key`, a retry
     of a step does not append its tokens again."""
@@ -183,7 +187,7 @@ async def append(request: Request, session: SessionId) -> Response:
     wanted = step_request(engine, key, given, body, here.deadline, expected_position, idempotency_key, creator)
     answer = await engine.submit(wanted)
     note_answer(scope, answer)
-    return encode.reply(encode.answer(engine, answer))
+    return encode.reply(answer)
 
 
 def step_request(
@@ -253,7 +257,9 @@ def position(given: str | None, in_body: int | None) -> int | None:
     return int(given)
 
 
-@router.post("/{session}/rewind", response_model=SessionView, openapi_extra=json_body(RewindBody))
+@router.post(
+    "/{session}/rewind", response_model=None, responses=answers(SessionView), openapi_extra=json_body(RewindBody)
+)
 async def rewind(request: Request, session: SessionId) -> Response:
     """Drops a session's tokens after `position`. The session's next step recomputes the state."""
     body = await decode(request, RewindBody)
@@ -264,41 +270,37 @@ async def rewind(request: Request, session: SessionId) -> Response:
     return encode.reply(view)
 
 
-@router.post("/tokens", response_model=StepsDocument | StepColumnsDocument, openapi_extra=json_body(StepsBody))
+@router.post(
+    "/tokens", response_model=None, responses=answers(Answers, StepColumns), openapi_extra=json_body(StepsBody)
+)
 async def append_many(request: Request) -> Response:
     """Appends tokens to many sessions, and predicts the next token of each session. A failed step does not fail the
     steps of other sessions."""
     raw = request.scope.get(WHOLE_BODY) or b""
     plain = plain_steps(raw, settings(request).max_batch_inputs) if len(raw) <= LARGE_BYTES else None
-    steps: Sequence[SessionStepBody | PlainStep]
-    if plain is None:
-        body = await decode(request, StepsBody)
-        steps, in_columns = body.steps, body.format is StepsFormat.COLUMNS
-    else:
-        steps, in_columns = plain
+    body: StepsBody | PlainSteps = await decode(request, StepsBody) if plain is None else plain
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is only for calls with one step; here, each step has a field for it", name)
-    charge(request, len(steps))
+    charge(request, len(body.steps))
     models, until = registry(request), deadline(request)
     if models.is_coming():
         await models.wait_for(deadline=until)
     models.check_ready()
-    results = await (_step_many(request, body.steps) if plain is None else _step_plain(request, plain[0]))
-    if in_columns:
-        sessions = [step.session for step in steps]
+    results = await (
+        _step_many(request, body.steps) if isinstance(body, StepsBody) else _step_plain(request, body.steps)
+    )
+    if body.format is StepsFormat.COLUMNS:
+        sessions = [step.session for step in body.steps]
         return encode.reply(encode.step_columns(sessions, results, partial(failure_document, request.scope)))
-    documents: list[AnswerDocument | FailureDocument] = []
-    for index, result in enumerate(results, 1):
-        documents.append(
-            {"error": failure_document(request.scope, result)}
-            if isinstance(result, Exception)
-            else encode.answer(*result)
+    return encode.reply(
+        Answers(
+            tuple(
+                Failed(failure_document(request.scope, result)) if isinstance(result, Exception) else result
+                for result in results
+            )
         )
-        if index % encode.MADE_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    document: StepsDocument = {"results": documents}
-    return encode.reply(document)
+    )
 
 
 async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
@@ -306,11 +308,11 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
     `Engine.take_step`. `_step_many` runs the steps that `take_step` refuses."""
     models, here = registry(request), context(request.scope)
     prefix = here.owner.name + SLASH if here.owner.name else ""
-    call, engines = StepCall(), dict[int, Engine]()
+    call = StepCall()
     engine: Engine | None = None
     rest: list[int] = []
-    for number, (session, token, expected_position) in enumerate(steps):
-        key = prefix + session
+    for number, step in enumerate(steps):
+        key, token, expected_position = prefix + step.session, step.tokens[0], step.expected_position
         if engine is None or not engine.take_step(key, token, expected_position, TOP_K, here.deadline, call, number):
             engine = models.resident_engine(key)
             if engine is None or not engine.take_step(
@@ -318,11 +320,10 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
             ):
                 rest.append(number)
                 continue
-        engines[number] = engine
         call.waits_for += 1
     try:
         bodies = [
-            SessionStepBody(session=step.session, tokens=[step.token], expected_position=step.expected_position)
+            SessionStepBody(session=step.session, tokens=step.tokens, expected_position=step.expected_position)
             for step in [steps[number] for number in rest]
         ]
         results = dict(zip(rest, await _step_many(request, bodies) if rest else (), strict=True))
@@ -331,8 +332,7 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
     except BaseException:
         call.cancel()
         raise
-    for number, answer in call.results.items():
-        results[number] = answer if isinstance(answer, Exception) else (engines[number], answer)
+    results |= call.results
     return [results[number] for number in range(len(steps))]
 
 
@@ -369,7 +369,7 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
         except Exception as error:
             failed.add(body.session)
             results[index] = error
-    answers = await step_many(lambda step: engines[step.session].submit(step), [*steps.values()])
-    for (index, step), answer in zip(steps.items(), answers, strict=True):
-        results[index] = answer if isinstance(answer, Exception) else (engines[step.session], answer)
+    outcomes = await step_many(lambda step: engines[step.session].submit(step), [*steps.values()])
+    for index, outcome in zip(steps, outcomes, strict=True):
+        results[index] = outcome
     return [result for result in results if result is not None]

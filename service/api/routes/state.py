@@ -9,6 +9,7 @@ from starlette.responses import Response
 from wane.service.api import encode
 from wane.service.api.deps import deadline, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
+from wane.service.api.openapi import answers
 from wane.service.api.routes.sessions import SessionId
 from wane.service.types import SessionState
 
@@ -16,7 +17,7 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
 
 @router.head("/{session}/state", include_in_schema=False)
-@router.get("/{session}/state", response_model=SessionState)
+@router.get("/{session}/state", response_model=None, responses=answers(SessionState))
 async def state(request: Request, session: SessionId) -> Response:
     """Returns the input of the output layer after the session's tokens. Does not change the session, and does not
     extend its time to live. If the server no longer has the session's state, the server rebuilds the state."""

@@ -36,7 +36,6 @@ from fastapi import APIRouter
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from wane.service.api import encode
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
 from wane.service.api.deps import session_key, settings
 from wane.service.api.disconnect import until_hangup
@@ -172,8 +171,8 @@ class Stream:
         try:
             exchange.admit()
             with until_hangup(self.socket, self.early):
-                engine, answer = await self.answer(message, exchange.deadline)
-            await self.send(json_bytes(encode.answer(engine, answer)))
+                answer = await self.answer(message, exchange.deadline)
+            await self.send(json_bytes(answer))
             status = HTTPStatus.OK
         except Abandoned:
             self.log["error"] = Abandoned.code
@@ -194,8 +193,8 @@ class Stream:
             self.answered += status is not None
             exchange.finish(status, failed)
 
-    async def answer(self, message: str | bytes, deadline: float) -> tuple[Engine, Answer]:
-        """Runs the step or the rewind of one message. Returns the session's engine and the prediction."""
+    async def answer(self, message: str | bytes, deadline: float) -> Answer:
+        """Runs the step or the rewind of one message. Returns the prediction."""
         token = only_token(message)
         body = ONE_TOKEN
         if token is None:
@@ -209,12 +208,12 @@ class Stream:
             self.engine, self.log["model"] = engine, engine.name
         if body.rewind is not None:
             await engine.rewind(self.session, body.rewind, deadline)
-            return engine, await engine.submit(PredictRequest(session=self.session, deadline=deadline))
+            return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
         given = await tokens_of(engine, body.sequence, deadline) if token is None else EventTokens((token,))
         step = step_request(
             engine, self.session, given, body, deadline, body.expected_position, body.idempotency_key, creator
         )
-        return engine, await engine.submit(step)
+        return await engine.submit(step)
 
     async def send(self, text: bytes) -> None:
         """Raises WebSocketDisconnect if the client has disconnected."""

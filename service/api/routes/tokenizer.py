@@ -14,10 +14,11 @@ from starlette.responses import Response
 from wane.models.manifest import Unknown
 from wane.models.vocabulary import EOS, UNK
 from wane.service.api import encode
-from wane.service.api.body import decode, json_body
+from wane.service.api.body import decode
 from wane.service.api.deps import deadline, model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.openai_error import renamed
+from wane.service.api.openapi import json_body
 from wane.service.api.routes.completions import FAILURE
 from wane.service.api.schemas.tokenizer import (
     DetokenizeBody,
@@ -85,8 +86,7 @@ async def detokenize(request: Request) -> Response:
     body = await decode(request, DetokenizeBody)
     engine = await model_engine(request, body.model)
     engine.check_tokens(body.tokens, document=True)
-    text = await asyncio.to_thread(engine.vocabulary.decode, body.tokens)
-    document: DetokenizeDocument = {"prompt": text}
+    document: DetokenizeDocument = {"prompt": await asyncio.to_thread(engine.vocabulary.decode, [*body.tokens])}
     return encode.reply(document)
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from msgspec import Meta
 
-from wane.service.api.schemas.common import HISTORY, AtMost, Cache, Model, Name, Positive, SequenceBody, Window
-from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, Comparison
+from wane.service.api.schemas.common import (
+    HISTORY,
+    Cache,
+    Model,
+    Name,
+    Positive,
+    SequenceBody,
+    Window,
+    at_most,
+    keywords,
+)
+from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, says
 
 
-class CompareBody(SequenceBody):
+class CompareBody(SequenceBody, kw_only=True):
     """Compare recurrent mode with windows of several sizes. The answer has the distance of each window from recurrent
     mode, and the latency of recurrent mode and of each window."""
 
@@ -19,24 +28,20 @@ class CompareBody(SequenceBody):
     not_both: ClassVar[tuple[str, ...]] = ("model", "models")
 
     model: Model = None
-    models: Annotated[list[Name] | None, AtMost(MAX_COMPARED_MODELS)] = Field(
-        default=None, min_length=1, fail_fast=True, description="the names of several models, instead of `model`"
-    )
-    windows: Annotated[list[Window], AtMost(MAX_COMPARED_WINDOWS)] = Field(
-        default=[8, 16, 32, 64],
-        fail_fast=True,
-        description="the window sizes to compare, in tokens",
-        json_schema_extra={"minItems": 1},
-    )
-    repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
-        default=20,
-        description="the number of runs of recurrent mode and of each window, for the percentiles of latency",
-    )
+    models: Annotated[
+        Annotated[tuple[Name, ...], Meta(min_length=1)] | None,
+        at_most(MAX_COMPARED_MODELS),
+        says("the names of several models, instead of `model`"),
+    ] = None
+    windows: Annotated[
+        tuple[Window, ...],
+        at_most(MAX_COMPARED_WINDOWS),
+        keywords(minItems=1),
+        says("the window sizes to compare, in tokens"),
+    ] = (8, 16, 32, 64)
+    repeat: Annotated[
+        Positive,
+        at_most(MAX_REPEAT),
+        says("the number of runs of recurrent mode and of each window, for the percentiles of latency"),
+    ] = 20
     cache: Cache = True
-
-
-class ComparisonDocument(TypedDict):
-    """The answer to a comparison request. It has one comparison for each requested model."""
-
-    device: str
-    models: list[Comparison]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import (
     HISTORY,
-    AtMost,
     Body,
     IncludeUnknown,
     Integer,
@@ -18,42 +16,45 @@ from wane.service.api.schemas.common import (
     Positive,
     SessionId,
     Stop,
-    Text,
-    Tokens,
     absent,
-    says,
+    at_most,
+    keywords,
 )
 from wane.service.api.schemas.generate import LogitBias, Penalty
-from wane.service.types import MAX_STOPS
+from wane.service.types import MAX_STOPS, says
 
 MAX_TOKENS = 16
 """The default of `max_tokens`."""
 
 Prompt = Annotated[
-    Text
-    | Tokens
-    | Annotated[list[Annotated[str, says(minLength=1)]], Field(fail_fast=True), says(minItems=1)]
-    | Annotated[list[Tokens], Field(fail_fast=True), says(minItems=1)],
-    Field(
-        description="a text, a list of token ids, or a list of several of these; texts are tokenised without "
-        "special tokens"
-    ),
+    str | tuple[str | int | tuple[int, ...], ...],
+    says("a text, a list of token ids, or a list of several of these; texts are tokenised without special tokens"),
 ]
+TEXT = {"type": "string", "minLength": 1}
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PROMPT = {
+    "anyOf": [
+        TEXT,
+        IDS,
+        {"type": "array", "items": TEXT, "minItems": 1},
+        {"type": "array", "items": IDS, "minItems": 1},
+    ]
+}
 
 
-class StreamOptions(Body):
+class StreamOptions(Body, kw_only=True):
     """Options of a streamed answer."""
 
-    include_usage: bool | None = Field(
-        default=None, description="true: the stream ends with a chunk that has the usage and no choices"
-    )
+    include_usage: Annotated[
+        bool | None, says("true: the stream ends with a chunk that has the usage and no choices")
+    ] = None
 
 
 def given(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"required": [name], "properties": {name: schema}}
 
 
-class CompletionBody(Body):
+class CompletionBody(Body, kw_only=True):
     """Complete one or many prompts."""
 
     examples = (
@@ -80,50 +81,54 @@ class CompletionBody(Body):
         },
     )
 
-    model: Name = Field(description="a model's name from /v1/models")
+    overrides: ClassVar = {"prompt": PROMPT}
+
+    model: Annotated[Name, says("a model's name from /v1/models")]
     prompt: Prompt
-    max_tokens: Annotated[Natural, AtMost("max_generated_tokens")] | None = Field(
-        default=None, description=f"the largest number of tokens to generate; default: {MAX_TOKENS}; 0 only with `echo`"
-    )
-    temperature: Annotated[float, says(minimum=0)] | None = Field(default=None, description="default: 1")
-    top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(default=None, description="default: 1")
-    n: Annotated[Positive, AtMost("max_batch_inputs")] | None = Field(
-        default=None, description="the number of samples of each prompt; default: 1"
-    )
-    stream: bool | None = Field(default=None, description="true: answer with server-sent events")
-    stream_options: Annotated[StreamOptions, WithJsonSchema(StreamOptions.model_json_schema())] | None = Field(
-        default=None, description="only with `stream`"
-    )
-    logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
-        default=None,
-        description="the number of most probable tokens that the answer lists for each token of a choice; the token "
-        "itself is always listed, too",
-    )
-    echo: bool | None = Field(default=None, description="true: the text of each choice begins with the prompt")
-    stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] | None = Field(
-        default=None, description="the text ends before the first of these strings"
-    )
-    seed: Integer | None = Field(default=None, description="requests with the same seed generate the same samples")
-    presence_penalty: Penalty | None = Field(default=None, description="default: 0")
-    frequency_penalty: Penalty | None = Field(default=None, description="default: 0")
-    logit_bias: LogitBias | None = Field(
-        default=None,
-        description="for each token id (as text), a number from -100 to 100 that is added to the token's "
-        "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
-    )
-    user: str | None = Field(default=None, description="ignored")
+    max_tokens: Annotated[
+        Annotated[Natural, at_most("max_generated_tokens")] | None,
+        says(f"the largest number of tokens to generate; default: {MAX_TOKENS}; 0 only with `echo`"),
+    ] = None
+    temperature: Annotated[Annotated[float, keywords(minimum=0)] | None, says("default: 1")] = None
+    top_p: Annotated[Annotated[float, keywords(exclusiveMinimum=0, maximum=1)] | None, says("default: 1")] = None
+    n: Annotated[
+        Annotated[Positive, at_most("max_batch_inputs")] | None,
+        says("the number of samples of each prompt; default: 1"),
+    ] = None
+    stream: Annotated[bool | None, says("true: answer with server-sent events")] = None
+    stream_options: Annotated[StreamOptions | None, says("only with `stream`")] = None
+    logprobs: Annotated[
+        Annotated[Natural, at_most("top_k_limit")] | None,
+        says(
+            "the number of most probable tokens that the answer lists for each token of a choice; the token "
+            "itself is always listed, too"
+        ),
+    ] = None
+    echo: Annotated[bool | None, says("true: the text of each choice begins with the prompt")] = None
+    stop: Annotated[
+        Annotated[Stop | tuple[Stop, ...], at_most(MAX_STOPS)] | None,
+        says("the text ends before the first of these strings"),
+    ] = None
+    seed: Annotated[Integer | None, says("requests with the same seed generate the same samples")] = None
+    presence_penalty: Annotated[Penalty | None, says("default: 0")] = None
+    frequency_penalty: Annotated[Penalty | None, says("default: 0")] = None
+    logit_bias: LogitBias | None = None
+    user: Annotated[str | None, says("ignored")] = None
     include_unknown: IncludeUnknown | None = None
-    session: SessionId | None = Field(
-        default=None,
-        description="not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "
-        "The completion is not appended. The request must also have `expected_position` or the header "
-        "`Idempotency-Key`",
-    )
-    expected_position: Natural | None = Field(
-        default=None,
-        description="only with `session`: the session's position before the prompt; 0 creates the session if it "
-        "does not exist",
-    )
+    session: Annotated[
+        SessionId | None,
+        says(
+            "not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "
+            "The completion is not appended. The request must also have `expected_position` or the header "
+            "`Idempotency-Key`"
+        ),
+    ] = None
+    expected_position: Annotated[
+        Natural | None,
+        says(
+            "only with `session`: the session's position before the prompt; 0 creates the session if it does not exist"
+        ),
+    ] = None
 
 
 class LogprobsDocument(TypedDict):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar
 
-from pydantic import Field
-
 from wane.service.api.schemas.common import (
     HISTORY,
-    AtMost,
     Cache,
     IncludeUnknown,
     Model,
@@ -20,11 +17,11 @@ from wane.service.api.schemas.common import (
     Stop,
     Truncated,
     Window,
-    WireMode,
     absent,
     anchored,
+    at_most,
+    keywords,
     modes,
-    says,
 )
 from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.types import (
@@ -34,15 +31,18 @@ from wane.service.types import (
     MAX_PENALTY,
     MAX_STOPS,
     Mode,
+    says,
 )
 
 ID_AS_TEXT = "0|[1-9][0-9]{0,9}"
 """The pattern of a token id as text."""
 
-Penalty = Annotated[float, says(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
+Penalty = Annotated[float, keywords(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
 LogitBias = Annotated[
     dict[str, float],
     says(
+        "for each token id (as text), a number from -100 to 100 that is added to the token's log-probability. If a "
+        "token has 100, only tokens with 100 are generated. A token with -100 is never generated",
         propertyNames={"pattern": anchored(ID_AS_TEXT)},
         additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
     ),
@@ -62,7 +62,7 @@ def bias_of(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(name): value for name, value in given.items()}
 
 
-class GenerateBody(SequenceBody):
+class GenerateBody(SequenceBody, kw_only=True):
     """Generate tokens that continue a sequence."""
 
     examples = (
@@ -86,49 +86,49 @@ class GenerateBody(SequenceBody):
         {"anyOf": [absent("position"), {"required": ["session"]}]},
     )
 
-    session: SessionId | None = Field(default=None, description="continue this session, without changing it")
-    position: Natural | None = Field(
-        default=None,
-        description="only with `session`: the session's expected position; if the session has another position, the "
-        "answer is 409",
-    )
+    session: Annotated[SessionId | None, says("continue this session, without changing it")] = None
+    position: Annotated[
+        Natural | None,
+        says(
+            "only with `session`: the session's expected position; if the session has another position, the "
+            "answer is 409"
+        ),
+    ] = None
     model: Model = None
-    max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
-        default=16, description="the largest number of tokens to generate"
-    )
-    temperature: Annotated[float, says(minimum=0)] = Field(
-        default=1.0, description="0: always select the most probable token"
-    )
-    top_k: Positive | None = Field(default=None, description="sample from the k most probable tokens only")
-    top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(
-        default=None,
-        description="sample from the smallest set of most probable tokens whose probabilities add up to this value",
-    )
-    seed: Natural | None = Field(default=None, description="requests with the same seed generate the same text")
-    stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
-        default=[], description="generation stops at the first of these strings; the answer's text does not include it"
-    )
-    presence_penalty: Penalty = Field(
-        default=0.0, description="subtracted from the log-probability of a token that was already generated"
-    )
-    frequency_penalty: Penalty = Field(
-        default=0.0, description="subtracted from a token's log-probability for each time that it was generated"
-    )
-    logit_bias: LogitBias | None = Field(
-        default=None,
-        description="for each token id (as text), a number from -100 to 100 that is added to the token's "
-        "log-probability. If a token has 100, only tokens with 100 are generated. A token with -100 is never generated",
-    )
-    top_logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
-        default=None,
-        description="the number of most probable tokens that the answer's `predictions` list for each generated token. "
-        "The generated token is always listed, too; 0: only the generated token",
-    )
-    mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
+    max_tokens: Annotated[
+        Positive, at_most("max_generated_tokens"), says("the largest number of tokens to generate")
+    ] = 16
+    temperature: Annotated[float, keywords(minimum=0), says("0: always select the most probable token")] = 1.0
+    top_k: Annotated[Positive | None, says("sample from the k most probable tokens only")] = None
+    top_p: Annotated[
+        Annotated[float, keywords(exclusiveMinimum=0, maximum=1)] | None,
+        says("sample from the smallest set of most probable tokens whose probabilities add up to this value"),
+    ] = None
+    seed: Annotated[Natural | None, says("requests with the same seed generate the same text")] = None
+    stop: Annotated[
+        Stop | tuple[Stop, ...],
+        at_most(MAX_STOPS),
+        says("generation stops at the first of these strings; the answer's text does not include it"),
+    ] = ()
+    presence_penalty: Annotated[
+        Penalty, says("subtracted from the log-probability of a token that was already generated")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        Penalty, says("subtracted from a token's log-probability for each time that it was generated")
+    ] = 0.0
+    logit_bias: LogitBias | None = None
+    top_logprobs: Annotated[
+        Annotated[Natural, at_most("top_k_limit")] | None,
+        says(
+            "the number of most probable tokens that the answer's `predictions` list for each generated token. "
+            "The generated token is always listed, too; 0: only the generated token"
+        ),
+    ] = None
+    mode: Annotated[Mode, modes(GENERATED_MODES)] = Mode.AUTO
     window: Window | None = None
     truncated: Truncated = False
     cache: Cache = True
     include_unknown: IncludeUnknown = False
-    stream: bool = Field(
-        default=False, description="answer with server-sent events: `token` for each token, then `finish` or `error`"
-    )
+    stream: Annotated[
+        bool, says("answer with server-sent events: `token` for each token, then `finish` or `error`")
+    ] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, WithJsonSchema
+from msgspec import field
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import (
@@ -14,99 +14,74 @@ from wane.service.api.schemas.common import (
     Tolerance,
     UnknownEvents,
     Window,
-    WireMode,
-    says,
+    keywords,
 )
+from wane.service.types import Mode, says
 
 LARGEST_ID = 2**64 - 1
-SHAPE = WithJsonSchema({"type": "array", "minItems": 1, "maxItems": 2, "items": {"type": "integer", "minimum": 1}})
-DATA = WithJsonSchema({"type": "array", "minItems": 1})
+SHAPE = keywords(minItems=1, maxItems=2, items={"type": "integer", "minimum": 1})
+DATA = keywords(minItems=1)
+SequenceId = Annotated[int, keywords(minimum=0, maximum=LARGEST_ID)] | Annotated[str, keywords(maxLength=126)]
 Value = bool | float | str | None
 
 
-class InputTensor(Body):
+class InputTensor(Body, kw_only=True):
     """An input tensor. If `parameters` has `binary_data_size`, the values are in the binary part of the body. Otherwise
     the values are in `data`."""
 
-    name: Annotated[str, WithJsonSchema({"type": "string", "enum": ["tokens", "text", "events", "lengths"]})]
+    name: Annotated[str, keywords(enum=["tokens", "text", "events", "lengths"])]
     shape: Annotated[list[Any], SHAPE]
-    datatype: Annotated[str, WithJsonSchema({"type": "string", "enum": ["INT64", "BYTES"]})]
+    datatype: Annotated[str, keywords(enum=["INT64", "BYTES"])]
     parameters: Annotated[
         dict[str, Any],
-        WithJsonSchema(
-            {
-                "type": "object",
-                "properties": {"binary_data_size": {"type": "integer", "minimum": 0}},
-                "additionalProperties": False,
-            }
-        ),
-    ] = Field(default={})
-    data: Annotated[list[Any], DATA] | None = Field(
-        default=None, description="the values in row-major order, flat or nested like the shape"
-    )
+        keywords(properties={"binary_data_size": {"type": "integer", "minimum": 0}}, additionalProperties=False),
+    ] = field(default_factory=dict)
+    data: Annotated[
+        Annotated[list[Any], DATA] | None, says("the values in row-major order, flat or nested like the shape")
+    ] = None
 
 
-class OutputTensor(Body):
+class OutputTensor(Body, kw_only=True):
     """A requested output tensor. `parameters.binary_data` overrides the request's `binary_data_output`."""
 
     name: str
     parameters: Annotated[
         dict[str, Any],
-        WithJsonSchema(
-            {"type": "object", "properties": {"binary_data": {"type": "boolean"}}, "additionalProperties": False}
-        ),
-    ] = Field(default={})
+        keywords(properties={"binary_data": {"type": "boolean"}}, additionalProperties=False),
+    ] = field(default_factory=dict)
 
 
-class InferParameters(Body):
+class InferParameters(Body, kw_only=True):
     """The parameters of an inference. `PredictBody` describes the parameters that /v1/predict has, too."""
 
-    mode: WireMode | None = Field(
-        default=None, description="the mode, as in /v1/predict; default: auto, or the mode of the sequence's session"
-    )
+    mode: Annotated[
+        Mode | None, says("the mode, as in /v1/predict; default: auto, or the mode of the sequence's session")
+    ] = None
     window: Window | None = None
     tolerance: Tolerance | None = None
-    truncated: bool | None = Field(default=None, description="true: the tokens are the end of a longer sequence")
-    expected_position: Natural | None = Field(
-        default=None,
-        description="the sequence's position before the request; a repeated request gets the same answer",
-    )
+    truncated: Annotated[bool | None, says("true: the tokens are the end of a longer sequence")] = None
+    expected_position: Annotated[
+        Natural | None, says("the sequence's position before the request; a repeated request gets the same answer")
+    ] = None
     unknown: UnknownEvents | None = None
     include_unknown: IncludeUnknown | None = None
-    priority: Natural | None = Field(
-        default=None, description="must be valid, but has no effect: all requests wait in one queue"
-    )
-    timeout: Natural | None = Field(
-        default=None, description="timeout of the request in microseconds; 0: only the server's timeout applies"
-    )
-    sequence_id: (
-        Annotated[
-            int | str,
-            WithJsonSchema(
-                {
-                    "anyOf": [
-                        {"type": "integer", "minimum": 0, "maximum": LARGEST_ID},
-                        {"type": "string", "maxLength": 126},
-                    ]
-                }
-            ),
-        ]
-        | None
-    ) = Field(
-        default=None,
-        description="id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence",
-    )
-    sequence_start: bool | None = Field(
-        default=None, description="true: start the sequence at position 0, and drop an existing sequence with this id"
-    )
-    sequence_end: bool | None = Field(default=None, description="true: delete the sequence after the answer")
-    binary_data_output: bool | None = Field(
-        default=None,
-        description="true: the values of all outputs are binary, unless an output has its own `binary_data`",
-    )
+    priority: Annotated[Natural | None, says("must be valid, but has no effect: all requests wait in one queue")] = None
+    timeout: Annotated[
+        Natural | None, says("timeout of the request in microseconds; 0: only the server's timeout applies")
+    ] = None
+    sequence_id: Annotated[
+        SequenceId | None, says("id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence")
+    ] = None
+    sequence_start: Annotated[
+        bool | None, says("true: start the sequence at position 0, and drop an existing sequence with this id")
+    ] = None
+    sequence_end: Annotated[bool | None, says("true: delete the sequence after the answer")] = None
+    binary_data_output: Annotated[
+        bool | None, says("true: the values of all outputs are binary, unless an output has its own `binary_data`")
+    ] = None
 
 
-class InferBody(Body):
+class InferBody(Body, kw_only=True):
     """Predict the next token after each sequence of a batch, or score the given tokens."""
 
     examples: ClassVar[tuple[dict[str, object], ...]] = (
@@ -123,14 +98,12 @@ class InferBody(Body):
         },
     )
 
-    id: str | None = Field(default=None, description="the request's id, which the answer repeats")
-    parameters: Annotated[InferParameters, says(default={})] = InferParameters()
-    inputs: list[InputTensor] = Field(
-        description="exactly one of tokens, text and events; also lengths, if rows have different lengths"
-    )
-    outputs: list[OutputTensor] | None = Field(
-        default=None, description="default: top_ids, top_logprobs, error_bound, position"
-    )
+    id: Annotated[str | None, says("the request's id, which the answer repeats")] = None
+    parameters: Annotated[InferParameters, keywords(default={})] = field(default_factory=InferParameters)
+    inputs: Annotated[
+        list[InputTensor], says("exactly one of tokens, text and events; also lengths, if rows have different lengths")
+    ]
+    outputs: Annotated[list[OutputTensor] | None, says("default: top_ids, top_logprobs, error_bound, position")] = None
 
 
 class BinarySizeDocument(TypedDict):

@@ -4,52 +4,49 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from msgspec import field
+from pydantic import BaseModel
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.models.manifest import Certificate, Contraction, Quality, Readout, Rounding, Start, Unknown, VocabularyInfo
 from wane.service.api.schemas.common import Body
 from wane.service.batching.cost_model import Costs
-from wane.service.types import Condition
+from wane.service.types import Condition, says
 
 
-class IndexBody(Body):
+class IndexBody(Body, kw_only=True):
     """A request for the list of models. The fields select the listed models. This body is optional, like all bodies of
     the model repository."""
 
     examples = ({}, {"ready": True})
 
-    ready: bool = Field(default=False, description="list only the models that accept requests")
+    ready: Annotated[bool, says("list only the models that accept requests")] = False
 
 
-class LoadParameters(Body):
+class LoadParameters(Body, kw_only=True):
     """The parameters of a request to load a model. There are none, because the bundle describes the model."""
 
 
-class LoadBody(Body):
+class LoadBody(Body, kw_only=True):
     """A request to load the model in the path."""
 
     examples = ({},)
 
-    parameters: Annotated[LoadParameters, WithJsonSchema(LoadParameters.model_json_schema())] = Field(
-        default=LoadParameters()
-    )
+    parameters: LoadParameters = field(default_factory=LoadParameters)
 
 
-class UnloadParameters(Body):
+class UnloadParameters(Body, kw_only=True):
     """The parameters of a request to unload a model. The protocol's own clients send them."""
 
-    unload_dependents: bool = Field(default=False, description="ignored: no model depends on another")
+    unload_dependents: Annotated[bool, says("ignored: no model depends on another")] = False
 
 
-class UnloadBody(Body):
+class UnloadBody(Body, kw_only=True):
     """A request to unload the model in the path."""
 
     examples = ({"parameters": {"unload_dependents": False}},)
 
-    parameters: Annotated[UnloadParameters, WithJsonSchema(UnloadParameters.model_json_schema())] = Field(
-        default=UnloadParameters()
-    )
+    parameters: UnloadParameters = field(default_factory=UnloadParameters)
 
 
 class ModelFactsDocument(TypedDict):

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
 from wane.service.api.schemas.common import (
     HISTORY,
-    AtMost,
     Cache,
     Events,
     IncludeUnknown,
+    Method,
     Model,
     Natural,
     SequenceBody,
     Tokens,
     Tolerance,
     Truncated,
-    WireScoreMethod,
+    at_most,
 )
-from wane.service.types import ScoreMethod
+from wane.service.types import ScoreMethod, says
 
 
-class ScoreBody(SequenceBody):
+class ScoreBody(SequenceBody, kw_only=True):
     """Compute the log-probability of each token of a sequence."""
 
     examples = (
@@ -33,21 +31,23 @@ class ScoreBody(SequenceBody):
         {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
     )
 
-    tokens: Annotated[Tokens | None, AtMost("max_scored_tokens", of_tokens=True)] = None
-    events: Annotated[Events | None, AtMost("max_scored_tokens", of_tokens=True)] = None
+    tokens: Annotated[Tokens | None, at_most("max_scored_tokens", of_tokens=True)] = None
+    events: Annotated[Events | None, at_most("max_scored_tokens", of_tokens=True)] = None
     model: Model = None
-    method: WireScoreMethod = ScoreMethod.SEQUENTIAL
-    tolerance: Tolerance | None = Field(
-        default=None, description="the largest accepted error of concurrent chunks, as total variation, 0 to 1"
-    )
+    method: Method = ScoreMethod.SEQUENTIAL
+    tolerance: Annotated[
+        Tolerance | None, says("the largest accepted error of concurrent chunks, as total variation, 0 to 1")
+    ] = None
     truncated: Truncated = False
-    top_k: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
-        default=None,
-        description="the number of most probable tokens that the answer's `predictions` list at each token's position. "
-        "The token at the position is always listed, too; 0: only this token. With this field, `method` is sequential",
-    )
+    top_k: Annotated[
+        Annotated[Natural, at_most("top_k_limit")] | None,
+        says(
+            "the number of most probable tokens that the answer's `predictions` list at each token's position. The "
+            "token at the position is always listed, too; 0: only this token. With this field, `method` is sequential"
+        ),
+    ] = None
     cache: Cache = True
     include_unknown: IncludeUnknown = False
-    stream: bool = Field(
-        default=False, description="answer with server-sent events: `progress` and `tokens`, then `finish` or `error`"
-    )
+    stream: Annotated[
+        bool, says("answer with server-sent events: `progress` and `tokens`, then `finish` or `error`")
+    ] = False

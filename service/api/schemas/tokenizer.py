@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.service.api.schemas.common import HISTORY, AtMost, Body, Model, says
+from wane.service.api.schemas.common import HISTORY, Body, Model, TokenId, at_most
+from wane.service.types import says
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, kw_only=True):
     """Turn a text into token ids."""
 
     examples = ({"prompt": HISTORY}, {"prompt": "<eos>", "add_special_tokens": False})
 
     model: Model = None
-    prompt: str = Field(description="a text; each `<eos>` in the text becomes the id of the token <eos>")
-    add_special_tokens: bool | None = Field(
-        default=None, description="has no effect: the server itself feeds the start token before a sequence"
-    )
+    prompt: Annotated[str, says("a text; each `<eos>` in the text becomes the id of the token <eos>")]
+    add_special_tokens: Annotated[
+        bool | None, says("has no effect: the server itself feeds the start token before a sequence")
+    ] = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     """Turn token ids into text."""
 
     examples = ({"tokens": [5, 6, 7]},)
 
     model: Model = None
     tokens: Annotated[
-        list[int],
-        Field(fail_fast=True, description="token ids"),
-        says(items={"type": "integer", "minimum": 0}),
-        AtMost("max_scored_tokens", of_tokens=True),
+        tuple[TokenId, ...],
+        says("token ids"),
+        at_most("max_scored_tokens", of_tokens=True),
     ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import re
 from typing import Any
 
@@ -10,6 +13,17 @@ import pytest
 
 from wane.service.api.docs_page import CLOSES, STREAM
 from wane.service.api.schemas.sessions import StreamBody
+from wane.service.types import (
+    Agreement,
+    Answer,
+    Generated,
+    Latency,
+    Prediction,
+    Score,
+    SessionState,
+    SessionView,
+    StepColumns,
+)
 
 
 @pytest.fixture
@@ -22,18 +36,20 @@ async def test_the_page_has_every_route_and_every_field_of_its_body(client: http
     for path, operations in description["paths"].items():
         assert f"<code>{path}</code>" in page
         for operation in operations.values():
-            for field in fields_of(operation):
+            for field in fields_of(operation, description):
                 assert f"<code>{field}</code>" in page
 
 
-def fields_of(operation: dict[str, Any]) -> list[str]:
+def fields_of(operation: dict[str, Any], description: dict[str, Any]) -> list[str]:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    return list(body.get("schema", {}).get("properties", {}))
+    if not body:
+        return []
+    return list(description["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]["properties"])
 
 
 async def test_the_page_has_the_websocket_route_its_messages_and_its_close_codes(page: str) -> None:
     (section,) = re.findall(rf"<details><summary><b>WS</b> <code>{re.escape(STREAM)}</code>.*?</details>", page, re.S)
-    assert all(f"<code>{field}</code>" in section for field in StreamBody.model_fields)
+    assert all(f"<code>{field}</code>" in section for field in StreamBody.__struct_fields__)
     assert all(f"<td>{code}</td>" in section for code, _ in CLOSES)
     assert "rewind" in section and "predictions[].token_id" in section
 
@@ -44,8 +60,33 @@ async def test_the_page_shows_the_members_of_answers_and_examples_as_commands(pa
 
 
 async def test_the_page_loads_nothing(page: str) -> None:
-    assert "<script" not in page and "<link" not in page and "<img" not in page
+    assert page.count("<script") == 1 and "<script>" in page and "<link" not in page and "<img" not in page
     assert set(re.findall(r'(?:href|src)="([^"]*)"', page)) == {"openapi.json"}
+
+
+async def test_the_page_runs_only_its_own_script(client: httpx.AsyncClient, page: str) -> None:
+    policy = (await client.get("/docs")).headers["content-security-policy"]
+    (script,) = re.findall("<script>(.*?)</script>", page, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy and "'unsafe-inline'" not in policy.partition("script-src")[2]
+
+
+async def test_every_route_has_a_summary_a_group_and_a_form(client: httpx.AsyncClient, page: str) -> None:
+    description = (await client.get("/openapi.json")).json()
+    groups = [group["name"] for group in description["tags"]]
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            assert set(operation["tags"]) <= set(groups)
+            assert f"<code>{path}</code> {html.escape(operation['summary'])}</summary>" in page
+            assert f'<form data-method="{method.upper()}" data-path="{path}">' in page
+    assert page.count("<h2>") == len(groups)
+
+
+async def test_every_field_of_an_answer_has_a_meaning(client: httpx.AsyncClient) -> None:
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    for kind in (Answer, SessionView, SessionState, Score, Generated, Agreement, Prediction, Latency, StepColumns):
+        for name, schema in schemas[kind.__name__]["properties"].items():
+            assert schema.get("description") or "$ref" in schema, (kind.__name__, name)
 
 
 async def test_the_page_says_what_a_field_means_that_may_be_null(page: str) -> None:

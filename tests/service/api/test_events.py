@@ -207,7 +207,7 @@ async def test_unknown_is_a_field_of_a_request(harness: EngineHarness, client: h
     message = await refused(client, "/v1/predict", events=given, unknown="refuse")
     assert message.startswith("events[5] is 'nope', which the vocabulary of fake lacks")
     message = await refused(client, "/v1/predict", events=given, unknown="ignore")
-    assert message == "unknown must be 'refuse', 'skip' or 'token'"
+    assert message == "unknown is \"ignore\", but must be 'refuse', 'skip' or 'token'"
     message = await refused(client, "/v1/predict", tokens=TOKENS, unknown="skip")
     assert message == "`unknown` is given without `events` or `inputs` or `candidates` or `exclude`"
     found = await post(client, "/v1/predict", events=EVENTS, candidates=["item 3", "new"])

@@ -390,7 +390,7 @@ async def test_an_unexpected_failure_is_answered_500(
 
     async with served(harness) as server:
         client = await Client.of(server)
-        for place, name in ((Engine, "submit"), (encode, "answer")):
+        for place, name in ((Engine, "submit"), (encode, "reply")):
             with monkeypatch.context() as patched:
                 patched.setattr(place, name, fails)
                 status, document = await client.ask(post({"tokens": [6]}, path=path))

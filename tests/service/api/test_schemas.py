@@ -169,9 +169,23 @@ def openapi(http: httpx.Client) -> Schema:
     return document
 
 
+def resolved(part: Any, schemas: dict[str, Any]) -> Any:
+    """Returns a schema in which each reference is replaced by the schema that it refers to."""
+    if isinstance(part, list):
+        return [resolved(item, schemas) for item in part]
+    if not isinstance(part, dict):
+        return part
+    inner = {name: resolved(item, schemas) for name, item in part.items() if name != "$ref"}
+    if "$ref" not in part:
+        return inner
+    return resolved(schemas[part["$ref"].rpartition("/")[2]], schemas) | inner
+
+
 def operation(openapi: Schema, path: str) -> tuple[Schema, list[Any]]:
     content = openapi["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    return content["schema"], [one["value"] for one in content["examples"].values()]
+    return resolved(content["schema"], openapi["components"]["schemas"]), [
+        one["value"] for one in content["examples"].values()
+    ]
 
 
 BODIES = [

@@ -21,7 +21,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -57,7 +57,7 @@ CACHE_TOKENS = 12
 # A revision's low BRANCH_BITS bits are the number of the session's changes. Its higher bits are random.
 BRANCH_BITS = 32
 SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
-FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
+FIELDS = [*(name for name in Answer.__struct_fields__ if name != "latency"), "logits", "token_logprobs"]
 OF_STATES = ("state", "error_bound", "state_error_bound")
 """The fields of an answer that depend on whether the state was resident or rebuilt."""
 OF_BITS = ("predictions", "top1_proved")
@@ -401,7 +401,7 @@ class Episode:
         if isinstance(result, Answer):
             return {name: getattr(result, name) for name in FIELDS if name not in hidden}
         if isinstance(result, SessionView):
-            return {field.name: getattr(result, field.name) for field in fields(result) if field.name not in hidden}
+            return {name: getattr(result, name) for name in result.__struct_fields__ if name not in hidden}
         if isinstance(result, Exception):
             return type(result).__name__, str(result), getattr(result, "position", None)
         assert result is None or isinstance(result, SessionRecord | bool)

@@ -50,7 +50,7 @@ def test_the_graphs_top_logits_give_the_same_predictions(count: int) -> None:
         whole = predictions(logits, count)
         from_top = predictions(logits, count, graph_outputs(logits[None]))
         for one, other in zip(whole, from_top, strict=True):
-            assert (one.token_id, one.token, one.token_bytes) == (other.token_id, other.token, other.token_bytes)
+            assert (one.token_id, one.token, one.bytes) == (other.token_id, other.token, other.bytes)
             assert other.logprob == pytest.approx(one.logprob, abs=1e-6)
             assert other.probability == pytest.approx(one.probability, rel=2e-6)
 

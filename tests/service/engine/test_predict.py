@@ -349,8 +349,8 @@ async def test_a_predicted_token_that_is_not_a_whole_character_has_its_bytes(har
     answer = await harness.engine.submit(PredictRequest(TOKENS, top_k=100))
     for one in answer.predictions:
         raw = harness.vocabulary.token_bytes(one.token_id)
-        assert one.token_bytes == (None if raw.isascii() else raw)
-    assert any(one.token_bytes for one in answer.predictions)
+        assert one.bytes == (None if raw.isascii() else tuple(raw))
+    assert any(one.bytes for one in answer.predictions)
 
 
 async def test_a_full_queue_refuses_a_prediction(make_harness: MakeHarness) -> None:

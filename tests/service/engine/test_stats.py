@@ -78,7 +78,7 @@ def test_two_versions_have_their_own_reports_and_add_up_in_the_metrics() -> None
 
 
 async def test_counting_answers_together_equals_counting_them_one_by_one() -> None:
-    latencies = [Latency(1e3 * REQUEST_SECONDS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
+    latencies = [Latency(1e3 * REQUEST_SECONDS[2], 0.5, 2.0), Latency(0.02, 0.5, 1e9), Latency(0.0, 0.5, 2.0)]
     worth = [(0.0, True), (None, False), (0.5, True)]
     modes = [Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT]
     shown = []
@@ -86,7 +86,9 @@ async def test_counting_answers_together_equals_counting_them_one_by_one() -> No
         metrics = Metrics()
         stats = Stats(metrics, "m")
         for mode, latency, (bound, proved) in zip(modes, latencies, worth, strict=True):
-            stats.made(Answer(mode, (), latency, StateSource.RESIDENT, bound, top1_proved=proved), "step")
+            stats.made(
+                Answer("m", "1", "cpu", mode, None, (), latency, StateSource.RESIDENT, bound, None, proved), "step"
+            )
             if not together:
                 await asyncio.sleep(0)
         document = stats.document()

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, listed
 from wane.service.errors import (

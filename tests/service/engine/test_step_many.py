@@ -38,7 +38,20 @@ class Stepper:
         self.busy -= 1
         if request.tokens == (0,):
             raise InvalidRequest("no zeros")
-        return Answer(Mode.RECURRENT, (), Latency(0, 0, 0), StateSource.RESIDENT, 0.0, position=request.tokens[0])
+        return Answer(
+            "m",
+            "1",
+            "cpu",
+            Mode.RECURRENT,
+            None,
+            (),
+            Latency(0, 0, 0),
+            StateSource.RESIDENT,
+            0.0,
+            None,
+            False,
+            position=request.tokens[0],
+        )
 
 
 def requests(*steps: tuple[str, int]) -> list[StepRequest]:

@@ -22,7 +22,7 @@ from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.problems import assert_members
 from tests.service.server_harness import served
-from wane.service.api.body import only_token, parsed, valid
+from wane.service.api.body import Decoder, only_token
 from wane.service.api.disconnect import MOST_EARLY
 from wane.service.api.routes import stream
 from wane.service.api.schemas.sessions import StreamBody
@@ -327,11 +327,12 @@ async def test_a_message_over_the_rate_of_its_key_is_refused(
         '{"tokens":[0]}',
         '{"tokens":[1],"tokens":[-7]}',
         '{"tokens":[18446744073709551615]}',
+        '{"tokens":[18446744073709551616]}',
     ],
 )
-def test_a_one_token_message_is_read_as_its_pydantic_model_reads_it(message: str) -> None:
-    token, body = only_token(message), valid(parsed(message), StreamBody)
-    assert token is not None and body.tokens == [token]
+def test_a_one_token_message_is_read_as_its_body_type_reads_it(message: str) -> None:
+    token, body = only_token(message), Decoder(Settings()).decode_now(message, StreamBody)
+    assert token is not None and body.tokens == (token,)
     plain = StepRequest("a", (token,))
     assert (body.mode, body.top_k, body.expected_position) == (plain.mode, plain.top_k, plain.expected_position)
     assert (body.idempotency_key, body.rewind) == (plain.idempotency_key, None)
@@ -350,7 +351,6 @@ def test_a_one_token_message_is_read_as_its_pydantic_model_reads_it(message: str
         '{"tokens":[6,7]}',
         '{"tokens":[true]}',
         '{"tokens":[6.0]}',
-        '{"tokens":[18446744073709551616]}',
         '{"tokens":["6"]}',
         '{"tokens":null}',
         '{"input":"a"}',
@@ -358,7 +358,7 @@ def test_a_one_token_message_is_read_as_its_pydantic_model_reads_it(message: str
         '{"tokens":[6],"wrong":1}',
     ],
 )
-def test_every_other_message_is_read_by_its_pydantic_model(message: str) -> None:
+def test_every_other_message_is_read_by_its_body_type(message: str) -> None:
     assert only_token(message) is None
 
 

@@ -1,0 +1,209 @@
+"""Says what is wrong with a body that msgspec rejected.
+
+msgspec's errors lack the value, and the path of an unknown field. Therefore a rejected body is read a second time, as a
+document without types, and compared with the types of the body's fields.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from msgspec import ValidationError, convert, inspect
+from msgspec.json import schema_components
+from pydantic_core import from_json
+
+from wane.service.api.schemas.common import AT_MOST, OF_TOKENS, Body
+from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, TooLarge, truncate_repr
+from wane.service.settings import Settings
+
+B = TypeVar("B", bound=Body)
+
+KINDS: dict[type, str] = {
+    inspect.BoolType: "true or false",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.StrType: "a string",
+    inspect.VarTupleType: "a list",
+    inspect.ListType: "a list",
+    inspect.DictType: "an object",
+    inspect.StructType: "an object",
+}
+"""What a value of each type must be."""
+
+PYTHON: dict[type, tuple[type, ...]] = {
+    inspect.BoolType: (bool,),
+    inspect.IntType: (int,),
+    inspect.FloatType: (int, float),
+    inspect.StrType: (str,),
+    inspect.VarTupleType: (list,),
+    inspect.ListType: (list,),
+    inspect.DictType: (dict,),
+    inspect.StructType: (dict,),
+    inspect.NoneType: (type(None),),
+    inspect.EnumType: (str,),
+    inspect.LiteralType: (str,),
+}
+"""The types of Python that a JSON value of each type has before the decoder converts it."""
+
+Fault = tuple[str, str]
+"""The path of an invalid value, such as `.steps[0].tokens[1]`, and what is wrong with it."""
+
+
+def limit_of(limit: int | str, settings: Settings) -> int | None:
+    """Returns the limit that `at_most` describes, or None if the setting has no limit."""
+    most: int | None = getattr(settings, limit) if isinstance(limit, str) else limit
+    return most
+
+
+@cache
+def long_fields(model: type[Body]) -> Mapping[str, tuple[int | str, bool]]:
+    """Returns the limit of each list in a body, and whether the list holds the tokens of an input."""
+    _, schemas = schema_components([model])
+    return {
+        name: (schema[AT_MOST], OF_TOKENS in schema)
+        for name, schema in schemas[model.__name__]["properties"].items()
+        if AT_MOST in schema and schema.get("type") != "integer"
+    }
+
+
+def check_lengths(
+    value_of: Callable[[str], Any], model: type[Body], settings: Settings, *, partial: bool = False
+) -> None:
+    """Raises TooLarge or InvalidRequest for the first list that exceeds its limit. `value_of` returns the value of a
+    field. If `partial` is true, the last list may be incomplete."""
+    for name, (limit, of_tokens) in long_fields(model).items():
+        value = value_of(name)
+        if not isinstance(value, list | tuple):
+            continue
+        most = limit_of(limit, settings)
+        if most is None or len(value) <= most:
+            continue
+        count = f"at least {len(value)}" if partial else str(len(value))
+        if of_tokens:
+            raise TooLarge(f"the input has {count} tokens, but at most {most} are accepted")
+        raise InvalidRequest(f"{name} holds {count} values, but must hold at most {most}", name)
+
+
+def read_again(raw: bytes | str, model: type[B], settings: Settings) -> B:
+    """Reads a body that msgspec rejected. Raises NotJson, TooLarge or InvalidRequest for the first fault. Returns the
+    body if it has none, because this parser accepts more: NaN as a value of any type, and an invalid value of a member
+    that is given again later in the object."""
+    document = check(raw, model, settings)
+    try:
+        return convert(document, model)
+    except ValidationError as error:  # a rule about several fields
+        complaint, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").removeprefix(".")
+        raise InvalidRequest(f"{field}: {complaint}" if field else complaint, field or None) from error
+
+
+def check(raw: bytes | str, model: type[Body], settings: Settings, *, partial: bool = False) -> object:
+    """Parses a body, and raises NotJson, TooLarge or InvalidRequest for its first fault. If `partial` is true, `raw` is
+    the beginning of a body, and a fault that the rest of the body may mend is ignored."""
+    try:
+        document = from_json(raw, allow_partial=partial, cache_strings="keys")
+    except ValueError as failure:
+        raise NotJson(f"the body is not JSON: {failure}") from failure
+    if not isinstance(document, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    check_lengths(document.get, model, settings, partial=partial)
+    fault = next(faults(document, inspect.type_info(model), "", partial=partial), None)
+    if fault is not None:
+        field = fault[0].removeprefix(".")
+        raise InvalidRequest(field + fault[1], field)
+    return document
+
+
+def faults(value: object, kind: inspect.Type, path: str, *, partial: bool) -> Iterator[Fault]:
+    """Yields what is wrong with a value and with the values in it. Without `partial`, a missing field and a list that
+    is too short are wrong, too."""
+    kinds = [*_choices(kind)]
+    fitting = next((one for one in kinds if _fits(value, one)), None)
+    match fitting:
+        case None:
+            names = " or ".join(dict.fromkeys(_name(one) for one in kinds if not isinstance(one, inspect.NoneType)))
+            yield path, f" {_shown(value)}must be {names}"
+        case inspect.FloatType() if not math.isfinite(_float(value)):
+            yield path, " must be a finite number"
+        case inspect.IntType(ge=int() as least) if cast(int, value) < least:
+            yield path, f" must be at least {least}"
+        case inspect.IntType(le=int() as most) if cast(int, value) > most:
+            yield path, f" must be less than {most + 1}"
+        case inspect.StrType(max_length=int() as most) if len(cast(str, value)) > most:
+            yield path, f" has more than {most} characters"
+        case inspect.VarTupleType(min_length=int() as least) if len(cast(list[object], value)) < least and not partial:
+            yield path, f" holds {len(cast(list[object], value))} values, but must hold at least {least}"
+        case inspect.VarTupleType() | inspect.ListType():
+            for index, item in enumerate(cast(list[object], value)):
+                yield from faults(item, fitting.item_type, f"{path}[{index}]", partial=partial)
+        case inspect.DictType():
+            for item in cast(dict[str, object], value).values():
+                yield from faults(item, fitting.value_type, path, partial=partial)
+        case inspect.StructType():
+            yield from _object_faults(cast(dict[str, object], value), fitting, path, partial=partial)
+
+
+def _choices(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """Yields the types of a union, or the only type."""
+    if isinstance(kind, inspect.Metadata):
+        yield from _choices(kind.type)
+    elif isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            yield from _choices(one)
+    else:
+        yield kind
+
+
+def _object_faults(value: dict[str, Any], kind: inspect.StructType, path: str, *, partial: bool) -> Iterator[Fault]:
+    known = {field.name: field for field in kind.fields}
+    for name in value:
+        if name not in known:
+            plain = 0 < len(name) <= REPR_MAX_CHARACTERS and name.isprintable() and name == name.strip()
+            yield f"{path}.{name if plain else truncate_repr(name)}", ": there is no such field"
+    for name, field in known.items():
+        if name in value:
+            yield from faults(value[name], field.type, f"{path}.{name}", partial=partial)
+        elif field.required and not partial:
+            yield f"{path}.{name}", " is missing"
+
+
+def _fits(value: object, kind: inspect.Type) -> bool:
+    """Returns whether a JSON value has the type of a field. true and false are no numbers."""
+    if isinstance(kind, inspect.AnyType):
+        return True
+    if isinstance(kind, inspect.EnumType | inspect.LiteralType):
+        return isinstance(value, str) and value in _values(kind)
+    if isinstance(value, bool):
+        return isinstance(kind, inspect.BoolType)
+    return isinstance(value, PYTHON[type(kind)])
+
+
+def _values(kind: inspect.EnumType | inspect.LiteralType) -> list[str]:
+    return [member.value for member in kind.cls] if isinstance(kind, inspect.EnumType) else [*map(str, kind.values)]
+
+
+def _name(kind: inspect.Type) -> str:
+    """Returns what a value of a type must be."""
+    if isinstance(kind, inspect.EnumType | inspect.LiteralType):
+        *others, last = [repr(value) for value in _values(kind)]
+        return f"{', '.join(others)} or {last}" if others else last
+    return KINDS[type(kind)]
+
+
+def _shown(value: object) -> str:
+    """Returns a scalar value for a message, such as `is "x", but `. Lists and objects are not shown."""
+    if isinstance(value, list | dict):
+        return ""
+    text = json.dumps(value, ensure_ascii=False)
+    return f"is {text if len(text) <= REPR_MAX_CHARACTERS else text[:REPR_MAX_CHARACTERS] + '...'}, but "
+
+
+def _float(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
