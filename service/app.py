@@ -111,8 +111,7 @@ class Application(FastAPI):
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
         self.settings = settings
-        self._hot = HotRoutes(self, ROUTES, HOT)
-        self._answer_hot = RequestMiddleware(self._hot, policy=policy)
+        self._hot = HotRoutes(self, ROUTES, HOT, policy=policy)
 
     def openapi(self) -> dict[str, Any]:
         """Returns the OpenAPI description of every route. Builds it at the first call."""
@@ -122,7 +121,7 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._hot.matches(scope):
-            await self._answer_hot(scope, receive, send)
+            await self._hot(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 

@@ -158,15 +158,14 @@ class RequestPolicy:
         return min(int(asked), self.request_timeout_ms) / 1000
 
     def authenticate(self, scope: Scope, here: RequestContext) -> None:
-        """Checks the path and the API key. Raises NotFound, Unauthorized, Forbidden, RateLimited."""
-        if not scope["path"].isprintable():
-            refuse_control(scope["path"])
-        principal = None if self.guard is None else self.guard.identify(scope, here.headers)
-        if self.guard is not None and principal is not None:
+        """Checks the API key and the path. Raises Unauthorized, Forbidden, RateLimited, NotFound."""
+        if self.guard is not None and (principal := self.guard.identify(scope, here.headers)) is not None:
             here.principal = principal
             here.owner = principal.owner
             here.fields["key"] = principal.key.name
             self.guard.admit(scope, principal)
+        if not scope["path"].isprintable():
+            refuse_control(scope["path"])
 
 
 class Exchange:

@@ -20,8 +20,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.api.body import read
+from wane.service.api.body import read, received_body
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
+from wane.service.api.encode import Reply
 from wane.service.api.exchange import HUNG_UP, HttpExchange, RequestContext, RequestPolicy, context, log_line
 from wane.service.auth.guard import chosen
 from wane.service.errors import Overloaded, TooLarge, WaneError
@@ -32,6 +33,34 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 POLICY = 1008
 TRY_AGAIN = 1013
+
+
+class Outgoing:
+    """The ASGI function `send` of one request. Adds the headers of every response, and notes what is sent. `status` is
+    None until the response begins."""
+
+    __slots__ = ("_exchange", "_send", "sent_bytes", "status")
+
+    def __init__(self, exchange: HttpExchange, send: Send) -> None:
+        self._exchange = exchange
+        self._send = send
+        self.status: int | None = None
+        self.sent_bytes = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], *self._exchange.headers]
+        else:
+            self.sent_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+    async def reply(self, reply: Reply) -> None:
+        """Sends a whole response, in less time than the response would send itself."""
+        self.status, self.sent_bytes = reply.status_code, len(reply.body)
+        headers = [*reply.raw_headers, *self._exchange.headers]
+        await self._send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": reply.body})
 
 
 class RequestMiddleware:
@@ -56,33 +85,26 @@ class RequestMiddleware:
         exchange = HttpExchange(self.policy, scope)
         # CURRENT is set even for a request without a span, because the context may be a copy of an earlier request's.
         token = CURRENT.set(exchange.traced)
-        status: int | None = None
-        sent_bytes = 0
-
-        async def send_out(message: Message) -> None:
-            nonlocal status, sent_bytes
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], *exchange.headers]
-            else:
-                sent_bytes += len(message.get("body", b""))
-            await send(message)
-
+        outgoing = Outgoing(exchange, send)
         cross_origin = self.policy.cross_origin
         try:
             preflight = None if cross_origin is None else cross_origin.preflight(scope)
             if preflight is not None:
-                await preflight(scope, receive, send_out)
+                await preflight(scope, receive, outgoing)
                 return
             exchange.admit()
-            await self.app(scope, self.bounded(exchange.context, receive), send_out)
+            await self.answer(scope, receive, outgoing)
         except (Exception, asyncio.CancelledError) as error:
-            if status is not None:
+            if outgoing.status is not None:
                 raise
-            await exchange.failed(error)(scope, receive, send_out)
+            await exchange.failed(error)(scope, receive, outgoing)
         finally:
-            exchange.finish(status or HUNG_UP, sent_bytes)
+            exchange.finish(outgoing.status or HUNG_UP, outgoing.sent_bytes)
             CURRENT.reset(token)
+
+    def answer(self, scope: Scope, receive: Receive, outgoing: Outgoing) -> Awaitable[None]:
+        """Passes an admitted request to the application."""
+        return self.app(scope, self.bounded(context(scope), receive), outgoing)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a WebSocket, and logs one line when the WebSocket is closed. The route sends failures as messages.
@@ -138,13 +160,15 @@ class RequestMiddleware:
         return TooLarge(f"the body {what}; at most {self.policy.max_body_bytes} bytes are accepted")
 
 
-class HotRoutes:
-    """Calls the endpoints of the most frequent routes as an ASGI application, with the request and the parameters of
-    its path. The framework's routing takes several times as long as such an endpoint."""
+class HotRoutes(RequestMiddleware):
+    """Calls the endpoints of the most frequent routes, with the request and the parameters of its path. The framework's
+    routing takes several times as long as such an endpoint."""
 
-    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint], *, policy: RequestPolicy
+    ) -> None:
         """`app` is the application that contains the `routes`."""
-        self._app = app
+        super().__init__(app, policy=policy)
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
         assert len(found) == len(endpoints), "an endpoint has no route: this is a bug"
         self._by_path = {route.path: route for route in found if not route.param_convertors}
@@ -166,11 +190,19 @@ class HotRoutes:
                 return True
         return False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self._app
-        request = Request(scope, receive, send)
-        body = await read(request)
+    async def answer(self, scope: Scope, receive: Receive, outgoing: Outgoing) -> None:
+        """Calls the endpoint of an admitted request."""
+        scope["app"] = self.app
+        request = Request(scope, receive, outgoing)
+        body = received_body(scope)
+        if body is None:
+            body = await read(Request(scope, self.bounded(context(scope), receive)))
+        elif len(body) > self.policy.max_body_bytes:
+            raise self.too_large(f"is {len(body)} bytes")
         with until_hangup(request):
             scope[WHOLE_BODY] = body
             response = await scope["route"].endpoint(request, **scope["path_params"])
-        await response(scope, receive, send)
+        if type(response) is Reply:
+            await outgoing.reply(response)
+        else:
+            await response(scope, receive, outgoing)

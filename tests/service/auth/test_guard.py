@@ -86,7 +86,8 @@ async def test_every_route_but_the_probes_requires_a_key(guarded: FastAPI, clien
 
 
 @pytest.mark.parametrize(
-    "path", ["/nowhere", "/healthz/", "/HEALTHZ", "/%2fhealthz", "/healthz%2f", "/%2e%2e/healthz", "/readyz;x"]
+    "path",
+    ["/nowhere", "/healthz/", "/HEALTHZ", "/%2fhealthz", "/healthz%2f", "/%2e%2e/healthz", "/readyz;x", "/v1/a%00b"],
 )
 async def test_an_unknown_path_is_answered_404_only_with_a_key(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(path)).status_code == 401
