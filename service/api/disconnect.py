@@ -43,7 +43,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         connection: Connection | None = scope["state"].get(CONNECTION)
         if connection is not None:
             self._connection = connection
-            self._task = task = asyncio.current_task()
+            self._task = task = asyncio.current_task(connection.loop)
             assert task is not None, "the request has no task: this is a bug"
             self._cancelled_before = task.cancelling()
             if connection.has_ended:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from wane.service.api.body import read, received_body
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.encode import Reply
-from wane.service.api.exchange import HUNG_UP, HttpExchange, RequestContext, RequestPolicy, context, log_line
+from wane.service.api.exchange import HttpExchange, RequestContext, RequestPolicy, context, log_line
 from wane.service.auth.guard import chosen
 from wane.service.errors import Overloaded, TooLarge, WaneError
 from wane.service.observability.logs import log_access
@@ -33,34 +33,6 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 POLICY = 1008
 TRY_AGAIN = 1013
-
-
-class Outgoing:
-    """The ASGI function `send` of one request. Adds the headers of every response, and notes what is sent. `status` is
-    None until the response begins."""
-
-    __slots__ = ("_exchange", "_send", "sent_bytes", "status")
-
-    def __init__(self, exchange: HttpExchange, send: Send) -> None:
-        self._exchange = exchange
-        self._send = send
-        self.status: int | None = None
-        self.sent_bytes = 0
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message["headers"] = [*message["headers"], *self._exchange.headers]
-        else:
-            self.sent_bytes += len(message.get("body", b""))
-        await self._send(message)
-
-    async def reply(self, reply: Reply) -> None:
-        """Sends a whole response, in less time than the response would send itself."""
-        self.status, self.sent_bytes = reply.status_code, len(reply.body)
-        headers = [*reply.raw_headers, *self._exchange.headers]
-        await self._send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
-        await self._send({"type": "http.response.body", "body": reply.body})
 
 
 class RequestMiddleware:
@@ -82,29 +54,28 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = HttpExchange(self.policy, scope)
+        exchange = HttpExchange(self.policy, scope, send)
         # CURRENT is set even for a request without a span, because the context may be a copy of an earlier request's.
         token = CURRENT.set(exchange.traced)
-        outgoing = Outgoing(exchange, send)
         cross_origin = self.policy.cross_origin
         try:
             preflight = None if cross_origin is None else cross_origin.preflight(scope)
             if preflight is not None:
-                await preflight(scope, receive, outgoing)
+                await preflight(scope, receive, exchange.send)
                 return
             exchange.admit()
-            await self.answer(scope, receive, outgoing)
+            await self.answer(scope, receive, exchange)
         except (Exception, asyncio.CancelledError) as error:
-            if outgoing.status is not None:
+            if exchange.status is not None:
                 raise
-            await exchange.failed(error)(scope, receive, outgoing)
+            await exchange.failed(error)(scope, receive, exchange.send)
         finally:
-            exchange.finish(outgoing.status or HUNG_UP, outgoing.sent_bytes)
+            exchange.finish()
             CURRENT.reset(token)
 
-    def answer(self, scope: Scope, receive: Receive, outgoing: Outgoing) -> Awaitable[None]:
+    def answer(self, scope: Scope, receive: Receive, exchange: HttpExchange) -> Awaitable[None]:
         """Passes an admitted request to the application."""
-        return self.app(scope, self.bounded(context(scope), receive), outgoing)
+        return self.app(scope, self.bounded(exchange.context, receive), exchange.send)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a WebSocket, and logs one line when the WebSocket is closed. The route sends failures as messages.
@@ -190,19 +161,19 @@ class HotRoutes(RequestMiddleware):
                 return True
         return False
 
-    async def answer(self, scope: Scope, receive: Receive, outgoing: Outgoing) -> None:
+    async def answer(self, scope: Scope, receive: Receive, exchange: HttpExchange) -> None:
         """Calls the endpoint of an admitted request."""
         scope["app"] = self.app
-        request = Request(scope, receive, outgoing)
+        request = Request(scope, receive)
         body = received_body(scope)
         if body is None:
-            body = await read(Request(scope, self.bounded(context(scope), receive)))
+            body = await read(Request(scope, self.bounded(exchange.context, receive)))
         elif len(body) > self.policy.max_body_bytes:
             raise self.too_large(f"is {len(body)} bytes")
         with until_hangup(request):
             scope[WHOLE_BODY] = body
             response = await scope["route"].endpoint(request, **scope["path_params"])
         if type(response) is Reply:
-            await outgoing.reply(response)
+            await exchange.reply(response)
         else:
-            await response(scope, receive, outgoing)
+            await response(scope, receive, exchange.send)

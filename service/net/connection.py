@@ -22,9 +22,12 @@ from wane.service.net.limits import SMALL_BYTES, Limits, ReceiveShare, RejectRea
 
 CONNECTION = "wane.connection"  # the key of a request's `Connection` in the state of its scope
 HEAD_END, LINE_END = b"\r\n\r\n", b"\r\n"
+OTHER_PROTOCOLS = b"PRI ", b"CONNECT "
 MOST_LINE_BYTES, MOST_LINES = 8192, 128  # the limits of the websockets library for a handshake
 PIECE_BYTES = 1 << 12  # the number of a WebSocket's bytes that are passed to uvicorn in one call
-MOST_EARLY = 16  # a WebSocket with this many unanswered messages is not read, so its disconnection is noticed later
+# While a WebSocket's message is answered for longer than EARLY_S, so many later messages are passed to uvicorn, because
+# a pong or a close frame may be behind them.
+MOST_EARLY, EARLY_S = 16, 1.0
 MOST_FRAMES, FRAMES_S = 1000, 10.0  # the largest number of frames within FRAMES_S seconds without a complete message
 REJECTED_READ_S = 2.0  # the time in which a rejected client can read the response before the connection is closed
 READ_S = 30  # the time after `close` in which the client can read the rest of a response
@@ -60,12 +63,17 @@ class Connection(asyncio.Protocol):
         self.response_head = b""  # the head of a response whose body follows
         self.is_passing = False  # whether uvicorn is parsing received bytes
         self.is_paused = False  # whether uvicorn has paused reading
+        self.is_early = False  # whether a WebSocket's messages are passed to uvicorn although it has paused reading
+        self.early_timer: asyncio.TimerHandle | None = None
         self.has_stopped = False  # whether the transport has paused reading
+        self.expects = False  # whether the current request may expect uvicorn's 100, which it sends if the body is read
         self.is_handshake = False  # whether the current request asks for a WebSocket
         self.closes = False  # whether the connection is closed after the current response
         self.has_closed = False  # whether the WebSocket's close frame is sent
         self.has_ended = False  # whether nothing more is sent, and received bytes are dropped
         self.head = b""  # the head of the current request
+        self.fields = b""  # the fields of the previous request, which mostly has the same ones
+        self.length: int | None = 0  # the length of the body of the current request, or None if it is chunked
         self.probe: HttpRequestParser | None = None  # checks an incomplete head, or a chunked body
         self.probed = 0  # the number of waiting bytes that the probe has read
         self.timer: asyncio.TimerHandle | None = None  # runs while a head, a body or a message is incomplete
@@ -185,10 +193,12 @@ class Connection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         self.is_paused = True
+        if self.frames is not None and self.early_timer is None:
+            self.early_timer = self.loop.call_later(EARLY_S, self.pass_early)
         self.adjust_reading()
 
     def resume_reading(self) -> None:
-        self.is_paused = False
+        self.is_paused = self.is_early = False
         if self.frames is not None and not self.is_passing:
             self.time_message(self.frames)
             self.pass_waiting()
@@ -197,8 +207,13 @@ class Connection(asyncio.Protocol):
     @property
     def is_held(self) -> bool:
         """Whether uvicorn must receive no more bytes now."""
-        has_enough = self.frames is None or self.unanswered >= MOST_EARLY or self.unanswered_bytes > PIECE_BYTES
-        return self.is_paused and has_enough
+        has_enough = self.unanswered >= MOST_EARLY or self.unanswered_bytes > PIECE_BYTES
+        return self.is_paused and (has_enough or not self.is_early)
+
+    def pass_early(self) -> None:
+        self.early_timer = None
+        self.is_early = self.is_paused
+        self.pass_next()
 
     def adjust_reading(self) -> None:
         """Stops reading while uvicorn has enough, or while many bytes wait behind a request that is being answered.
@@ -239,28 +254,25 @@ class Connection(asyncio.Protocol):
             return False
         size = end + 4
         head = received[:size]
-        if head.startswith(b"PRI "):  # the parser waits for more
-            self.refuse_malformed("this is HTTP/2, and the server speaks HTTP/1.1")
-            return False
-        lower = head.lower()
-        found = LENGTH.search(lower)
-        length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
-        self.is_handshake = b"\nupgrade:" in lower or lower.startswith(b"connect ")
-        if self.is_handshake and not self.admits_upgrade(lower, length):
-            return False
+        fields = head[head.index(LINE_END) :]
+        if fields != self.fields or head.startswith(OTHER_PROTOCOLS):
+            if not self.admits(head, fields):
+                return False
+            self.fields = b"" if self.is_handshake else fields
+            if b" \r\n" in fields or b"\t\r\n" in fields:  # uvicorn treats this white space as a part of the value
+                head, self.fields = head[: -len(fields)] + TRAILING_SPACE.sub(b"", fields), b""
+        length = self.length
         if length is not None and length > SMALL_BYTES and not self.has_room(length):
             self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
             return False
-        if b" \r\n" in head or b"\t\r\n" in head:  # uvicorn treats this white space as a part of the value
-            line, _, fields = head.partition(LINE_END)
-            head = line + LINE_END + TRAILING_SPACE.sub(b"", fields)
         self.head, self.probe, self.probed, self.content = head, None, 0, None
         self.is_answering, self.waiting = True, received[size:]
         if self.is_handshake:
             self.probe = HttpRequestParser(object())
             self.check(head)
         elif length is not None and len(self.waiting) >= length:
-            content = self.content = self.waiting[:length]
+            content = self.waiting[:length]
+            self.content = None if self.expects else content
             head, self.waiting, self.unanswered_bytes = head + content, self.waiting[length:], length
             self.stop_timer()
         else:
@@ -273,6 +285,18 @@ class Connection(asyncio.Protocol):
             self.stop_timer()
             self.closes = True  # uvicorn ignores the Upgrade field, and would not read a further request
         return True
+
+    def admits(self, head: bytes, fields: bytes) -> bool:
+        """Reads the header fields that decide how the request ends. Refuses a request for another protocol."""
+        if head.startswith(b"PRI "):  # the parser waits for more
+            self.refuse_malformed("this is HTTP/2, and the server speaks HTTP/1.1")
+            return False
+        lower = fields.lower()
+        found = LENGTH.search(lower)
+        self.length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
+        self.expects = b"\nexpect:" in lower
+        self.is_handshake = b"\nupgrade:" in lower or head[:8].lower() == b"connect "
+        return not self.is_handshake or self.admits_upgrade(head.lower(), self.length)
 
     def check_part(self, received: bytes) -> None:
         """Refuses the beginning of a head if it is too long or malformed. Starts the timer."""
@@ -479,6 +503,8 @@ class Connection(asyncio.Protocol):
 
     def leave(self) -> None:
         """Tells a request that its client has left."""
+        if self.early_timer is not None:
+            self.early_timer.cancel()
         on_lost, self.on_lost = self.on_lost, None
         if on_lost is not None:
             on_lost()

@@ -6,8 +6,8 @@ prediction, in the order of the messages.
     -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
     -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
 
-The server answers one message at a time, and queues the messages that arrive meanwhile. After a message over the rate of
-its key, the server answers the next message when the rate allows it, or after RATE_WAIT_S. The socket stays open after a
+The server answers one message at a time, and queues the messages that arrive meanwhile. After a message over its key's
+rate, the server answers the next message when the rate allows it, or after RATE_WAIT_S. The socket stays open after a
 failure that leaves the session at the position that the client expects. After any other failure, the server sends a
 problem document and closes the socket with one of these codes. `*` marks a case in which the server sends no problem
 document:
@@ -67,6 +67,7 @@ POLICY = 1008
 RESTART = 1012
 NO_SESSION = 4404
 RATE_WAIT_S = 1.0  # the longest time for which a message waits for its key's rate
+FAILURES_A_TURN = 4  # failures may wait for nothing, so after so many of them, other connections get a turn
 CONFLICT = 4409
 CLOSES: tuple[tuple[type[WaneError], int], ...] = (
     (Unauthorized, POLICY),
@@ -117,7 +118,7 @@ class Stream:
         self.log = self.here.fields
         if engine is not None:
             self.log["model"] = engine.name
-        self.answered = 0
+        self.answered = self.failures = 0
         # when the wait for a message began, on the event loop's clock; infinite while a message is being answered
         self.waits_since_s = math.inf
 
@@ -186,8 +187,11 @@ class Stream:
             if code is not None:
                 self.log["error"] = failure.code
                 await self.close(code, failure.code)
-            # A failure may not have waited for anything, so other connections get a turn here.
-            await asyncio.sleep(min(error.retry_after_s, RATE_WAIT_S) if isinstance(error, RateLimited) else 0)
+            self.failures += 1
+            if isinstance(error, RateLimited):
+                await asyncio.sleep(min(error.retry_after_s, RATE_WAIT_S))
+            elif self.failures % FAILURES_A_TURN == 0:
+                await asyncio.sleep(0)
             return code is not None
         else:
             return False

@@ -24,6 +24,9 @@ class OpenConnection:
     has_ended = False
     on_lost: Callable[[], None] | None = None
 
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
 
 async def watch_a_request() -> None:
     """Makes a request whose client disconnects, and ends the request before it is cancelled."""
