@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 from contextlib import ExitStack
+from typing import cast
 
 import httpx
 import pytest
@@ -33,7 +34,7 @@ from tests.service.slow_client import (
 )
 from wane.service.api.problem import Failure, described
 from wane.service.api.routes import stream
-from wane.service.net.connection import HEAD_END
+from wane.service.net.connection import HEAD_END, Connection
 from wane.service.settings import Settings
 
 
@@ -187,7 +188,7 @@ async def test_the_bytes_of_pipelined_requests_are_limited(path: bytes) -> None:
         waiting = []
         for _ in range(100):
             await reader.readuntil(b"}")
-            waiting.append(len(uvicorn_protocol.transport.waiting))
+            waiting.append(len(cast(Connection, uvicorn_protocol.transport).waiting))
         writer.transport.abort()
     # asyncio reads up to 256 KiB at once.
     assert max(waiting) <= Settings().max_header_bytes + 2**18 < len(GET) * requests
