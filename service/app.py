@@ -4,7 +4,7 @@ shutdown."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from itertools import chain
@@ -111,8 +111,7 @@ class Application(FastAPI):
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
         self.settings = settings
-        self._hot = HotRoutes(self, ROUTES, HOT)
-        self._answer_hot = RequestMiddleware(self._hot, policy=policy)
+        self._hot = HotRoutes(self, ROUTES, HOT, policy=policy)
 
     def openapi(self) -> dict[str, Any]:
         """Returns the OpenAPI description of every route. Builds it at the first call."""
@@ -120,11 +119,9 @@ class Application(FastAPI):
             self.openapi_schema = complete(super().openapi(), self.settings)
         return self.openapi_schema
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._hot.matches(scope):
-            await self._answer_hot(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        app = self._hot if self._hot.matches(scope) else super().__call__
+        return app(scope, receive, send)
 
 
 def create_app(

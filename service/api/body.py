@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
+from starlette.types import Scope
 
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import context
@@ -32,7 +33,7 @@ from wane.service.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson, TooLarge
-from wane.service.net.connection import RECEIVED
+from wane.service.net.connection import CONNECTION, Connection
 from wane.service.settings import Settings
 from wane.service.types import MAX_POSITION, NO_FILTER, SESSION_ID, Filter
 
@@ -190,10 +191,15 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
     return await decoder.decode(raw, model, deadline=context(request.scope).deadline)
 
 
+def received_body(scope: Scope) -> bytes | None:
+    """Returns a body that was received together with the request's head. Returns None for other bodies."""
+    state = scope.get("state")
+    connection: Connection | None = None if state is None else state.get(CONNECTION)
+    return None if connection is None else connection.content
+
+
 async def read(request: Request) -> bytes:
-    """Reads the whole body. Most bodies arrive in one ASGI message. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
-    if request.scope.get(RECEIVED):  # a timeout would take as long as the rest of this function
-        return await _receive(request)
+    """Reads the whole body. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
     here = context(request.scope)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:

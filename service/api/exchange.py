@@ -5,7 +5,7 @@ For an HTTP request, the exchange does the following. Before the endpoint runs, 
 (x-request-timeout-ms). After the endpoint has ended, the exchange adds x-request-id and security headers, converts an
 exception to a response, updates the metrics, ends the span, and writes one line to the access log.
 
-The response is sent by `middleware.py`, or as a WebSocket frame by `routes/stream.py`.
+The answer to a message of a WebSocket is sent by `routes/stream.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from logging import INFO
 from random import getrandbits
 
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Message, Scope, Send
 
 from wane.service.api.cors import CrossOrigin
 from wane.service.auth.guard import Authenticator
@@ -86,12 +86,8 @@ class RequestContext:
         if given is not None and REQUEST_ID.fullmatch(given):
             request_id = given.decode()
         else:
-            request_id = trace_id or f"{getrandbits(128):032x}"
+            request_id = trace_id or getrandbits(128).to_bytes(16).hex()
         return cls(request_id, trace_id, parent, headers)
-
-    def request_id_header(self) -> tuple[bytes, bytes]:
-        """Returns the response header with the request id."""
-        return b"x-request-id", self.request_id.encode()
 
     def header(self, name: str) -> str | None:
         """Returns the value of the first header with this lower-case name."""
@@ -107,7 +103,7 @@ def context(scope: Scope) -> RequestContext:
 
 def registry(request: HTTPConnection) -> ModelRegistry:
     """Returns the models that this process serves."""
-    found: ModelRegistry = request.app.state.registry
+    found: ModelRegistry = request.scope["app"].state.registry
     return found
 
 
@@ -144,12 +140,9 @@ class RequestPolicy:
     cross_origin: CrossOrigin | None = None
 
     def timeout_s(self, here: RequestContext) -> float:
-        """Returns the request's timeout. Raises InvalidRequest if the value of the header `x-request-timeout-ms` is not
-        a positive integer."""
-        given = here.headers.get(TIMEOUT_HEADER_BYTES)
-        if given is None:  # most requests
-            return self.request_timeout_ms / 1000
-        asked = given.decode("latin-1")
+        """Returns the timeout of a request with the header `x-request-timeout-ms`. Raises InvalidRequest if the
+        header's value is not a positive integer."""
+        asked = here.headers[TIMEOUT_HEADER_BYTES].decode("latin-1")
         if not re.fullmatch(TIMEOUT, asked):
             raise InvalidRequest(
                 f"{TIMEOUT_HEADER} must be a whole number of milliseconds, at least 1, not {truncate_repr(asked)}",
@@ -158,15 +151,14 @@ class RequestPolicy:
         return min(int(asked), self.request_timeout_ms) / 1000
 
     def authenticate(self, scope: Scope, here: RequestContext) -> None:
-        """Checks the path and the API key. Raises NotFound, Unauthorized, Forbidden, RateLimited."""
-        if not scope["path"].isprintable():
-            refuse_control(scope["path"])
-        principal = None if self.guard is None else self.guard.identify(scope, here.headers)
-        if self.guard is not None and principal is not None:
+        """Checks the API key and the path. Raises Unauthorized, Forbidden, RateLimited, NotFound."""
+        if self.guard is not None and (principal := self.guard.identify(scope, here.headers)) is not None:
             here.principal = principal
             here.owner = principal.owner
             here.fields["key"] = principal.key.name
             self.guard.admit(scope, principal)
+        if not scope["path"].isprintable():
+            refuse_control(scope["path"])
 
 
 class Exchange:
@@ -248,13 +240,16 @@ class MessageExchange(Exchange):
 
 
 class HttpExchange(Exchange):
-    """One HTTP request."""
+    """One HTTP request. `status` is None until the response begins."""
 
-    __slots__ = ()
+    __slots__ = ("_send", "_sent_bytes", "status")
 
-    def __init__(self, policy: RequestPolicy, scope: Scope) -> None:
+    def __init__(self, policy: RequestPolicy, scope: Scope, send: Send) -> None:
         here = scope["wane.context"] = RequestContext.of(scope)
         super().__init__(policy, scope, here)
+        self._send = send
+        self._sent_bytes = 0
+        self.status: int | None = None
         if self.traced is not None:
             here.trace_id = self.traced.trace_id
 
@@ -263,19 +258,39 @@ class HttpExchange(Exchange):
         RateLimited, InvalidRequest."""
         here, policy = self.context, self.policy
         policy.authenticate(self.scope, here)
-        here.timeout_s = policy.timeout_s(here)
+        asks = TIMEOUT_HEADER_BYTES in here.headers
+        here.timeout_s = policy.timeout_s(here) if asks else policy.request_timeout_ms / 1000
         here.body_timeout_s = policy.body_timeout_s
         here.deadline = asyncio.get_running_loop().time() + here.timeout_s
 
-    @property
-    def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """The headers that are added to every response."""
+    async def send(self, message: Message) -> None:
+        """The ASGI function `send` of the request. Adds the headers of every response."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = self.headers(message["headers"])
+        else:
+            self._sent_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+    async def reply(self, reply: Response) -> None:
+        """Sends a whole response, in less time than the response would send itself."""
+        status = self.status = reply.status_code
+        body = reply.body
+        self._sent_bytes = len(body)
+        headers = self.headers(reply.raw_headers)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def headers(self, own: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Returns the headers of a response: its own, and those of every response."""
         here, method, cross_origin = self.context, self.scope["method"], self.policy.cross_origin
-        careful = () if method == "POST" else SECURITY_HEADERS
+        headers = [*own, (b"x-request-id", here.request_id.encode())]
+        if method != "POST":
+            headers += SECURITY_HEADERS
         # The response of `CrossOrigin.preflight` to OPTIONS already has CORS headers.
-        if cross_origin is None or method == "OPTIONS":
-            return here.request_id_header(), *careful
-        return here.request_id_header(), *careful, *cross_origin.headers(here.headers.get(b"origin"))
+        if cross_origin is not None and method != "OPTIONS":
+            headers += cross_origin.headers(here.headers.get(b"origin"))
+        return headers
 
     def failed(self, error: BaseException) -> Response:
         """Returns the response to an exception. A CancelledError means that the server is stopping."""
@@ -286,16 +301,16 @@ class HttpExchange(Exchange):
         )
         return self.policy.envelope(self.scope, error)
 
-    def finish(self, status: int, sent_bytes: int) -> None:
+    def finish(self) -> None:
         """Counts and logs the finished request."""
-        scope, here = self.scope, self.context
+        scope, here, status = self.scope, self.context, self.status or HUNG_UP
         seconds = self._end(status, here.fields.get("error"))
         method = scope["method"]
         known = method if method in METHODS else "other"
         self.policy.metrics.count_request(route(scope), known, status, seconds, self._trace_id)
         if ACCESS.isEnabledFor(INFO):
             line = log_line(scope, here, seconds)
-            line |= {"method": method[:LOGGED_CHARACTERS], "status": status, "bytes": sent_bytes}
+            line |= {"method": method[:LOGGED_CHARACTERS], "status": status, "bytes": self._sent_bytes}
             log_access("request", line | here.fields)
 
 

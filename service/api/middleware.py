@@ -20,9 +20,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.api.body import read
+from wane.service.api.body import read, received_body
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
-from wane.service.api.exchange import HUNG_UP, HttpExchange, RequestContext, RequestPolicy, context, log_line
+from wane.service.api.encode import Reply
+from wane.service.api.exchange import HttpExchange, RequestContext, RequestPolicy, context, log_line
 from wane.service.auth.guard import chosen
 from wane.service.errors import Overloaded, TooLarge, WaneError
 from wane.service.observability.logs import log_access
@@ -53,36 +54,28 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = HttpExchange(self.policy, scope)
+        exchange = HttpExchange(self.policy, scope, send)
         # CURRENT is set even for a request without a span, because the context may be a copy of an earlier request's.
         token = CURRENT.set(exchange.traced)
-        status: int | None = None
-        sent_bytes = 0
-
-        async def send_out(message: Message) -> None:
-            nonlocal status, sent_bytes
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], *exchange.headers]
-            else:
-                sent_bytes += len(message.get("body", b""))
-            await send(message)
-
         cross_origin = self.policy.cross_origin
         try:
             preflight = None if cross_origin is None else cross_origin.preflight(scope)
             if preflight is not None:
-                await preflight(scope, receive, send_out)
+                await preflight(scope, receive, exchange.send)
                 return
             exchange.admit()
-            await self.app(scope, self.bounded(exchange.context, receive), send_out)
+            await self.answer(scope, receive, exchange)
         except (Exception, asyncio.CancelledError) as error:
-            if status is not None:
+            if exchange.status is not None:
                 raise
-            await exchange.failed(error)(scope, receive, send_out)
+            await exchange.failed(error)(scope, receive, exchange.send)
         finally:
-            exchange.finish(status or HUNG_UP, sent_bytes)
+            exchange.finish()
             CURRENT.reset(token)
+
+    def answer(self, scope: Scope, receive: Receive, exchange: HttpExchange) -> Awaitable[None]:
+        """Passes an admitted request to the application."""
+        return self.app(scope, self.bounded(exchange.context, receive), exchange.send)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a WebSocket, and logs one line when the WebSocket is closed. The route sends failures as messages.
@@ -138,13 +131,15 @@ class RequestMiddleware:
         return TooLarge(f"the body {what}; at most {self.policy.max_body_bytes} bytes are accepted")
 
 
-class HotRoutes:
-    """Calls the endpoints of the most frequent routes as an ASGI application, with the request and the parameters of
-    its path. The framework's routing takes several times as long as such an endpoint."""
+class HotRoutes(RequestMiddleware):
+    """Calls the endpoints of the most frequent routes, with the request and the parameters of its path. The framework's
+    routing takes several times as long as such an endpoint."""
 
-    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint], *, policy: RequestPolicy
+    ) -> None:
         """`app` is the application that contains the `routes`."""
-        self._app = app
+        super().__init__(app, policy=policy)
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
         assert len(found) == len(endpoints), "an endpoint has no route: this is a bug"
         self._by_path = {route.path: route for route in found if not route.param_convertors}
@@ -166,11 +161,19 @@ class HotRoutes:
                 return True
         return False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self._app
-        request = Request(scope, receive, send)
-        body = await read(request)
+    async def answer(self, scope: Scope, receive: Receive, exchange: HttpExchange) -> None:
+        """Calls the endpoint of an admitted request."""
+        scope["app"] = self.app
+        request = Request(scope, receive)
+        body = received_body(scope)
+        if body is None:
+            body = await read(Request(scope, self.bounded(exchange.context, receive)))
+        elif len(body) > self.policy.max_body_bytes:
+            raise self.too_large(f"is {len(body)} bytes")
         with until_hangup(request):
             scope[WHOLE_BODY] = body
             response = await scope["route"].endpoint(request, **scope["path_params"])
-        await response(scope, receive, send)
+        if type(response) is Reply:
+            await exchange.reply(response)
+        else:
+            await response(scope, receive, exchange.send)

@@ -20,11 +20,14 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from wane.service.net.framing import Body, Frames
 from wane.service.net.limits import SMALL_BYTES, Limits, ReceiveShare, RejectReason, abort_unread, bare_answer
 
-CONNECTION = "wane.connection"
-RECEIVED = "wane.received"  # the key under which a scope says whether the request's whole body is received
+CONNECTION = "wane.connection"  # the key of a request's `Connection` in the state of its scope
 HEAD_END, LINE_END = b"\r\n\r\n", b"\r\n"
+OTHER_PROTOCOLS = b"PRI ", b"CONNECT "
 MOST_LINE_BYTES, MOST_LINES = 8192, 128  # the limits of the websockets library for a handshake
 PIECE_BYTES = 1 << 12  # the number of a WebSocket's bytes that are passed to uvicorn in one call
+# While a WebSocket's message is answered for longer than EARLY_S, so many later messages are passed to uvicorn, because
+# a pong or a close frame may be behind them.
+MOST_EARLY, EARLY_S = 16, 1.0
 MOST_FRAMES, FRAMES_S = 1000, 10.0  # the largest number of frames within FRAMES_S seconds without a complete message
 REJECTED_READ_S = 2.0  # the time in which a rejected client can read the response before the connection is closed
 READ_S = 30  # the time after `close` in which the client can read the rest of a response
@@ -41,6 +44,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, make: Callable[..., Any], limits: Limits, *, server_state: Any, app_state: Any, **named: Any):
         self.limits, self.settings = limits, limits.settings
+        self.most_head_bytes = limits.settings.max_header_bytes
         self.loop = asyncio.get_running_loop()
         self.connections = server_state.connections
         state = {**app_state, CONNECTION: self}
@@ -49,22 +53,31 @@ class Connection(asyncio.Protocol):
         self.share = ReceiveShare(limits.receive_budget)
         self.waiting = b""  # received bytes that are not passed on yet
         self.body: Body | None = None  # the incomplete body of the current request
+        self.content: bytes | None = None  # the body of the current request, if it was received with the head
         self.frames: Frames | None = None  # set if the connection is a WebSocket
         self.frames_since_s = 0.0
+        self.unanswered = 0  # number of complete messages of a WebSocket that are not answered yet
         self.is_answering = False  # whether the application is answering a request
         self.has_begun = False  # whether the response to the current request has begun
         self.unanswered_bytes = 0
         self.response_head = b""  # the head of a response whose body follows
         self.is_passing = False  # whether uvicorn is parsing received bytes
-        self.is_paused = self.is_full = False  # whether uvicorn, or this class, has paused reading
+        self.is_paused = False  # whether uvicorn has paused reading
+        self.is_early = False  # whether a WebSocket's messages are passed to uvicorn although it has paused reading
+        self.early_timer: asyncio.TimerHandle | None = None
+        self.has_stopped = False  # whether the transport has paused reading
+        self.expects = False  # whether the current request may expect uvicorn's 100, which it sends if the body is read
         self.is_handshake = False  # whether the current request asks for a WebSocket
         self.closes = False  # whether the connection is closed after the current response
         self.has_closed = False  # whether the WebSocket's close frame is sent
         self.has_ended = False  # whether nothing more is sent, and received bytes are dropped
         self.head = b""  # the head of the current request
+        self.fields = b""  # the fields of the previous request, which mostly has the same ones
+        self.length: int | None = 0  # the length of the body of the current request, or None if it is chunked
         self.probe: HttpRequestParser | None = None  # checks an incomplete head, or a chunked body
         self.probed = 0  # the number of waiting bytes that the probe has read
         self.timer: asyncio.TimerHandle | None = None  # runs while a head, a body or a message is incomplete
+        self.on_lost: Callable[[], None] | None = None  # is called once if the client leaves before it is answered
 
     # asyncio's protocol
 
@@ -85,10 +98,9 @@ class Connection(asyncio.Protocol):
             return
         self.waiting = self.waiting + data if self.waiting else data
         self.pass_waiting()
-        self.check_budget()
-        if self.is_answering and self.body is None and len(self.waiting) > self.settings.max_header_bytes:
-            self.is_full = True  # later requests wait in the kernel's buffers until this request is answered
-            self.transport.pause_reading()
+        if self.content is None or self.waiting or self.unanswered_bytes > SMALL_BYTES or self.share.counted:
+            self.check_budget()
+            self.adjust_reading()
 
     def eof_received(self) -> None:
         self.flush()
@@ -97,6 +109,7 @@ class Connection(asyncio.Protocol):
         self.stop_timer()
         self.has_ended, self.waiting = True, b""
         self.share.resize(0)
+        self.leave()
         if isinstance(exc, TimeoutError):
             self.count_rejection(RejectReason.UNREAD)
         self.notify_lost(exc)
@@ -120,7 +133,10 @@ class Connection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         if not data or self.has_ended or self.transport.is_closing():
             return
-        if self.frames is not None:
+        if self.response_head:
+            data, self.response_head = self.response_head + data, b""
+            self.transport.write(data)
+        elif self.frames is not None:
             self.write_frames(data)
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
             if self.is_passing and self.is_handshake:
@@ -138,14 +154,13 @@ class Connection(asyncio.Protocol):
             else:
                 self.transport.write(data)
         else:
-            data, self.response_head = self.response_head + data, b""
             self.transport.write(data)
 
     def write_frames(self, data: bytes) -> None:
         """Writes the response to a handshake, or frames."""
         self.transport.write(data)
         if data[0] in DATA_FRAMES:
-            self.unanswered_bytes = 0
+            self.unanswered_bytes, self.unanswered = 0, max(self.unanswered - 1, 0)
             self.check_budget()
         elif data.startswith(b"HTTP/1.1 101 "):
             self.has_begun, self.frames_since_s = True, self.loop.time()
@@ -178,15 +193,36 @@ class Connection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         self.is_paused = True
-        self.transport.pause_reading()
+        if self.frames is not None and self.early_timer is None:
+            self.early_timer = self.loop.call_later(EARLY_S, self.pass_early)
+        self.adjust_reading()
 
     def resume_reading(self) -> None:
-        self.is_paused = False
+        self.is_paused = self.is_early = False
         if self.frames is not None and not self.is_passing:
             self.time_message(self.frames)
             self.pass_waiting()
-        if not (self.is_paused or self.is_full or self.transport.is_closing()):
-            self.transport.resume_reading()
+        self.adjust_reading()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether uvicorn must receive no more bytes now."""
+        has_enough = self.unanswered >= MOST_EARLY or self.unanswered_bytes > PIECE_BYTES
+        return self.is_paused and (has_enough or not self.is_early)
+
+    def pass_early(self) -> None:
+        self.early_timer = None
+        self.is_early = self.is_paused
+        self.pass_next()
+
+    def adjust_reading(self) -> None:
+        """Stops reading while uvicorn has enough, or while many bytes wait behind a request that is being answered.
+        They then wait in the kernel's buffers."""
+        is_full = self.is_answering and self.body is None and len(self.waiting) > self.most_head_bytes
+        stops = is_full or self.is_held
+        if stops is not self.has_stopped and not (self.has_ended or self.transport.is_closing()):
+            self.has_stopped = stops
+            (self.transport.pause_reading if stops else self.transport.resume_reading)()
 
     def set_protocol(self, protocol: asyncio.Protocol) -> None:
         """Called by uvicorn when a WebSocket begins."""
@@ -201,7 +237,7 @@ class Connection(asyncio.Protocol):
         frames."""
         while self.waiting and not self.has_ended:
             if self.frames is not None:
-                if self.is_paused:
+                if self.is_held:
                     return
                 self.pass_frames(self.frames)
             elif self.body is not None:
@@ -212,33 +248,32 @@ class Connection(asyncio.Protocol):
     def begin(self) -> bool:
         """Begins the next request. Returns False if its head is incomplete."""
         received = self.waiting = self.waiting.lstrip(LINE_END)
-        size = received.find(HEAD_END) + len(HEAD_END)
-        if size < len(HEAD_END) or size - len(HEAD_END) > self.settings.max_header_bytes:
+        end = received.find(HEAD_END)
+        if not 0 <= end <= self.most_head_bytes:
             self.check_part(received)
             return False
+        size = end + 4
         head = received[:size]
-        if head.startswith(b"PRI "):  # the parser waits for more
-            self.refuse_malformed("this is HTTP/2, and the server speaks HTTP/1.1")
-            return False
-        lower = head.lower()
-        found = LENGTH.search(lower)
-        length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
-        self.is_handshake = b"\nupgrade:" in lower or lower.startswith(b"connect ")
-        if self.is_handshake and not self.admits_upgrade(lower, length):
-            return False
+        fields = head[head.index(LINE_END) :]
+        if fields != self.fields or head.startswith(OTHER_PROTOCOLS):
+            if not self.admits(head, fields):
+                return False
+            self.fields = b"" if self.is_handshake else fields
+            if b" \r\n" in fields or b"\t\r\n" in fields:  # uvicorn treats this white space as a part of the value
+                head, self.fields = head[: -len(fields)] + TRAILING_SPACE.sub(b"", fields), b""
+        length = self.length
         if length is not None and length > SMALL_BYTES and not self.has_room(length):
             self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
             return False
-        if b" \r\n" in head or b"\t\r\n" in head:  # uvicorn treats this white space as a part of the value
-            line, _, fields = head.partition(LINE_END)
-            head = line + LINE_END + TRAILING_SPACE.sub(b"", fields)
-        self.head, self.probe, self.probed = head, None, 0
+        self.head, self.probe, self.probed, self.content = head, None, 0, None
         self.is_answering, self.waiting = True, received[size:]
         if self.is_handshake:
             self.probe = HttpRequestParser(object())
             self.check(head)
         elif length is not None and len(self.waiting) >= length:
-            head, self.waiting, self.unanswered_bytes = head + self.waiting[:length], self.waiting[length:], length
+            content = self.waiting[:length]
+            self.content = None if self.expects else content
+            head, self.waiting, self.unanswered_bytes = head + content, self.waiting[length:], length
             self.stop_timer()
         else:
             self.body, self.probe = Body(length), HttpRequestParser(object())
@@ -251,11 +286,24 @@ class Connection(asyncio.Protocol):
             self.closes = True  # uvicorn ignores the Upgrade field, and would not read a further request
         return True
 
+    def admits(self, head: bytes, fields: bytes) -> bool:
+        """Reads the header fields that decide how the request ends. Refuses a request for another protocol."""
+        if head.startswith(b"PRI "):  # the parser waits for more
+            self.refuse_malformed("this is HTTP/2, and the server speaks HTTP/1.1")
+            return False
+        lower = fields.lower()
+        found = LENGTH.search(lower)
+        self.length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
+        self.expects = b"\nexpect:" in lower
+        self.is_handshake = b"\nupgrade:" in lower or head[:8].lower() == b"connect "
+        return not self.is_handshake or self.admits_upgrade(head.lower(), self.length)
+
     def check_part(self, received: bytes) -> None:
         """Refuses the beginning of a head if it is too long or malformed. Starts the timer."""
         if self.timer is None:
             self.start_timer(self.settings.header_timeout_s)
-        if len(received) > self.settings.max_header_bytes:
+            self.uvicorn_protocol.data_received(b"")  # ends uvicorn's timeout of an idle connection
+        if len(received) > self.most_head_bytes:
             self.refuse(RejectReason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif received:
             self.probe = self.probe or HttpRequestParser(object())
@@ -315,7 +363,7 @@ class Connection(asyncio.Protocol):
             self.has_begun = self.is_answering and self.has_begun
             self.stop_timer()
         self.pass_on(data)
-        if bare_bytes > self.settings.max_header_bytes:
+        if bare_bytes > self.most_head_bytes:
             self.refuse(RejectReason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def pass_on(self, data: bytes) -> None:
@@ -337,11 +385,12 @@ class Connection(asyncio.Protocol):
             return
         if self.share.counted:
             self.share.resize(0)
-        if self.is_full:
-            self.is_full = False
-            self.resume_reading()
         if self.waiting:
-            self.loop.call_soon(self.pass_waiting)  # uvicorn's task must end first
+            self.loop.call_soon(self.pass_next)  # uvicorn's task must end first
+
+    def pass_next(self) -> None:
+        self.pass_waiting()
+        self.adjust_reading()
 
     def check_budget(self) -> None:
         """Refuses the connection if the receive budget has no room for its unanswered bytes."""
@@ -364,9 +413,12 @@ class Connection(asyncio.Protocol):
             self.unanswered_bytes += len(data)
         elif frames.is_short_text(data):
             frames.without_message = 0
+            self.unanswered += 1
         else:
+            before = frames.messages
             self.unanswered_bytes += frames.take(data)
-        is_late = self.has_closed and self.unanswered_bytes > self.settings.max_header_bytes
+            self.unanswered += frames.messages - before
+        is_late = self.has_closed and self.unanswered_bytes > self.most_head_bytes
         if frames.without_message > MOST_FRAMES or is_late:
             now_s = self.loop.time()
             if now_s - self.frames_since_s <= FRAMES_S or is_late:
@@ -378,7 +430,7 @@ class Connection(asyncio.Protocol):
 
     def time_message(self, frames: Frames) -> None:
         """Starts the timer of an incomplete message. Stops it while reading is paused."""
-        if not frames.is_within_message or self.is_paused:
+        if not frames.is_within_message or self.is_held:
             self.stop_timer()
         elif self.timer is None:
             self.start_timer(self.settings.body_timeout_s)
@@ -441,12 +493,21 @@ class Connection(asyncio.Protocol):
         """Sends nothing more, and drops received bytes until the connection is closed."""
         self.has_ended, self.waiting, self.body = True, b"", None
         self.share.resize(0)
+        self.leave()
         if not self.transport.is_closing():
             with suppress(OSError):  # the client has reset the connection
                 self.transport.write_eof()
                 self.transport.resume_reading()
         self.stop_timer()
         self.timer = self.loop.call_later(REJECTED_READ_S, self.transport.close)
+
+    def leave(self) -> None:
+        """Tells a request that its client has left."""
+        if self.early_timer is not None:
+            self.early_timer.cancel()
+        on_lost, self.on_lost = self.on_lost, None
+        if on_lost is not None:
+            on_lost()
 
     def notify_lost(self, exc: Exception | None) -> None:
         """Tells uvicorn's protocols that the connection is lost."""

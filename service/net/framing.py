@@ -59,7 +59,7 @@ class Body:
 class Frames:
     """The ends of the frames and of the messages of one WebSocket (RFC 6455, 5.2)."""
 
-    __slots__ = ("_first", "_head", "_in_fragments", "_left", "message_bytes", "without_message")
+    __slots__ = ("_first", "_head", "_in_fragments", "_left", "message_bytes", "messages", "without_message")
 
     def __init__(self) -> None:
         self._first = 0  # the first byte of the current frame
@@ -68,6 +68,8 @@ class Frames:
         self._in_fragments = False
         self.message_bytes = 0
         """Number of received bytes of the incomplete message and of the frames within it."""
+        self.messages = 0
+        """Number of complete messages that `take` has found."""
         self.without_message = 0
         """Number of frames since the last complete message."""
 
@@ -117,6 +119,7 @@ class Frames:
         if self._in_fragments:
             return 0
         count, self.message_bytes, self.without_message = self.message_bytes, 0, 0
+        self.messages += 1
         return count
 
 

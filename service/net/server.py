@@ -14,13 +14,12 @@ from typing import Any
 
 import uvicorn
 
-from wane.service.net.connection import CONNECTION, RECEIVED, Connection
+from wane.service.net.connection import CONNECTION, Connection
 from wane.service.net.limits import Limits
 
 
 class Answering:
-    """An ASGI application that tells the application whether a request's whole body is received (`RECEIVED`), and a
-    request's `Connection` when the application has answered."""
+    """An ASGI application that tells a request's `Connection` when the application has answered."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
@@ -30,7 +29,6 @@ class Answering:
             await self.app(scope, receive, send)
             return
         connection: Connection = scope["state"][CONNECTION]
-        scope[RECEIVED] = connection.body is None
         try:
             await self.app(scope, receive, send)
         finally:

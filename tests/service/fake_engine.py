@@ -156,6 +156,11 @@ class FakeEngine:
         answer = self.step(request) if isinstance(request, StepRequest) else self._predict(request)
         return Pending.of(answer, Ticket(request.deadline))
 
+    def step_one(
+        self, session: str, token: int, expected_position: int | None, top_k: int, deadline: float | None
+    ) -> Pending[Answer]:
+        return self.submit(StepRequest(session, (token,), None, expected_position, None, top_k, deadline))
+
     async def _predict(self, request: PredictRequest) -> Answer:
         await self._ask(request)
         if request.mode is not Mode.BOTH:

@@ -173,7 +173,7 @@ async def append(request: Request, session: SessionId) -> Response:
     token = only_token(scope.get(WHOLE_BODY))
     body = ONE_TOKEN if token is not None else await decode(request, StepBody)
     expected_position, idempotency_key = body.expected_position, None
-    if here.headers.keys() & STEP_HEADER_NAMES:
+    if not here.headers.keys().isdisjoint(STEP_HEADER_NAMES):
         expected_position = position(here.header(POSITION), body.expected_position)
         idempotency_key = here.header(IDEMPOTENCY_KEY)
     key = name_within(here.owner.name, session)
@@ -183,9 +183,12 @@ async def append(request: Request, session: SessionId) -> Response:
     elif engine is None:
         engine = await session_engine(request, key)
     here.fields["model"] = engine.name
-    given = await tokens_of(engine, body.sequence, here.deadline) if token is None else EventTokens((token,))
-    wanted = step_request(engine, key, given, body, here.deadline, expected_position, idempotency_key, creator)
-    answer = await engine.submit(wanted)
+    if token is not None and idempotency_key is None:
+        answer = await engine.step_one(key, token, expected_position, TOP_K, here.deadline)
+    else:
+        given = EventTokens((token,)) if token is not None else await tokens_of(engine, body.sequence, here.deadline)
+        wanted = step_request(engine, key, given, body, here.deadline, expected_position, idempotency_key, creator)
+        answer = await engine.submit(wanted)
     note_answer(scope, answer)
     return encode.reply(answer)
 

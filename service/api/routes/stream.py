@@ -6,7 +6,8 @@ prediction, in the order of the messages.
     -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
     -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
 
-The server answers one message at a time, and queues the messages that arrive meanwhile. The socket stays open after a
+The server answers one message at a time, and queues the messages that arrive meanwhile. After a message over its key's
+rate, the server answers the next message when the rate allows it, or after RATE_WAIT_S. The socket stays open after a
 failure that leaves the session at the position that the client expects. After any other failure, the server sends a
 problem document and closes the socket with one of these codes. `*` marks a case in which the server sends no problem
 document:
@@ -28,12 +29,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from contextlib import suppress
 from http import HTTPStatus
 
 from fastapi import APIRouter
-from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
@@ -42,15 +41,15 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.encode import json_bytes
 from wane.service.api.exchange import MessageExchange, RequestPolicy, context, registry
 from wane.service.api.problem import described
-from wane.service.api.routes.sessions import engine_to_step, step_request
+from wane.service.api.routes.sessions import TOP_K, engine_to_step, step_request
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.guard import chosen
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens
 from wane.service.errors import (
     Abandoned,
     Conflict,
     DeadlineExceeded,
+    RateLimited,
     Unauthorized,
     Unavailable,
     UnknownSession,
@@ -66,6 +65,8 @@ INTERNAL = 1011
 POLICY = 1008
 RESTART = 1012
 NO_SESSION = 4404
+RATE_WAIT_S = 1.0  # the longest time for which a message waits for its key's rate
+FAILURES_A_TURN = 4  # failures may wait for nothing, so after so many of them, other connections get a turn
 CONFLICT = 4409
 CLOSES: tuple[tuple[type[WaneError], int], ...] = (
     (Unauthorized, POLICY),
@@ -116,8 +117,7 @@ class Stream:
         self.log = self.here.fields
         if engine is not None:
             self.log["model"] = engine.name
-        self.answered = 0
-        self.early: deque[Message] = deque()  # messages that arrived while an earlier message was being answered
+        self.answered = self.failures = 0
         # when the wait for a message began, on the event loop's clock; infinite while a message is being answered
         self.waits_since_s = math.inf
 
@@ -142,7 +142,7 @@ class Stream:
     async def take(self) -> str | bytes | None:
         """Returns the next message, or None if the client has disconnected."""
         self.waits_since_s = self.loop.time()
-        message = self.early.popleft() if self.early else await self.socket.receive()
+        message = await self.socket.receive()
         self.waits_since_s = math.inf
         if message["type"] == "websocket.disconnect":
             self.log["code"] = message["code"]
@@ -170,7 +170,7 @@ class Stream:
         failed: str | None = None
         try:
             exchange.admit()
-            with until_hangup(self.socket, self.early):
+            with until_hangup(self.socket):
                 answer = await self.answer(message, exchange.deadline)
             await self.send(json_bytes(answer))
             status = HTTPStatus.OK
@@ -186,6 +186,11 @@ class Stream:
             if code is not None:
                 self.log["error"] = failure.code
                 await self.close(code, failure.code)
+            self.failures += 1
+            if isinstance(error, RateLimited):
+                await asyncio.sleep(min(error.retry_after_s, RATE_WAIT_S))
+            elif self.failures % FAILURES_A_TURN == 0:
+                await asyncio.sleep(0)
             return code is not None
         else:
             return False
@@ -196,9 +201,7 @@ class Stream:
     async def answer(self, message: str | bytes, deadline: float) -> Answer:
         """Runs the step or the rewind of one message. Returns the prediction."""
         token = only_token(message)
-        body = ONE_TOKEN
-        if token is None:
-            body = await self.decoder.decode(message, StreamBody, deadline)
+        body = ONE_TOKEN if token is not None else await self.decoder.decode(message, StreamBody, deadline)
         engine, creator = self.engine, None
         if body.create or body.model is not None:
             engine, creator = await engine_to_step(self.socket, self.session, body, body.expected_position, deadline)
@@ -209,7 +212,9 @@ class Stream:
         if body.rewind is not None:
             await engine.rewind(self.session, body.rewind, deadline)
             return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
-        given = await tokens_of(engine, body.sequence, deadline) if token is None else EventTokens((token,))
+        if token is not None:
+            return await engine.step_one(self.session, token, None, TOP_K, deadline)
+        given = await tokens_of(engine, body.sequence, deadline)
         step = step_request(
             engine, self.session, given, body, deadline, body.expected_position, body.idempotency_key, creator
         )
@@ -217,7 +222,10 @@ class Stream:
 
     async def send(self, text: bytes) -> None:
         """Raises WebSocketDisconnect if the client has disconnected."""
-        await self.socket.send({"type": "websocket.send", "text": text.decode()})
+        try:
+            await self.socket.send({"type": "websocket.send", "text": text.decode()})
+        except RuntimeError as error:  # uvicorn has closed the WebSocket, because the client answers no ping
+            raise WebSocketDisconnect(DISCONNECTED) from error
 
     async def close(self, code: int, reason: str) -> None:
         self.log["code"] = code

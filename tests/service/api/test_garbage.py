@@ -8,28 +8,34 @@ from typing import Any
 
 import pytest
 from starlette.requests import Request
-from starlette.types import Message, Scope
+from starlette.types import Scope
 
 from tests.service.alone import alone, live_objects
 from tests.service.slow_client import GET, HANDSHAKE, frame, serving
-from wane.service.api.disconnect import until_hangup
-from wane.service.net.connection import Connection
+from wane.service.api.disconnect import DISCONNECT_GRACE_S, until_hangup
+from wane.service.net.connection import CONNECTION, Connection
 
 TURNS = 100  # the number of event loop iterations that the server has for its cleanup
 
 
+class OpenConnection:
+    """A stand-in for the `Connection` of a request."""
+
+    has_ended = False
+    on_lost: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+
 async def watch_a_request() -> None:
-    """Makes a request, waits until the server watches for the client's disconnection, and ends the request."""
-
-    async def receive() -> Message:
-        watching.set()
-        return await asyncio.Future[Message]()
-
-    watching = asyncio.Event()
-    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    with until_hangup(Request(scope, receive)):
-        await watching.wait()
-    await asyncio.sleep(0)  # lets the task that watches for a disconnection end
+    """Makes a request whose client disconnects, and ends the request before it is cancelled."""
+    connection = OpenConnection()
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {CONNECTION: connection}}
+    with until_hangup(Request(scope)):
+        assert connection.on_lost is not None
+        connection.on_lost()
+    await asyncio.sleep(DISCONNECT_GRACE_S)  # a cancelled timer is freed when its time has come
     assert not live_objects(until_hangup)
 
 

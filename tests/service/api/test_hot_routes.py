@@ -390,9 +390,10 @@ async def test_an_unexpected_failure_is_answered_500(
 
     async with served(harness) as server:
         client = await Client.of(server)
-        for place, name in ((Engine, "submit"), (encode, "reply")):
+        for place, names in ((Engine, ("submit", "step_one")), (encode, ("reply",))):
             with monkeypatch.context() as patched:
-                patched.setattr(place, name, fails)
+                for name in names:
+                    patched.setattr(place, name, fails)
                 status, document = await client.ask(post({"tokens": [6]}, path=path))
                 assert (status, document["code"]) == (500, "internal")
         assert (await client.ask(post({"tokens": [6]}, path=path)))[0] == 200

@@ -7,9 +7,11 @@ import asyncio
 import json
 import socket
 from contextlib import ExitStack
+from typing import cast
 
 import httpx
 import pytest
+from starlette.types import Scope
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -30,7 +32,10 @@ from tests.service.slow_client import (
     unread_socket,
     until,
 )
-from wane.service.net.connection import HEAD_END
+from wane.service.api.problem import Failure, described
+from wane.service.api.routes import stream
+from wane.service.net.connection import HEAD_END, Connection
+from wane.service.settings import Settings
 
 
 async def test_a_connection_that_sends_nothing_is_closed() -> None:
@@ -57,6 +62,19 @@ async def test_an_empty_line_between_requests_starts_the_header_timeout() -> Non
             writer.write(b"\r\n")
         # The server closes the connection at the header timeout, which is shorter than the keep-alive timeout.
         assert b" 200 OK" not in await reader.read()
+        writer.close()
+
+
+async def test_a_head_that_begins_before_the_keep_alive_timeout_and_ends_after_it_is_answered() -> None:
+    async with serving() as server:
+        server.config.timeout_keep_alive = SOON_S  # type: ignore[assignment]  # seconds may be a fraction
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET + GET[:10])
+        assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(2 * SOON_S)
+        writer.write(GET[10:])
+        assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+        assert await reader.read() == b""  # the keep-alive timeout runs again
         writer.close()
 
 
@@ -157,6 +175,23 @@ async def test_pipelined_requests_and_long_bodies_are_not_long_heads() -> None:
             said += await reader.read(2**16)
         assert b"HTTP/1.1 4" not in said
         writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/n", b"/healthz"])
+async def test_the_bytes_of_pipelined_requests_are_limited(path: bytes) -> None:
+    requests = 50_000
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET.replace(b"/healthz", path) * requests)
+        await until(lambda: bool(server.server_state.connections))
+        (uvicorn_protocol,) = server.server_state.connections
+        waiting = []
+        for _ in range(100):
+            await reader.readuntil(b"}")
+            waiting.append(len(cast(Connection, uvicorn_protocol.transport).waiting))
+        writer.transport.abort()
+    # asyncio reads up to 256 KiB at once.
+    assert max(waiting) <= Settings().max_header_bytes + 2**18 < len(GET) * requests
 
 
 async def test_a_connection_over_the_limit_is_answered_503_until_another_closes() -> None:
@@ -351,6 +386,47 @@ async def test_the_server_reads_no_more_messages_of_a_closed_websocket() -> None
             with pytest.raises(ConnectionClosed) as caught:
                 await client.recv()
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1008
+
+
+async def test_messages_that_fail_at_once_are_answered_in_many_turns_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages, failures, in_a_turn = 500, 0, []
+
+    def counted(scope: Scope, error: Exception) -> Failure:
+        nonlocal failures
+        failures += 1
+        return described(scope, error)
+
+    monkeypatch.setattr(stream, "described", counted)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(frame(0x81, b"x") * messages)
+        async with asyncio.timeout(WAIT_S):
+            while failures < messages:
+                before = failures
+                await asyncio.sleep(0)
+                in_a_turn.append(failures - before)
+        writer.close()
+    assert max(in_a_turn) <= stream.FAILURES_A_TURN
+
+
+async def test_a_client_that_answers_no_ping_is_no_failure_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as server:
+        server.config.ws_ping_interval = server.config.ws_ping_timeout = SOON_S
+        engine = server.registry.engine
+        engine.wait = asyncio.Event()
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(frame(0x81, b'{"tokens": [1]}'))
+        await reader.readuntil(b"keepalive ping timeout")
+        engine.wait.set()
+        await asyncio.gather(*server.server_state.tasks)
+        writer.close()
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 async def test_many_messages_in_one_packet_are_answered_in_order() -> None:

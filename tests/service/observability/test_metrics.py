@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import httpx
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
-from wane.service.observability.metrics import Histogram
+from wane.service.observability.metrics import Histogram, Metrics
 
 BOUNDS = (0.0, 0.00005, 0.1, 1.0)
 VALUES = (0.0, 0.00004, 0.00005, 0.1, 0.10001, 1.0, 7.5)
@@ -55,6 +59,31 @@ def test_the_latest_traced_value_of_a_bucket_is_its_exemplar(monkeypatch: pytest
     assert sum('trace_id="b"' in line for line in text) == sum('trace_id="c"' in line for line in text) == 1
     assert sum("trace_id" in line for line in text) == 2
     assert "trace_id" not in generate_latest(ours).decode()
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_the_parts_of_the_text_are_one_metric_each(accept: str) -> None:
+    metrics = Metrics()
+    metrics.answer_seconds.labels("a", "window", "queue").observe(0.5)
+    parts = list(metrics.parts(accept)[0])
+    encode, content_type = choose_encoder(accept)
+    assert metrics.render(accept) == (encode(metrics.registry), content_type)
+    assert max(part.count(b"# TYPE") for part in parts) == 1
+
+
+async def test_a_scrape_leaves_the_event_loop_a_turn_after_each_metric(client: httpx.AsyncClient) -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    text = (await client.get("/metrics")).text
+    counting.cancel()
+    assert turns >= text.count("# TYPE") > 20
 
 
 def test_unknown_labels_are_refused() -> None:

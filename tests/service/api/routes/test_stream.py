@@ -8,6 +8,8 @@ import json
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +25,6 @@ from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.problems import assert_members
 from tests.service.server_harness import served
 from wane.service.api.body import Decoder, only_token
-from wane.service.api.disconnect import MOST_EARLY
 from wane.service.api.routes import stream
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.keyring import Principal
@@ -37,6 +38,7 @@ from wane.service.errors import (
     Unavailable,
     UnknownSession,
 )
+from wane.service.net.connection import MOST_EARLY
 from wane.service.settings import Settings
 from wane.service.types import Mode, Owner, PredictRequest, StepRequest
 
@@ -315,6 +317,21 @@ async def test_a_message_over_the_rate_of_its_key_is_refused(
             patched.setattr(Principal, "charge", refuse)
             assert (await ask(socket, {"tokens": [6]}))["error"]["code"] == "rate_limited"
         assert (await ask(socket, {"tokens": [6]}))["position"] == 1
+
+
+async def test_messages_over_the_rate_wait_for_the_rate(harness: EngineHarness, tmp_path: Path) -> None:
+    """A client that does not wait has at most one refused message for each accepted one."""
+    messages, keys = 40, tmp_path / "keys"
+    keys.write_text(f"alice:sha256:{sha256(KEY.encode()).hexdigest()} rate=200 burst=1\n")
+    async with served(harness, api_keys_file=keys) as server:
+        await harness.engine.create_session("mine", owner=Owner("alice"))
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with opened(server, "/v1/sessions/mine/stream", additional_headers=headers) as socket:
+            for _ in range(messages):
+                await socket.send('{"tokens": []}')
+            codes = [json.loads(await socket.recv())["error"]["code"] for _ in range(messages)]
+    assert set(codes) <= {"rate_limited", "invalid_request"}
+    assert codes.count("rate_limited") <= messages // 2 + 1
 
 
 # Parsing of messages.
