@@ -27,6 +27,7 @@ SOURCES = (
     "service",
     "models",
     "training",
+    "client",
 )
 DELETED = "wane/service/deleted.py"
 """The path of a module that is only in the build folder, as if it had been deleted from the checkout after an earlier
