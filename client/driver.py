@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from functools import update_wrapper
 from inspect import signature
@@ -63,6 +64,7 @@ class Driver:
 
     def __init__(self, transport: httpx.BaseTransport | None = None) -> None:
         self.http = httpx.Client(transport=transport)
+        weakref.finalize(self, self.http.close)
 
     def run(self, plan: Plan[T]) -> T:
         """Runs a plan, and returns its result."""

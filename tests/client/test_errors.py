@@ -13,7 +13,6 @@ from wane.client import errors
 from wane.client.errors import OF_CODE, NotWane, Unreachable, WaneError, error_of
 from wane.service import errors as of_server
 
-
 E = TypeVar("E", bound=Exception)
 
 
