@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 import weakref
 from collections.abc import Callable, Coroutine
@@ -36,13 +37,13 @@ def message(send: Send) -> tuple[str, dict[str, Any]]:
 
 
 def answered(text: str | bytes) -> Reply:
-    """Returns the reply of a WebSocket, whose status is in the document."""
+    """Returns the reply of a WebSocket. The status of an error is in its document."""
     content = text.encode() if isinstance(text, str) else text
-    status = 200
     if content.startswith(b'{"error":'):
-        content = content.removeprefix(b'{"error":').strip().removesuffix(b"}")
-        status = int(content.partition(b'"status":')[2].partition(b",")[0])
-    return Reply(status, {}, content)
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            document = json.loads(content)["error"]
+            return Reply(int(document["status"]), {}, json.dumps(document).encode())
+    return Reply(200, {}, content)
 
 
 def refused(error: Exception) -> Reply | Broken:
@@ -105,20 +106,27 @@ class Driver:
         from websockets.sync.client import connect
 
         assert send.body is not None, "a message has a body: this is a bug"
-        try:
-            if socket.connection is None or socket.address != send.address:
+        while True:
+            reused = socket.connection is not None and socket.address == send.address
+            try:
+                if not reused:
+                    self.close(socket)
+                    url, options = message(send)
+                    socket.block, socket.address = contextlib.ExitStack(), send.address
+                    socket.connection = socket.block.enter_context(connect(url, **options))
+                socket.connection.send(send.body.decode())
+                reply = answered(socket.connection.recv(send.timeout_s))
+            except (OSError, WebSocketException) as error:
                 self.close(socket)
-                url, options = message(send)
-                socket.block, socket.address = contextlib.ExitStack(), send.address
-                socket.connection = socket.block.enter_context(connect(url, **options))
-            socket.connection.send(send.body.decode())
-            return answered(socket.connection.recv(send.timeout_s))
-        except (OSError, WebSocketException) as error:
-            self.close(socket)
-            return refused(error)
-        except BaseException:  # interrupted: the next message must not get this one's answer
-            self.close(socket)
-            raise
+                if not reused or isinstance(error, TimeoutError):  # the server may close an idle connection
+                    return refused(error)
+                continue
+            except BaseException:  # interrupted: the next message must not get this one's answer
+                self.close(socket)
+                raise
+            if reply.status != 200:  # after most errors the server closes it
+                self.close(socket)
+            return reply
 
     def end(self, reply: Reply) -> Broken:
         """Ends a streamed answer, which may not be complete."""
@@ -173,20 +181,27 @@ class AsyncDriver:
         from websockets.exceptions import WebSocketException
 
         assert send.body is not None, "a message has a body: this is a bug"
-        try:
-            if socket.connection is None or socket.address != send.address:
+        while True:
+            reused = socket.connection is not None and socket.address == send.address
+            try:
+                if not reused:
+                    await self.close(socket)
+                    url, options = message(send)
+                    socket.block, socket.address = contextlib.AsyncExitStack(), send.address
+                    socket.connection = await socket.block.enter_async_context(connect(url, **options))
+                await socket.connection.send(send.body.decode())
+                reply = answered(await socket.connection.recv())
+            except (OSError, WebSocketException) as error:
                 await self.close(socket)
-                url, options = message(send)
-                socket.block, socket.address = contextlib.AsyncExitStack(), send.address
-                socket.connection = await socket.block.enter_async_context(connect(url, **options))
-            await socket.connection.send(send.body.decode())
-            return answered(await socket.connection.recv())
-        except (OSError, WebSocketException) as error:
-            await self.close(socket)
-            return refused(error)
-        except BaseException:  # cancelled: the next message must not get this one's answer
-            await self.close(socket)
-            raise
+                if not reused or isinstance(error, TimeoutError):
+                    return refused(error)
+                continue
+            except BaseException:
+                await self.close(socket)
+                raise
+            if reply.status != 200:
+                await self.close(socket)
+            return reply
 
     async def end(self, reply: Reply) -> Broken:
         """Ends a streamed answer, which may not be complete."""

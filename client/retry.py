@@ -46,7 +46,7 @@ class Send:
     address: str
     path: str
     body: bytes | None
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] = field(repr=False)  # they hold the key
     timeout_s: float
     streamed: bool = False
     socket: Socket | None = None
@@ -94,7 +94,7 @@ class Servers:
     answered last."""
 
     addresses: Sequence[str]
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] = field(repr=False)  # they hold the key
     deadline_s: float = 10
     retry: bool = True
     current: int = 0
@@ -109,7 +109,7 @@ class Servers:
             raise ValueError("give an address such as http://127.0.0.1:8000, or set WANE_URL")
         for url in urls:
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or parts.query:
                 raise ValueError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000")
         found = checked(ClientOptions, options)
         key = found.pop("key", None) or os.environ.get("WANE_API_KEY")
