@@ -114,5 +114,6 @@ def test_the_address_and_the_key_are_read_from_the_environment(monkeypatch: pyte
     with Wane() as wane:
         assert wane._plans.servers.addresses == ["http://a:1", "http://b:2"]
         assert wane._plans.servers.headers == {"authorization": "Bearer secret"}
+        assert "secret" not in repr(wane._plans)
     with pytest.raises(ValueError, match="printable ASCII"):
         Wane(key="a\nb")
