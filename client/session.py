@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar, Unpack
 from uuid import uuid4
 
-from .answers import Answer, Generated, Mode, SessionView
+from .answers import Answer, Generated, SessionView
 from .calls import Calls
 from .errors import InvalidRequest, NotFound, PositionConflict, SessionExists, UnknownSession, WaneError
 from .options import (
@@ -42,7 +42,7 @@ class Steps:
     calls: Calls
     name: str
     model: str | None = None
-    mode: Mode | None = None
+    mode: str | None = None
     remember: int = 512
     unknown: Unknown | None = None
     owned: bool = False  # the client made the id, so nobody else uses the session
@@ -79,7 +79,7 @@ class Steps:
             view = yield from self.calls.servers.ask(SessionView, "GET", self.path, None, deadline)
             if self.model not in (None, view.model) or self.mode not in (None, view.mode):
                 raise
-        self.model, self.position, self.opened = view.model, view.position, True
+        self.model, self.mode, self.position, self.opened = view.model, view.mode, view.position, True
 
     def append(self, input: Input, **options: Unpack[StepOptions]) -> Plan[Answer]:  # noqa: A002
         """Appends a text, token ids, or names of events, and predicts the next one. A single name of an event may be

@@ -223,6 +223,16 @@ def test_a_step_that_failed_has_the_same_key_when_it_is_called_again(both: Both,
     assert first_key == second_key != third_key
 
 
+def test_a_session_keeps_its_mode_when_it_is_made_again(wane: Any, http: httpx.Client, name: str) -> None:
+    wane.session(name, mode="window").append([5, 6])
+    again = wane.session(name)
+    assert again.append([7, 8]).mode == "window"
+    http.delete(f"/v1/sessions/{name}")
+    answer = again.append(9)
+    assert (answer.mode, answer.position, again.rebuilds) == ("window", 5, 1)
+    again.close()
+
+
 def test_steps_over_a_websocket_are_the_steps_of_the_session(wane: Any, http: httpx.Client) -> None:
     with wane.session() as session:
         session.append(5)
