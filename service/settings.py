@@ -25,7 +25,7 @@ SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # matches the use
 NOT_AN_OPTION = frozenset({"api_keys"})
 POLICIES = ("auto", "tail", "state")
 # Variables with the prefix WANE_ that the client and the tests use.
-FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})
+FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK", "WANE_URL"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
 

@@ -27,6 +27,7 @@ SOURCES = (
     "service",
     "models",
     "training",
+    "client",
 )
 DELETED = "wane/service/deleted.py"
 """The path of a module that is only in the build folder, as if it had been deleted from the checkout after an earlier
@@ -49,10 +50,9 @@ def own_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked source distribution. It is built from a checkout that contains tests."""
-    folder = tmp_path_factory.mktemp("source")
-    checkout = folder / "checkout"
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout that contains tests."""
+    checkout = tmp_path_factory.mktemp("source") / "checkout"
     (checkout / "tests").mkdir(parents=True)
     (checkout / "tests" / "test_wheel.py").touch()
     for name in SOURCES:
@@ -62,6 +62,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(path, checkout / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(path, checkout / name)
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def client_site(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment with only the distribution `wane-client` and its dependencies, installed from the
+    folder `client/`."""
+    left = checkout / "client" / "build" / "lib" / "wane_client" / "deleted.py"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    return environment_of(tmp_path_factory.mktemp("client"), checkout / "client")
+
+
+@pytest.fixture(scope="module")
+def source(checkout: Path, client_site: Path) -> Path:  # the build of the client has left files in the checkout
+    """The unpacked source distribution."""
+    folder = checkout.parent
     run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, cwd=checkout)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
@@ -78,16 +95,21 @@ def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     left.touch()
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, cwd=source)
     (wheel,) = folder.glob("*.whl")
+    return environment_of(folder, wheel)
+
+
+def environment_of(folder: Path, requirement: Path) -> Path:
+    """Makes a virtual environment in `folder` with only a distribution and its dependencies."""
     site = folder / "site"
     run(sys.executable, "-m", "venv", "--without-pip", site, cwd=folder)
     pip = (sys.executable, "-m", "pip", "--python", site, "--quiet", "--disable-pip-version-check")
-    run(*pip, "install", wheel, cwd=folder)
+    run(*pip, "install", requirement, cwd=folder)
     return site
 
 
-def installed(site: Path) -> list[str]:
-    """The files of the installed wheel."""
-    program = "import importlib.metadata as m; print(*m.files('wane'), sep='\\n')"
+def installed(site: Path, name: str = "wane") -> list[str]:
+    """The files of an installed distribution."""
+    program = f"import importlib.metadata as m; print(*m.files({name!r}), sep='\\n')"
     return run(site / "bin" / "python", "-c", program, cwd=site).stdout.split()
 
 
@@ -120,6 +142,28 @@ def test_the_wheel_has_only_wane_at_the_top(site: Path) -> None:
     version = run(site / "bin" / "wane", "--version", cwd=site).stdout.split()[1]
     assert tops == {"wane", f"wane-{version}.dist-info"}
     assert "wane/py.typed" in files
+
+
+def test_the_client_alone_is_installed_without_the_service(client_site: Path) -> None:
+    program = """
+import importlib.metadata, wane_client
+print(*sorted(one.metadata["Name"].lower() for one in importlib.metadata.distributions()))
+print(wane_client.Wane("http://127.0.0.1:9", deadline_s=1).session("a").position)
+"""
+    names, position = run(
+        client_site / "bin" / "python", "-W", "error", "-c", program, cwd=client_site
+    ).stdout.splitlines()
+    assert {"wane-client", "httpx"} <= set(names.split())
+    assert not set(names.split()) & {"wane", "onnxruntime", "numpy", "pydantic", "tokenizers", "websockets"}
+    assert position == "0"
+
+
+def test_both_distributions_have_the_clients_files_under_their_own_names(site: Path, client_site: Path) -> None:
+    alone = {name for name in installed(client_site, "wane-client") if name.endswith((".py", ".typed"))}
+    whole = {name for name in installed(site) if name.startswith("wane/client/") and not name.endswith(".pyc")}
+    expected = {path.name for path in (ROOT / "client").iterdir() if path.suffix in (".py", ".typed")}
+    assert alone == {f"wane_client/{name}" for name in expected}
+    assert whole == {f"wane/client/{name}" for name in expected}
 
 
 def test_the_wheel_has_no_files_of_an_earlier_build(site: Path) -> None:

@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from wane.arguments import Parser
+from wane.client import WaneError
 from wane.service.cli import render
-from wane.service.cli.client import Client, ClientError, CommandError, traced
 from wane.service.cli.compared_input import read_input
+from wane.service.cli.connect import CommandError, connect, traced
 from wane.service.cli.measure import choose, measure, requests_needed
 from wane.service.cli.render import agreement_table, latency_table
 
-FAILURES = (CommandError, ClientError, OSError, UnicodeError)
+FAILURES = (CommandError, WaneError, OSError, UnicodeError)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,15 +64,15 @@ def main(arguments: Sequence[str]) -> int:
         raise CommandError("--plot needs matplotlib: in the checkout of Wane, run pip install '.[plot]'")
     screen = Console(stderr=True)
     bar = Progress(console=screen, transient=True, disable=not screen.is_terminal)
-    with traced() as tracing, Client(options.url, tracing=tracing) as client, bar as progress:
+    with traced() as tracing, connect(options.url, tracing) as client, bar as progress:
         card = choose(client, options.model)
-        k = card["k"] if options.window is None else options.window
+        k = card.k if options.window is None else options.window
         found = read_input(client, card, options.file, options.tokens, options.experiment)
-        task = progress.add_task(f"Comparing the modes of {card['id']}", total=requests_needed(found.steps))
+        task = progress.add_task(f"Comparing the modes of {card.id}", total=requests_needed(found.steps))
         compared = measure(client, options.url, card, k, found, advance=lambda: progress.advance(task))
 
     console = Console()
-    if card["vocabulary"]["kind"] == "events":
+    if card.vocabulary.kind == "events":
         console.print(found.describe(), highlight=False, markup=False, soft_wrap=True)
     console.print(latency_table(compared), agreement_table(compared))
     if options.json is not None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from wane.client import Model, Wane
 from wane.models.event_files.event_log import read_log
 from wane.models.event_files.faults import EventFileError
 from wane.models.event_files.format import EventFormat
-from wane.service.cli.client import Client, CommandError, Document
+from wane.service.cli.connect import CommandError
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # An upper bound on the average number of characters per token of a text. For N tokens, the client sends at most N times
@@ -48,22 +49,24 @@ class ComparedInput:
 
 
 def read_input(
-    client: Client, card: Document, file: Path | None, tokens: int, experiment: Path | None = None
+    client: Wane, card: Model, file: Path | None, tokens: int, experiment: Path | None = None
 ) -> ComparedInput:
     """Reads the first `tokens` tokens of a file for the model with the document `card`. If the model reads events, the
     file has events, and the table `[data]` of the file `experiment` says how it is read. Otherwise the file is text,
     and None stands for the sample text.
 
-    Raises ClientError, OSError and UnicodeError. Raises CommandError if the model reads events and `file` is None, if a
+    Raises WaneError, OSError and UnicodeError. Raises CommandError if the model reads events and `file` is None, if a
     file of sessions is invalid, and if the vocabulary has none of the events.
     """
-    if card["vocabulary"]["kind"] != "events":
+    if card.vocabulary.kind != "events":
         text = (file or SAMPLE).read_text(encoding="utf-8")[: tokens * CHARACTERS_OF_A_TOKEN]
-        scored = client.post("/v1/score", {"model": card["id"], "input": text})
-        return ComparedInput([scored["tokens"][:tokens]])
+        if not text:
+            raise CommandError(f"{file} is empty")
+        scored = client.score(text, model=card.id)
+        return ComparedInput([[token for token in scored.tokens[:tokens] if token is not None]])
     if file is None:
         raise CommandError(
-            f"model {card['id']} reads events: name a file of sessions with --file sessions.jsonl, or of clicks with "
+            f"model {card.id} reads events: name a file of sessions with --file sessions.jsonl, or of clicks with "
             "--file clicks.csv"
         )
     try:
@@ -75,14 +78,14 @@ def read_input(
         if found.steps == tokens:
             break
         events = [log.names[event] for event in log.events[begin : min(end, begin + tokens - found.steps)]]
-        scored = client.post("/v1/score", {"model": card["id"], "events": events, "unknown": "skip"})
-        known = [token for token in scored["tokens"] if token is not None]
-        found.unknown.update(scored.get("unknown") or ())
+        scored = client.score(events, model=card.id, unknown="skip")
+        known = [token for token in scored.tokens if token is not None]
+        found.unknown.update(scored.unknown)
         if known:
             found.sequences.append(known)
     if not found.sequences:
         raise CommandError(
-            f"{file}: the vocabulary of model {card['id']} has none of the {found.unknown.total():,} events: "
+            f"{file}: the vocabulary of model {card.id} has none of the {found.unknown.total():,} events: "
             f"{_names(found.unknown)}"
         )
     return found

@@ -15,8 +15,10 @@ from time import perf_counter
 
 import numpy as np
 
-from wane.service.cli.client import Client, ClientError, Document
+from wane.client import Agreement, Answer, ComparedMode, Model, Wane
+from wane.client.answers import Mode
 from wane.service.cli.compared_input import ComparedInput
+from wane.service.cli.connect import CommandError
 
 PHASES = ("queue", "compute", "total", "round_trip")
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -56,18 +58,18 @@ class AgreementSummary:
     error_bound: float | None
 
     @classmethod
-    def of(cls, agreements: Sequence[Document]) -> AgreementSummary:
-        bounds = [one["error_bound"] for one in agreements]
-        variations = [one["total_variation"] for one in agreements]
+    def of(cls, agreements: Sequence[Agreement]) -> AgreementSummary:
+        bounds = [one.error_bound for one in agreements if one.error_bound is not None]
+        variations = [one.total_variation for one in agreements]
         return cls(
             compared=len(agreements),
-            top1_match_rate=float(np.mean([one["top1_match"] for one in agreements])),
-            top1_proved_rate=float(np.mean([one["top1_proved"] for one in agreements])),
+            top1_match_rate=float(np.mean([one.top1_match for one in agreements])),
+            top1_proved_rate=float(np.mean([one.top1_proved for one in agreements])),
             total_variation_mean=float(np.mean(variations)),
             total_variation_max=max(variations),
-            max_logit_difference=max(one["max_logit_difference"] for one in agreements),
-            error_bound_median=None if None in bounds else float(np.median(bounds)),
-            error_bound=None if None in bounds else max(bounds),
+            max_logit_difference=max(one.max_logit_difference for one in agreements),
+            error_bound_median=None if len(bounds) < len(agreements) else float(np.median(bounds)),
+            error_bound=None if len(bounds) < len(agreements) else max(bounds),
         )
 
 
@@ -105,15 +107,15 @@ class Measurements:
     windows: list[WindowSummary]
 
 
-def choose(client: Client, name: str | None) -> Document:
-    """Returns the document of the model `name`, or of the server's default model. Raises ClientError."""
+def choose(client: Wane, name: str | None) -> Model:
+    """Returns the model `name`, or the server's default model. Raises WaneError, CommandError."""
     cards = client.models()
     for card in cards:
-        if name in (None, card["id"]):
+        if name in (None, card.id):
             return card
     if not cards:
-        raise ClientError("the server has no models")
-    raise ClientError(f"there is no model {name!r}; there are {', '.join(card['id'] for card in cards)}")
+        raise CommandError("the server has no models")
+    raise CommandError(f"there is no model {name!r}; there are {', '.join(card.id for card in cards)}")
 
 
 def requests_needed(steps: int) -> int:
@@ -121,55 +123,52 @@ def requests_needed(steps: int) -> int:
     return 3 * steps + min(steps, COMPARED_POSITIONS)
 
 
-def measure(
-    client: Client, url: str, card: Document, k: int, compared: ComparedInput, advance: Advance
-) -> Measurements:
-    """Measures both modes of a model over the sequences of `compared`. `card` is the model's document from /v1/models.
-    `k` is the number of tokens in a window. Calls `advance` after each request. Raises ClientError."""
-    model, sequences = card["id"], compared.sequences
+def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput, advance: Advance) -> Measurements:
+    """Measures both modes of a model over the sequences of `compared`. `k` is the number of tokens in a
+    window. Calls `advance` after each request. Raises WaneError."""
+    model, sequences = card.id, compared.sequences
     # Each place is a pair: a sequence, and the number of its tokens that the model has read.
     places = [(tokens, end) for tokens in sequences for end in range(1, len(tokens) + 1)]
 
-    def window(index: int) -> Document:
+    def window(index: int) -> Answer:
         # The request has one token more than the window, because an input that fits in the window would be run from the
         # start token.
         tokens, end = places[index]
         part = tokens[max(0, end - 1 - k) : end]
-        return client.post("/v1/predict", {"model": model, "tokens": part, "mode": "window", "window": k})
+        return client.predict(part, model=model, mode="window", window=k)
 
     recurrent = [one for tokens in sequences for one in _drive_session(client, model, tokens, "recurrent", advance)]
     windowed = _drive(window, len(places), advance)
     both = [one for tokens in sequences for one in _drive_session(client, model, tokens, "both", advance)]
-    sizes = sorted({*(size for size in WINDOWS if size <= card["max_window"]), k})
+    sizes = sorted({*(size for size in WINDOWS if size <= card.max_window), k})
     answers = []
     for index in np.linspace(0, len(places) - 1, min(len(places), COMPARED_POSITIONS), dtype=int):
         tokens, end = places[index]
         part = tokens[max(0, end - COMPARED_HISTORY) : end]
-        body = {"model": model, "tokens": part, "windows": sizes, "repeat": REPEAT}
-        answers.append(client.post("/v1/compare", body)["models"][0])
+        answers.append(client.compare(part, model=model, windows=sizes, repeat=REPEAT)[0])
         advance()
     return Measurements(
         url=url,
         model=model,
-        model_version=card["model_version"],
-        device=card["device"],
+        model_version=card.model_version,
+        device=card.device,
         k=k,
-        model_k=card["k"],
+        model_k=card.k,
         sequences=len(sequences),
         steps=len(places),
         unknown=dict(compared.unknown),
         latency={"recurrent": _quantiles(recurrent), "window": _quantiles(windowed)},
-        agreement=AgreementSummary.of([answer["agreement"] for answer, _ in both]),
-        recurrent_compute_ms=_median_compute_ms([one["recurrent"] for one in answers]),
-        windows=[_summary(size, [one["windows"][index] for one in answers]) for index, size in enumerate(sizes)],
+        agreement=AgreementSummary.of([answer.agreement for answer, _ in both if answer.agreement is not None]),
+        recurrent_compute_ms=_median_compute_ms([one.recurrent for one in answers]),
+        windows=[_summary(size, [one.windows[index] for one in answers]) for index, size in enumerate(sizes)],
     )
 
 
-Timed = tuple[Document, float]
+Timed = tuple[Answer, float]
 """An answer and its round-trip time in milliseconds."""
 
 
-def _drive(ask: Callable[[int], Document], count: int, advance: Advance) -> list[Timed]:
+def _drive(ask: Callable[[int], Answer], count: int, advance: Advance) -> list[Timed]:
     answers = []
     for index in range(count):
         started = perf_counter()
@@ -179,28 +178,24 @@ def _drive(ask: Callable[[int], Document], count: int, advance: Advance) -> list
     return answers
 
 
-def _drive_session(client: Client, model: str, tokens: Sequence[int], mode: str, advance: Advance) -> list[Timed]:
-    path = f"/v1/sessions/{client.post('/v1/sessions', {'model': model})['session']}"
-
-    def step(index: int) -> Document:
-        body = {"tokens": [tokens[index]], "expected_position": index, "mode": mode}
-        return client.post(f"{path}/tokens", body)
-
-    try:
-        return _drive(step, len(tokens), advance)
-    finally:
-        client.delete(path)
+def _drive_session(client: Wane, model: str, tokens: Sequence[int], mode: Mode, advance: Advance) -> list[Timed]:
+    with client.session(model=model) as session:
+        return _drive(lambda index: session.append(tokens[index], mode=mode), len(tokens), advance)
 
 
 def _quantiles(answers: Sequence[Timed]) -> dict[str, Quantiles]:
-    phases = {phase: [answer["latency"][f"{phase}_ms"] for answer, _ in answers] for phase in PHASES[:3]}
+    phases = {phase: [getattr(answer.latency, f"{phase}_ms") for answer, _ in answers] for phase in PHASES[:3]}
     phases["round_trip"] = [round_trip_ms for _, round_trip_ms in answers]
     return {phase: Quantiles.of(values) for phase, values in phases.items()}
 
 
-def _median_compute_ms(lines: Sequence[Document]) -> float:
-    return float(np.median([line["latency"]["compute"]["p50_ms"] for line in lines]))
+def _median_compute_ms(lines: Sequence[ComparedMode]) -> float:
+    return float(np.median([line.latency["compute"].p50_ms for line in lines]))
 
 
-def _summary(size: int, lines: Sequence[Document]) -> WindowSummary:
-    return WindowSummary(size, _median_compute_ms(lines), AgreementSummary.of([line["agreement"] for line in lines]))
+def _summary(size: int, lines: Sequence[ComparedMode]) -> WindowSummary:
+    return WindowSummary(
+        size,
+        _median_compute_ms(lines),
+        AgreementSummary.of([line.agreement for line in lines if line.agreement is not None]),
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from wane.service.cli.client import Document
+from wane.service.cli.connect import Document
 from wane.service.cli.measure import PHASES, AgreementSummary, Measurements
 
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from wane.arguments import Parser
-from wane.service.cli.client import Client, ClientError, CommandError, Document, traced
+from wane.client import WaneError
+from wane.service.cli.connect import CommandError, Document, connect, traced
 from wane.service.cli.merge_reports import MergeError, merge
 from wane.service.cli.render import report_tables
 
-FAILURES = (CommandError, ClientError, MergeError, OSError)
+FAILURES = (CommandError, WaneError, MergeError, OSError)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,11 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     with traced() as tracing:
         for url in urls:
             try:
-                with Client(url, tracing=tracing) as client:
-                    found = client.report()
+                with connect(url, tracing) as client:
+                    found = dict(client.report().document)
                 merge([*reports, found])
                 reports.append(found)
-            except (ClientError, MergeError) as error:
+            except (CommandError, WaneError, MergeError) as error:
                 failures.append(str(error) if url in str(error) else f"{url}: {error}")
     if reports:
         found = reports[0] if len(urls) == 1 else merge(reports)

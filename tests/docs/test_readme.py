@@ -1,20 +1,18 @@
-"""Tests that the commands of the README and the quick start print the output on the page, and that the README's client
-continues its session after a crash of the server."""
+"""Tests that the commands of the README and the quick start print the output on the page, and that the code of the
+README and of the client's page runs."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import sys
+import tomllib
 from pathlib import Path
 
-import httpx
-import numpy as np
 import pytest
 
-from tests.docs.transcript import FENCE, TIMEOUT_S, parse, run
-from tests.service.live_server import BUNDLE, starting_server
+from tests.docs.transcript import FENCE, parse, run
+from tests.service.live_server import live_server
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = ("127.0.0.1:8000", "localhost:8000")
@@ -45,36 +43,35 @@ def test_the_commands_of_a_page_print_what_it_says(page: str) -> None:
     run(commands, ROOT, environment, spell)
 
 
-def test_the_readme_is_short_and_shows_the_client_of_the_example() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 200
-    (client,) = [block["body"] for block in FENCE.finditer(text) if block["info"] == "python"]
-    _, _, shown = client.partition("RETRY = ")
-    assert shown in (ROOT / "examples" / "session_client.py").read_text(encoding="utf-8")
+def program(page: str) -> list[str]:
+    """Returns the Python blocks of a page, with the client of this checkout instead of the distribution's."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = [block["body"] for block in FENCE.finditer(text) if block["info"] == "python"]
+    return [block.replace("wane_client", "wane.client") for block in blocks if "openai" not in block]
 
 
-def test_the_client_of_the_readme_survives_a_killed_server() -> None:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        client = importlib.import_module("session_client")
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
-    tokens = [int(token) for token in np.random.default_rng(5).integers(2, 2000, 24)]
-    options = ("--port", str(free_port()), "--bundles", BUNDLE)
-    with starting_server(*options) as server:
-        server.wait_until_ready()
-        session = client.Session(server.url, "survivor")
-        for token in tokens[:12]:
-            session.step(token)
-        server.kill()
-    with starting_server(*options) as server:
-        for token in tokens[12:]:
-            answer = session.step(token)
-        server.wait_until_ready()
-        body = {"tokens": tokens, "mode": "recurrent"}
-        session.http.close()
-        whole = httpx.post(f"{server.url}/v1/predict", json=body, timeout=TIMEOUT_S).json()
-    assert answer["position"] == len(tokens)
-    assert answer["error_bound"] == 0.0
-    assert answer["predictions"][0]["token_id"] == whole["predictions"][0]["token_id"]
-    assert answer["predictions"][0]["logprob"] == pytest.approx(whole["predictions"][0]["logprob"], abs=1e-4)
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_python_code_of_the_readme_and_of_the_clients_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the readme's example of two servers, no server listens at the first address."""
+    first, two_servers = program("README.md")
+    page = "\n".join(program("docs/client.md"))
+    with live_server("--bundles", str(ROOT / "models" / "bundles" / "gated-stable-64")) as server:
+        for block in (first, two_servers.replace(":8000", f":{free_port()}").replace(":8001", ":8000"), page):
+            exec(compile(block.replace("http://127.0.0.1:8000", server.url), "page", "exec"), {"__name__": "page"})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == " the"
+    assert [line.split()[0] for line in printed[1:5]] == ["1", "2", "3", "4"]
+    assert "unknown_model 404 there is no model 'unknown'" in "\n".join(printed)
+
+
+def test_the_commands_of_the_clients_page_are_those_of_its_distribution() -> None:
+    built = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text(encoding="utf-8"))
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (built["project"]["name"], built["tool"]["setuptools"]["packages"]) == ("wane-client", ["wane_client"])
+    assert built["project"]["version"] == whole["version"]
+    assert {*built["project"]["dependencies"], *built["project"]["optional-dependencies"]["stream"]} <= {
+        *whole["dependencies"]
+    }

@@ -167,7 +167,10 @@ async def delete(request: Request, session: SessionId) -> Response:
 )
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens to a session, and predicts the next token. With `expected_position` or `idempotency_key`, a retry
-    of a step does not append its tokens again."""
+    of a step does not append its tokens again.
+
+    A text is tokenised by itself, so text in pieces has other tokens than the whole text. For a text that grows, rewind
+    to the last token that is still the same, and append the ids of the rest (`/tokenize`)."""
     scope = request.scope
     here = context(scope)
     token = only_token(scope.get(WHOLE_BODY))

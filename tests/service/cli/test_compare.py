@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.live_server import LiveServer, live_server
+from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.versions import make_eventful, put
 from wane.cli import main
-from wane.service.cli.client import Client, ClientError
+from wane.client import Agreement, Certificate, Model, VocabularyFacts, Wane, WaneError
 from wane.service.cli.compared_input import SAMPLE, ComparedInput
+from wane.service.cli.connect import CommandError, connect
 from wane.service.cli.measure import (
     COMPARED_POSITIONS,
     PHASES,
@@ -150,14 +152,13 @@ def test_a_model_of_events_is_compared_over_the_sessions_of_a_file(
     printed = capsys.readouterr().out
     assert "Compared 5 events of 2 sessions." in printed and "Left out" not in printed
     # Compares each session separately, because a window must not extend over two sessions.
-    with Client(shop.url) as client:
-        tokens = [client.post("/v1/score", {"events": events})["tokens"] for events in sessions]
+    with Wane(shop.url, deadline_s=TIMEOUT_S) as client:
         agreements = [
-            client.post("/v1/predict", {"tokens": sequence[:end], "mode": "both", "window": 2})["agreement"]
-            for sequence in tokens
-            for end in range(1, len(sequence) + 1)
+            client.predict(events[:end], mode="both", window=2).agreement
+            for events in sessions
+            for end in range(1, len(events) + 1)
         ]
-    expected = max(one["total_variation"] for one in agreements)
+    expected = max(one.total_variation for one in agreements if one is not None)
     (found,) = [line["agreement"] for line in figures["windows"] if line["window"] == 2]
     assert found["compared"] == 5
     assert expected > 0.01 and found["total_variation_max"] == pytest.approx(expected, abs=1e-6)
@@ -261,12 +262,18 @@ def test_a_file_that_is_not_text_is_rejected(
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere"])
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://127.0.0.1:9", "http://127.0.0.1:9 does not answer"),
+        ("nowhere", "'nowhere' is not the address of a server"),
+    ],
+)
 def test_the_error_names_a_server_that_does_not_answer(
-    capsys: pytest.CaptureFixture[str], command: str, url: str
+    capsys: pytest.CaptureFixture[str], command: str, url: str, told: str
 ) -> None:
     assert main([command, url]) == 2
-    assert f"error: {url} does not answer" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert told in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -280,10 +287,10 @@ def test_the_error_names_a_server_that_does_not_answer(
 )
 def test_the_message_of_the_server_s_error_is_shown(response: httpx.Response, told: str) -> None:
     with (
-        Client("http://wane", httpx.MockTransport(lambda request: response)) as client,
-        pytest.raises(ClientError, match="DELETE /v1/sessions/s") as raised,
+        connect("http://wane", None, httpx.MockTransport(lambda request: response)) as client,
+        pytest.raises(WaneError, match="GET /v1/models") as raised,
     ):
-        client.delete("/v1/sessions/s")
+        client.models()
     assert str(raised.value).endswith(told)
 
 
@@ -293,25 +300,27 @@ def test_progress_counts_every_request() -> None:
 
 
 def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
-    agreement = {
-        "top1_match": True,
-        "top1_proved": True,
-        "total_variation": 0.0,
-        "max_logit_difference": 0.0,
-        "error_bound": 0.0,
-    }
-    latency = {"queue_ms": 1.0, "compute_ms": 1.0, "total_ms": 1.0, "compute": {"p50_ms": 1.0}}
-    line = {"latency": latency, "agreement": agreement}
-    answer = {"session": "s", **line, "models": [{"recurrent": line, "windows": [line, line]}]}
+    agreement = asdict(Agreement(True, True, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    served = {"model": "m", "model_version": "1", "device": "cpu"}
+    latency = {"queue_ms": 1.0, "compute_ms": 1.0, "total_ms": 1.0}
+    line = {"mode": "both", "window": 2, "predictions": [], "state": "full", "error_bound": 0.0, "agreement": agreement}
+    phases = {phase: {"p50_ms": 1.0, "p99_ms": 1.0} for phase in ("queue", "compute", "total")}
+    compared = {**line, "latency": phases}
+    comparison = {**served, "tokens": 1, "repeat": 1, "recurrent": compared, "windows": [compared, compared]}
+    answer = {**served, **line, "latency": latency, "state_error_bound": 0.0, "top1_proved": True}
+    answer |= {"position": 0, "models": [comparison]}
     sent: list[list[int]] = []
 
     def respond(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/predict":
             sent.append(json.loads(request.content)["tokens"])
+        if request.url.path.endswith("/tokens"):
+            return httpx.Response(200, json=answer | {"position": json.loads(request.content)["expected_position"] + 1})
         return httpx.Response(200, json=answer)
 
-    card = {"id": "m", "model_version": "1", "device": "cpu", "max_window": 1, "k": 4}
-    with Client("http://wane", httpx.MockTransport(respond)) as client:
+    vocabulary, certificate = VocabularyFacts("bpe", 16, 0), Certificate(True, True, None)
+    card = Model("m", "1", "cpu", "", "rnn", 4, 1, {}, vocabulary, certificate)
+    with connect("http://wane", None, httpx.MockTransport(respond)) as client:
         found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
     assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
     # `k` is the size of the measured windows, and `model_k` is the model's default window size.
@@ -320,7 +329,7 @@ def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
 
 def test_a_server_without_models_is_reported() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"object": "list", "data": []}))
-    with Client("http://wane", transport) as client, pytest.raises(ClientError, match="the server has no models"):
+    with connect("http://wane", None, transport) as client, pytest.raises(CommandError, match="has no models"):
         choose(client, None)
 
 
@@ -329,10 +338,10 @@ def test_quantiles_are_interpolated() -> None:
 
 
 def test_the_comparison_has_no_bound_if_one_pair_has_no_bound() -> None:
-    pair = {"top1_match": True, "top1_proved": False, "total_variation": 0.1, "max_logit_difference": 1.0}
-    bounded = AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": 0.3}])
+    pair = Agreement(True, False, 0.1, 0.0, 1.0, 0.0, None, 0.2)
+    bounded = AgreementSummary.of([pair, replace(pair, error_bound=0.3)])
     assert bounded.error_bound == 0.3
-    assert AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": None}]).error_bound is None
+    assert AgreementSummary.of([pair, replace(pair, error_bound=None)]).error_bound is None
 
 
 def test_the_reports_of_replicas_are_merged_and_an_unreachable_replica_is_named(
@@ -381,12 +390,12 @@ def other_server(page: bytes) -> Iterator[str]:
 
 
 PAGES = {
-    "a page": (b"<html>statistics of a proxy</html>", "Invalid JSON"),
-    "nothing": (b"", "Invalid JSON"),
-    "another's JSON": (b'{"device": "cpu"}', "models: Field required"),
-    "a list": (b"[]", "object"),
-    "other types": (b'{"device": "cpu", "models": [{"model": 5}]}', "models.0.model: "),
-    "brackets without end": (b"[" * 100_000, "Invalid JSON"),
+    "a page": (b"<html>statistics of a proxy</html>", "the body is not JSON"),
+    "nothing": (b"", "an object is expected, not None"),
+    "another's JSON": (b'{"device": "cpu"}', "models: the field is missing"),
+    "a list": (b"[]", "an object is expected, not []"),
+    "other types": (b'{"device": "cpu", "models": [{"model": 5}]}', "models[0].model: a text is expected, not 5"),
+    "brackets without end": (b"[" * 100_000, "the body is not JSON"),
 }
 
 

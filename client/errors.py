@@ -1,0 +1,164 @@
+"""The errors of the client, as one class hierarchy: that of the server's errors, with the same names and codes.
+Unreachable and NotWane are the client's own.
+
+An error with an unknown code has the class of its status: an unknown code with status 404 is a NotFound. Invalid
+arguments raise ValueError, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class WaneError(Exception):
+    """A request failed. `code` is the server's code, `status` the HTTP status (0 without an answer), `detail` the
+    server's sentence, and `document` the server's whole problem document. `retry_after_s` is the number of seconds
+    after which the server asks for a retry, or None."""
+
+    code = "internal"
+
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        """The code of a class is its name, unless it is given."""
+        cls.code = code or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        document: Mapping[str, Any] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.document, self.retry_after_s = status, dict(document or {}), retry_after_s
+        self.code = str(self.document.get("code", type(self).code))
+        self.detail = str(self.document.get("detail", message))
+
+
+class NotJson(WaneError): ...
+
+
+class InvalidRequest(WaneError):
+    """The server refused the request. `field` names the invalid field, or is None."""
+
+    @property
+    def field(self) -> str | None:
+        return self.document.get("field")
+
+
+class Unauthorized(WaneError): ...
+
+
+class Forbidden(WaneError): ...
+
+
+class NotFound(WaneError): ...
+
+
+class UnknownModel(NotFound): ...
+
+
+class UnknownSession(NotFound):
+    """No server has the session, and the client cannot make it again from the tokens that it remembers."""
+
+
+class Conflict(WaneError):
+    """The request contradicts the session on the server."""
+
+
+class SessionExists(Conflict): ...
+
+
+class PositionConflict(Conflict):
+    """The session on the server is not where this client left it. `position` is the session's position there."""
+
+    @property
+    def position(self) -> int:
+        return int(self.document["position"])
+
+
+class IdempotencyKeyReused(PositionConflict): ...
+
+
+class EarlierStepFailed(Conflict): ...
+
+
+class TokenizerChanged(Conflict): ...
+
+
+class LoadFailed(WaneError): ...
+
+
+class BodyTimeout(WaneError): ...
+
+
+class TooLarge(WaneError): ...
+
+
+class UnsupportedMedia(WaneError, code="unsupported_media_type"): ...
+
+
+class Overloaded(WaneError): ...
+
+
+class RateLimited(Overloaded): ...
+
+
+class QuotaExceeded(Overloaded): ...
+
+
+class Unavailable(WaneError): ...
+
+
+class Unreachable(Unavailable):
+    """No server answered: the connection failed or was lost, or the deadline passed."""
+
+
+class DeadlineExceeded(WaneError): ...
+
+
+class Abandoned(WaneError): ...
+
+
+class NotWane(WaneError):
+    """The answer is not one of Wane's. The message says what is wrong with it."""
+
+
+OF_STATUS: dict[int, type[WaneError]] = {
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    413: TooLarge,
+    422: InvalidRequest,
+    429: Overloaded,
+    502: Unavailable,
+    503: Unavailable,
+    504: DeadlineExceeded,
+}
+"""The class of an error whose code is unknown, by its status. Any other status is a WaneError."""
+
+
+def _classes(of: type[WaneError]) -> Iterator[type[WaneError]]:
+    yield of
+    for below in of.__subclasses__():
+        yield from _classes(below)
+
+
+OF_CODE = {kind.code: kind for kind in _classes(WaneError)}
+
+
+def error_of(request: str, status: int, document: Any, text: str, retry_after_s: float | None) -> WaneError:
+    """Returns the error for a refused request. `document` is the answer's JSON: a problem document, an error in
+    OpenAI's format, or anything else, such as a proxy's page, of which `text` is the beginning."""
+    found: dict[str, Any] = document if isinstance(document, dict) else {}
+    if isinstance(of_openai := found.get("error"), dict):
+        found = {"detail": of_openai.get("message"), "field": of_openai.get("param"), **of_openai}
+    code, detail = str(found.get("code") or ""), found.get("detail") or text
+    kind = OF_CODE.get(code) or OF_STATUS.get(status, WaneError)
+    if issubclass(kind, PositionConflict) and type(found.get("position")) is not int:
+        kind = Conflict
+    message = f"{request}: {status}{' ' * bool(code)}{code}: {detail}"
+    return kind(message, status=status, document=found, retry_after_s=retry_after_s)

@@ -1,0 +1,46 @@
+"""Fixtures for the tests of the client: a real server, and both kinds of client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.client.alike import Both
+from tests.service.live_server import TIMEOUT_S, live_server
+from tests.service.versions import make_eventful, put
+
+TEXT_MODEL, EVENT_MODEL = "text.1", "clicks"
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of a text model and a model of events."""
+    folder = tmp_path_factory.mktemp("client") / "bundles"
+    folder.mkdir()
+    put(folder, "1", name=TEXT_MODEL)
+    make_eventful(put(folder, "2", name=EVENT_MODEL))
+    with live_server(WANE_BUNDLES=str(folder), WANE_DEFAULT_MODEL=TEXT_MODEL, WANE_TOP_K_LIMIT="2048") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def http(url: str) -> Iterator[httpx.Client]:
+    """A plain client of the same server."""
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+@pytest.fixture(params=["sync", "async"])
+def both(request: pytest.FixtureRequest) -> Iterator[Both]:
+    """Makes clients: in one test run the blocking ones, in another the asyncio ones."""
+    with Both(asynchronous=request.param == "async") as made:
+        yield made
+
+
+@pytest.fixture
+def wane(both: Both, url: str) -> Any:
+    """A client of the real server."""
+    return both(url, deadline_s=TIMEOUT_S)

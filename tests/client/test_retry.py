@@ -1,0 +1,152 @@
+"""Tests of the retries, with a clock and servers that exist only in the test: a plan does no input or output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from wane.client.errors import DeadlineExceeded, Overloaded, Unavailable, Unreachable, WaneError
+from wane.client.retry import Broken, Reply, Send, Servers, Sleep
+
+THREE = ("http://a", "http://b", "http://c")
+
+
+def reply(status: int, code: str = "", **headers: str) -> Reply:
+    return Reply(status, headers, json.dumps({"code": code, "detail": "why"} if code else {"is": "fine"}).encode())
+
+
+class Play:
+    """Runs a request against outcomes. Records the requests, and how long the plan waited before each."""
+
+    def __init__(self, addresses: Sequence[str], outcomes: Sequence[Reply | Broken], takes_s: float = 0) -> None:
+        self.now_s = 100.0
+        self.outcomes, self.takes_s = list(outcomes), takes_s
+        self.servers = Servers(addresses, {}, clock=lambda: self.now_s)
+        self.asked: list[str] = []
+        self.sends: list[Send] = []
+        self.waited: list[float] = []
+
+    def run(self, deadline_s: float = 10) -> dict[str, Any]:
+        plan = self.servers.ask(dict[str, Any], "POST", "/v1/predict", {"input": "a"}, self.now_s + deadline_s)
+        outcome: Any = None
+        pause_s = 0.0
+        while True:
+            try:
+                step = plan.send(outcome)
+            except StopIteration as ended:
+                return dict(ended.value)
+            if isinstance(step, Sleep):
+                pause_s += step.seconds
+                self.now_s += step.seconds
+                outcome = None
+            else:
+                assert isinstance(step, Send)
+                self.asked.append(step.address[-1])
+                self.sends.append(step)
+                self.waited.append(pause_s)
+                pause_s = 0.0
+                self.now_s += self.takes_s
+                outcome = self.outcomes.pop(0)
+
+
+@pytest.mark.parametrize("failure", [Broken("reset"), reply(502), reply(503, "unavailable"), reply(504)], ids=repr)
+def test_the_next_address_is_asked_at_once(failure: Reply | Broken) -> None:
+    play = Play(THREE, [failure, failure, reply(200)])
+    assert play.run() == {"is": "fine"}
+    assert play.asked == ["a", "b", "c"]
+    assert play.waited == [0, 0, 0]
+
+
+def test_the_address_that_answered_is_asked_first_afterwards() -> None:
+    play = Play(THREE, [Broken("reset"), reply(200), reply(200)])
+    play.run()
+    play.run()
+    assert play.asked == ["a", "b", "b"]
+
+
+def test_it_waits_longer_after_each_round() -> None:
+    play = Play(THREE[:2], [Broken("reset")] * 6 + [reply(200)])
+    play.run()
+    assert play.asked == list("abababa")
+    first, second, third = play.waited[2], play.waited[4], play.waited[6]
+    assert play.waited[1::2] == [0, 0, 0]
+    assert 0.05 <= first <= 0.1 <= second <= 0.2 <= third <= 0.4
+
+
+def test_an_overloaded_server_is_asked_again_after_its_retry_after() -> None:
+    play = Play(THREE, [reply(429, "overloaded", **{"retry-after": "3"}), reply(200)])
+    play.run()
+    assert play.asked == ["a", "a"]
+    assert play.waited == [0, 3]
+
+
+def test_retry_after_in_a_document_and_as_a_date_is_read() -> None:
+    body = json.dumps({"code": "rate_limited", "detail": "why", "retry_after_s": 2}).encode()
+    play = Play(
+        THREE, [Reply(429, {}, body), reply(429, **{"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}), reply(200)]
+    )
+    play.run()
+    assert play.waited[1] == 2
+    assert 0 < play.waited[2] < 1
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun() -> None:
+    play = Play(THREE, [reply(429, "quota_exceeded", **{"retry-after": "60"})])
+    with pytest.raises(Overloaded) as raised:
+        play.run()
+    assert raised.value.retry_after_s == 60
+    assert play.now_s == 100
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 500])
+def test_a_refusal_is_not_sent_again(status: int) -> None:
+    play = Play(THREE, [reply(status, "x"), reply(200)])
+    with pytest.raises(WaneError):
+        play.run()
+    assert play.asked == ["a"]
+
+
+def test_all_attempts_are_within_the_deadline() -> None:
+    play = Play(THREE, [Broken("reset")] * 1000, takes_s=0.3)
+    with pytest.raises(Unreachable, match="does not answer: reset"):
+        play.run(deadline_s=10)
+    assert 108 < play.now_s <= 110.3
+    assert all(0 < send.timeout_s <= 5 for send in play.sends)
+
+
+def test_an_attempt_leaves_half_of_the_time_for_another_address() -> None:
+    play = Play(THREE, [Broken("timed out"), reply(200)], takes_s=5)
+    play.run(deadline_s=10)
+    assert [send.timeout_s for send in play.sends] == [5, 2.5]
+    assert [send.headers["x-request-timeout-ms"] for send in play.sends] == ["5000", "2500"]
+
+
+def test_a_single_address_may_take_all_of_the_time() -> None:
+    play = Play(THREE[:1], [reply(200)])
+    play.run(deadline_s=10)
+    assert play.sends[0].timeout_s == 10
+
+
+def test_the_last_error_is_raised() -> None:
+    play = Play(THREE[:1], [reply(503, "unavailable"), reply(504, "deadline_exceeded")], takes_s=5)
+    with pytest.raises(DeadlineExceeded):
+        play.run(deadline_s=9)
+    assert issubclass(Unreachable, Unavailable)
+
+
+def test_without_retry_a_request_is_sent_once() -> None:
+    play = Play(THREE, [reply(503, "unavailable"), reply(200)])
+    play.servers.retry = False
+    with pytest.raises(Unavailable):
+        play.run()
+    assert play.asked == ["a"]
+
+
+def test_the_body_of_all_attempts_is_the_same() -> None:
+    play = Play(THREE, [reply(503), reply(200)])
+    play.run()
+    first, second = play.sends
+    assert first.body == second.body == b'{"input": "a"}'
