@@ -58,7 +58,7 @@ class RequestContext:
     `parent` is the client's span. `headers` has the first value of each header, by lower-case name. `timeout_s` limits
     the time from the request to its answer, or from each WebSocket message to its answer. `body_timeout_s` limits the
     time to receive a body. `deadline` is in seconds on the event loop's clock. `fields` are the fields that a route
-    adds to the access log line. `principal` has the request's API key, if the server has keys. `owner` owns the
+    adds to the access log line. If `cacheable`, the route sets the response's cache headers itself. `principal` has the request's API key, if the server has keys. `owner` owns the
     request's sessions.
     """
 
@@ -72,6 +72,7 @@ class RequestContext:
     fields: dict[str, object] = field(default_factory=dict)
     owner: Owner = ANYBODY
     principal: Principal | None = None
+    cacheable: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
@@ -271,7 +272,7 @@ class HttpExchange(Exchange):
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
         """The headers that are added to every response."""
         here, method, cross_origin = self.context, self.scope["method"], self.policy.cross_origin
-        careful = () if method == "POST" else SECURITY_HEADERS
+        careful = () if method == "POST" or here.cacheable else SECURITY_HEADERS
         # The response of `CrossOrigin.preflight` to OPTIONS already has CORS headers.
         if cross_origin is None or method == "OPTIONS":
             return here.request_id_header(), *careful
