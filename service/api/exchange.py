@@ -58,8 +58,8 @@ class RequestContext:
     `parent` is the client's span. `headers` has the first value of each header, by lower-case name. `timeout_s` limits
     the time from the request to its answer, or from each WebSocket message to its answer. `body_timeout_s` limits the
     time to receive a body. `deadline` is in seconds on the event loop's clock. `fields` are the fields that a route
-    adds to the access log line. If `cacheable`, the route sets the response's cache headers itself. `principal` has the request's API key, if the server has keys. `owner` owns the
-    request's sessions.
+    adds to the access log line. If `cacheable`, the route sets the response's cache headers itself. `principal` has the
+    request's API key, if the server has keys. `owner` owns the request's sessions.
     """
 
     request_id: str

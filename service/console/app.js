@@ -1,7 +1,7 @@
 // The page: its header, the four panels, the key, and the connection to the server.
 
 import { Failure, LOST, call, url } from "./api.js";
-import { PANELS, address, card, onUpdate, readAddress, state, update, writeAddress } from "./state.js";
+import { PANELS, card, onUpdate, readAddress, readPanel, state, update, writeAddress, writePanel } from "./state.js";
 import { html, nothing, render } from "./vendor/lit-html.js";
 import * as forgetting from "./forgetting.js";
 import * as live from "./live.js";
@@ -19,6 +19,7 @@ let shown = null; // the panel that is open
 // ---------------------------------------------------------------- the models
 
 async function load() {
+  const before = state.models;
   try {
     const { data } = await call("v1/models");
     state.models = data;
@@ -34,7 +35,7 @@ async function load() {
   }
   update();
   playground.refresh();
-  VIEWS[state.panel].enter?.();
+  if (state.panel !== "models" || !before) VIEWS[state.panel].enter?.();
 }
 
 function fitWindow() {
@@ -100,9 +101,9 @@ const page = () => html`
   <a class="skip" href="#main" @click=${(event) => (event.preventDefault(), document.querySelector("#main").focus())}>Skip to the panel</a>
   ${state.connected ? nothing : html`<div class="banner" role="alert">The server does not answer. What you typed is kept; the page connects again by itself.</div>`}
   <header>
-    <a class="brand" href=${address("playground")}><img src="console/icon.svg" alt="" width="28" height="28" />Wane</a>
+    <a class="brand" href="#playground" @click=${(event) => visit(event, "playground")}><img src="console/icon.svg" alt="" width="28" height="28" />Wane</a>
     <nav aria-label="Panels">
-      ${PANELS.map((one) => html`<a href=${address(one)} aria-current=${one === state.panel ? "page" : nothing}>${TITLES[one]}</a>`)}
+      ${PANELS.map((one) => html`<a href="#${one}" aria-current=${one === state.panel ? "page" : nothing} @click=${(event) => visit(event, one)}>${TITLES[one]}</a>`)}
     </nav>
     <div class="tools">
       <label class="model-choice">
@@ -129,7 +130,15 @@ const page = () => html`
 
 function tryModel(id) {
   choose(id);
-  location.hash = address("playground");
+  writePanel("playground");
+  open();
+}
+
+function visit(event, panel) {
+  if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  writePanel(panel);
+  open();
 }
 
 function setTheme(chosen) {
@@ -148,30 +157,43 @@ function drawPage() {
   if (!state.asksKey && dialog.open) dialog.close();
 }
 
-function route() {
-  const before = state.model;
-  readAddress();
+// Shows the panel of the state.
+function open() {
   if (state.panel !== shown) {
     VIEWS[shown]?.leave?.();
     shown = state.panel;
     if (state.models) VIEWS[shown].enter?.();
+    if (state.models && shown === "models") load();
   }
-  fitWindow();
-  if (state.models && (before !== state.model || shown === "playground")) playground.refresh();
   update();
+}
+
+// The page's own entries of the history only name the panel: going back never brings back an older text. An address
+// that someone typed or followed has everything.
+function route(event) {
+  if (event.state?.own) {
+    readPanel();
+  } else {
+    readAddress();
+    fitWindow();
+    if (state.models) playground.refresh();
+  }
+  open();
 }
 
 document.querySelector("#app").replaceChildren();
 onUpdate(drawPage);
-addEventListener("hashchange", route);
+addEventListener("popstate", route);
 addEventListener("resize", update);
 addEventListener("keydown", (event) => event.key === "Escape" && playground.stop());
-addEventListener("pagehide", () => playground.playground.session?.remove());
+addEventListener("pagehide", playground.leavePage);
+addEventListener("pageshow", (event) => event.persisted && playground.refresh());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
 document.addEventListener("visibilitychange", () => {
   if (state.panel === "live") live.visible(!document.hidden);
   if (!document.hidden) watch();
 });
-route();
+playground.onUnknown(load);
+route({ state: null });
 load();
 watch();

@@ -2,7 +2,7 @@
 
 import { Failure, call } from "./api.js";
 import { html, nothing } from "./vendor/lit-html.js";
-import { SAMPLE, address, card, isEvents, state, update } from "./state.js";
+import { SAMPLE, card, isEvents, state, update } from "./state.js";
 import { bound, count, ms, small, windows } from "./words.js";
 import { draw } from "./chart.js";
 import { idOf } from "./events.js";
@@ -117,7 +117,7 @@ export function view() {
     ${here.problem ? html`<p class="problem" role="status">${here.problem} <button class="link" @click=${measure}>Measure again</button></p>` : nothing}
     ${model && here.of !== null && !here.tokens && !here.stop
       ? html`<p class="problem" role="status">
-          There is nothing to measure: the input is empty. <a href=${address("playground")}>Write something</a>
+          There is nothing to measure: the input is empty. <a href="#playground">Write something</a>
           ${isEvents() ? nothing : html`or <button class="link" @click=${() => (typed(SAMPLE), measure())}>use the sample text</button>`}.
         </p>`
       : nothing}

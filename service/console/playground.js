@@ -24,8 +24,18 @@ const here = {
   generating: null, // the AbortController of a generation
   lost: null, // the answers before and after the state was lost
   leaves: false, // whether Tab leaves the text, after Escape
+  scrolled: false, // whether the end of the first text was shown
 };
-export const playground = here;
+let reload = () => {};
+
+// Says what to do if the server no longer knows the model.
+export function onUnknown(action) {
+  reload = action;
+}
+
+export function leavePage() {
+  here.session?.remove();
+}
 
 // ---------------------------------------------------------------- following the text
 
@@ -52,6 +62,7 @@ async function attempt(action) {
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     here.problem = error.code === LOST ? "The server does not answer. Your text stays here." : error.message;
+    if (error.code === "unknown_model") setTimeout(reload, 1000);
     if (error.status === 429) {
       clearTimeout(here.retry);
       here.retry = setTimeout(refresh, 1000 * (error.document.retry_after_s ?? 1));
@@ -142,6 +153,13 @@ function toTheEnd() {
   const area = document.querySelector("#text");
   if (!area) return;
   area.value = state.text;
+  area.scrollTop = area.scrollHeight;
+}
+
+export function drawn() {
+  const area = document.querySelector("#text");
+  if (!area || here.scrolled) return;
+  here.scrolled = true;
   area.scrollTop = area.scrollHeight;
 }
 
@@ -389,6 +407,8 @@ function column(mode, title, reach, predictions, others, most) {
             <button
               class="prediction ${marked ? "differs" : ""}"
               .style="--share: ${(one.probability / most).toFixed(4)}; --other: ${((there ?? 0) / most).toFixed(4)}"
+              data-token-id=${one.token_id}
+              data-probability=${one.probability}
               ?disabled=${Boolean(one.bytes)}
               @click=${() => take(one)}
             >

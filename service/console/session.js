@@ -12,8 +12,8 @@ export class Session {
     this.id = null;
     this.tokens = []; // the tokens that the server has appended
     this.socket = null;
+    this.refusal = null; // why the server closes the socket
     this.waiting = []; // the resolve and reject functions of the messages without an answer, in order
-    this.sent = []; // the last messages, for people who look into the page, and for tests
     this.onLost = () => {};
   }
 
@@ -85,12 +85,13 @@ export class Session {
     if (state.key) protocols.push(`base64url.bearer.authorization.k8s.io.${encoded(state.key)}`);
     const socket = new WebSocket(url(`v1/sessions/${this.id}/stream`).replace(/^http/, "ws"), protocols);
     this.socket = socket;
+    this.refusal = null;
     return new Promise((resolve, reject) => {
       socket.onopen = resolve;
       socket.onmessage = (message) => this.receive(JSON.parse(message.data));
       socket.onclose = (event) => {
         const lost = new Failure("The connection to the server was lost.", { code: LOST });
-        const why = event.code === UNAUTHORIZED_CLOSE ? failed({ status: 401 }) : lost;
+        const why = this.refusal ?? (event.code === UNAUTHORIZED_CLOSE ? failed({ status: 401 }) : lost);
         for (const one of this.waiting.splice(0)) one.reject(why);
         reject(why);
         if (this.socket === socket) {
@@ -102,7 +103,6 @@ export class Session {
   }
 
   send(message) {
-    this.sent = [...this.sent.slice(-99), message];
     return new Promise((resolve, reject) => {
       this.waiting.push({ resolve, reject });
       this.socket.send(JSON.stringify(message));
@@ -111,7 +111,8 @@ export class Session {
 
   receive(message) {
     const one = this.waiting.shift();
-    if (message.error) one?.reject(failed(message.error));
+    if (message.error && !one) this.refusal = failed(message.error); // the server closes the socket next
+    else if (message.error) one.reject(failed(message.error));
     else one?.resolve(message);
   }
 

@@ -46,10 +46,14 @@ export const card = () => state.models?.find((one) => one.id === state.model) ??
 export const isEvents = () => card()?.vocabulary.kind === "events";
 
 // The address keeps the panel, the model and the text behind `#`, which browsers never send to a server.
-export function readAddress() {
-  const [panel, query] = location.hash.slice(1).split("?");
-  const given = new URLSearchParams(query);
+export function readPanel() {
+  const [panel] = location.hash.slice(1).split("?");
   state.panel = PANELS.includes(panel) ? panel : "playground";
+}
+
+export function readAddress() {
+  readPanel();
+  const given = new URLSearchParams(location.hash.split("?").slice(1).join("?"));
   state.model = given.get("model") ?? state.model;
   state.text = given.get("text") ?? state.text ?? SAMPLE;
   state.k = Number(given.get("k")) || state.k;
@@ -61,15 +65,29 @@ export function readAddress() {
   }
 }
 
-export function address(panel = state.panel) {
+function address() {
   const given = new URLSearchParams();
   if (state.model) given.set("model", state.model);
   if (state.k) given.set("k", state.k);
   if (isEvents()) given.set("events", JSON.stringify(state.events));
   else given.set("text", state.text);
-  return `#${panel}?${given}`;
+  return `#${state.panel}?${given}`;
 }
 
+const OWN = { own: true }; // marks the entries of the browser's history that the page wrote
+const SETTLED_MS = 300; // browsers limit how often a page may write its address
+
+let writing = null;
+
 export function writeAddress() {
-  history.replaceState(null, "", address());
+  clearTimeout(writing);
+  writing = setTimeout(() => history.replaceState(OWN, "", address()), SETTLED_MS);
+}
+
+// Opens a panel as a new entry of the browser's history.
+export function writePanel(panel) {
+  clearTimeout(writing);
+  history.replaceState(OWN, "", address());
+  state.panel = panel;
+  history.pushState(OWN, "", address());
 }
