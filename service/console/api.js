@@ -42,7 +42,11 @@ export async function answer(path, { body, method, signal, keepalive, quiet } = 
     throw new Failure("The server does not answer.", { code: LOST });
   }
   if (response.ok) return response;
-  throw failed(await response.json().catch(() => ({})), response.status, quiet);
+  const said = await response.json().catch(() => ({}));
+  const document = said.error?.message ? { detail: said.error.message, code: said.error.code, ...said } : said;
+  if (document.code === "model_not_found") document.code = "unknown_model"; // OpenAI's name for the same failure
+  document.retry_after_s ??= Number(response.headers.get("retry-after")) || undefined;
+  throw failed(document, response.status, quiet);
 }
 
 // Returns the failure of a problem document.
@@ -53,7 +57,7 @@ export function failed(document, status = document.status, quiet = false) {
 }
 
 function words(document, status) {
-  const said = document.detail ?? document.error?.message ?? `The server answered ${status}.`;
+  const said = document.detail ?? `The server answered ${status}.`;
   const sentence = said.charAt(0).toUpperCase() + said.slice(1) + (/[.!?]$/.test(said) ? "" : ".");
   const wait = document.retry_after_s;
   if (status === 401) return "The server wants an API key.";

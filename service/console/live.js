@@ -171,7 +171,7 @@ function numbers(model) {
       <h2 id="batches">Batch sizes</h2>
       ${here.mayReadMetrics
         ? rows.length
-          ? html`<div class="scroll" tabindex="0" role="region" aria-label="Batch sizes"><table>
+          ? html`<div class="scroll" tabindex="0" role="region" aria-label="Batch sizes by graph"><table>
               <thead><tr><th>Graph</th><th class="number">Batches</th><th class="number">Requests in a batch, on average</th></tr></thead>
               <tbody>
                 ${rows.map((row) => html`<tr><th scope="row">${row.role}</th><td class="number">${count(row.count)}</td><td class="number">${small(row.sum / row.count)}</td></tr>`)}

@@ -48,7 +48,14 @@ export async function refresh() {
   here.busy = true;
   do {
     here.again = false;
-    await attempt(follow);
+    await attempt(async () => {
+      try {
+        await follow();
+      } catch (error) {
+        here.both = null; // the last answer was for another text
+        throw error;
+      }
+    });
   } while (here.again);
   here.busy = false;
   update();

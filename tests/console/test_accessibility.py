@@ -11,11 +11,12 @@ from tests.service.live_server import live_server
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
+RULES = {"rules": {"target-size": {"enabled": True}}}  # all rules that axe-core runs by itself, and this one
 READY = {"playground": "#fact-bound", "forgetting": "#measure", "live": ".tile", "models": ".version"}
 
 
 def violations(page: Console) -> list[str]:
-    found: dict[str, Any] = axe.Axe().run(page.page).response
+    found: dict[str, Any] = axe.Axe().run(page.page, options=RULES).response
     assert len(found["passes"]) > 10
     nodes = [
         (one["id"], node["target"], node["failureSummary"]) for one in found["violations"] for node in one["nodes"]

@@ -92,7 +92,7 @@ def test_live_counts_what_other_clients_ask_and_pauses_while_hidden(console: Ope
         .replace(",", "")) >= least""",
         arg=before + 5,
     )
-    assert page.page.locator("[aria-label='Batch sizes'] tbody tr").count() >= 1
+    assert page.page.locator("[aria-label='Batch sizes by graph'] tbody tr").count() >= 1
     assert page.page.locator("#chart-rates canvas").count() == page.page.locator("#chart-latencies canvas").count() == 1
     hide = "state => { Object.defineProperty(document, 'hidden', {value: state, configurable: true});"
     hide += " document.dispatchEvent(new Event('visibilitychange')); }"
