@@ -184,6 +184,7 @@ async function generate() {
       for await (const [name, data] of serverEvents("v1/generate", body, stop.signal)) {
         if (stop.signal.aborted) break;
         if (name === "error") throw new Failure(data.detail);
+        if (name === "token" && data.token_id === card()?.vocabulary.eos_id && isEvents()) continue; // the session's end
         if (name === "token" && isEvents()) {
           known(data.token, data.token_id);
           state.events = [...state.events, data.token];

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.clients.alone import import_client
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.sessions.stores.redis_server import program
 from tests.service.versions import make_eventful, put
-
-playwright = pytest.importorskip("playwright.sync_api")
 
 SHOP, TEXT = "shop", "text"
 HOSTILE = (
@@ -56,7 +54,7 @@ def server(bundles: Path) -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = program("chromium")
-    with playwright.sync_playwright() as driver:
+    with import_client("playwright.sync_api").sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path)
         yield browser
         browser.close()
@@ -76,9 +74,13 @@ class Console:
         page.set_default_timeout(WAIT_MS)
         page.on("console", lambda message: self.messages.append(message.text))
         page.on("pageerror", lambda error: self.messages.append(str(error)))
-        page.on("dialog", lambda dialog: (self.messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", self._dismiss)
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("websocket", self._watch)
+
+    def _dismiss(self, dialog: Any) -> None:
+        self.messages.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def _watch(self, socket: Any) -> None:
         self.requests.append(socket.url)
@@ -97,7 +99,7 @@ class Console:
         self.page.fill("#text", text)
         self.settle()
 
-    def shown(self, mode: str) -> list[tuple[int, float]]:
+    def shown(self, mode: str) -> list[tuple[int, Any]]:
         """Returns the token ids and the probabilities in one of the two columns."""
         rows = self.page.locator(f".column.{mode} .prediction").evaluate_all(
             "rows => rows.map(row => [Number(row.dataset.tokenId), Number(row.dataset.probability)])"
@@ -141,10 +143,9 @@ def console(browser: Any, server: LiveServer) -> Iterator[OpenConsole]:
     yield make
     for one in opened:
         one.http.close()
-        with suppress(playwright.Error):
-            one.page.context.close()
+        one.page.context.close()
 
 
-def listed(predictions: Sequence[Document]) -> list[tuple[int, float]]:
-    """Returns the token ids and the probabilities of an answer's predictions."""
+def listed(predictions: Sequence[Document]) -> list[tuple[int, Any]]:
+    """Returns the token ids and the approximate probabilities of an answer's predictions."""
     return [(one["token_id"], pytest.approx(one["probability"], rel=1e-4)) for one in predictions]

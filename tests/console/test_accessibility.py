@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.clients.alone import import_client
 from tests.console.conftest import KEY, SHOP, TEXT, Console, OpenConsole
 from tests.service.live_server import live_server
 
-axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+axe = import_client("axe_playwright_python.sync_playwright")
 
 RULES = {"rules": {"target-size": {"enabled": True}}}  # all rules that axe-core runs by itself, and this one
 READY = {"playground": "#fact-bound", "forgetting": "#measure", "live": ".tile", "models": ".version"}
