@@ -328,7 +328,7 @@ function actions(model) {
     <div class="field">
       <div class="head">
         <label for="k">Window: the last <b class="in-window">${count(state.k)}</b> tokens</label>
-        <span class="muted">k</span>
+        <span class="muted">k, 1 to ${count(model.max_window)}</span>
       </div>
       <input
         id="k"
