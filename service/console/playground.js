@@ -70,7 +70,7 @@ async function attempt(action) {
     if (!(error instanceof Failure)) throw error;
     here.problem = error.code === LOST ? "The server does not answer. Your text stays here." : error.message;
     if (error.code === "unknown_model") setTimeout(reload, 1000);
-    if (error.status === 429) {
+    if (error.status === 429 || error.code === LOST) {
       clearTimeout(here.retry);
       here.retry = setTimeout(refresh, 1000 * (error.document.retry_after_s ?? 1));
     }

@@ -75,13 +75,17 @@ function address() {
 }
 
 const OWN = { own: true }; // marks the entries of the browser's history that the page wrote
-const SETTLED_MS = 300; // browsers limit how often a page may write its address
+const APART_MS = 300; // browsers limit how often a page may write its address
 
 let writing = null;
+let writtenAt = -Infinity;
 
 export function writeAddress() {
   clearTimeout(writing);
-  writing = setTimeout(() => history.replaceState(OWN, "", address()), SETTLED_MS);
+  writing = setTimeout(() => {
+    writtenAt = performance.now();
+    history.replaceState(OWN, "", address());
+  }, Math.max(0, writtenAt + APART_MS - performance.now()));
 }
 
 // Opens a panel as a new entry of the browser's history.

@@ -215,7 +215,9 @@ def test_events_are_chosen_by_name_and_a_name_is_never_markup(console: OpenConso
     expected = page.post("/v1/predict", model=SHOP, events=rest, mode="recurrent", top_k=8)
     assert page.shown("recurrent") == listed(expected["predictions"])
     # The address brings the names back.
-    page.page.wait_for_function("() => !decodeURIComponent(location.hash).includes('script>')")
+    page.page.wait_for_function(
+        "names => new URLSearchParams(location.hash.split('?')[1]).get('events') === JSON.stringify(names)", arg=rest
+    )
     page.page.reload()
     page.settle()
     assert page.page.locator(".chip > span").all_inner_texts() == rest
