@@ -29,6 +29,7 @@ from wane.service.api.openapi import GROUPS, complete
 from wane.service.api.problem import NOWHERE, Envelopes, ProblemDocument, Shape, inference_error, problem
 from wane.service.api.routes import (
     completions,
+    console,
     generate,
     inference,
     models,
@@ -74,6 +75,7 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (inference.router, inference_error),
     (repository.router, inference_error),
     (ops.router, None),
+    (console.router, None),
 )
 """Every router, with the function that builds the responses to failures at its routes. If a router has None instead of
 a function, `BY_PATH` selects the function by the request's path."""
@@ -173,7 +175,7 @@ def create_app(
         metrics=metrics,
         epochs=registry.epochs,
         tracing=tracing,
-        guard=None if keys.keyring is None else Authenticator(keys.keyring),
+        guard=None if keys.keyring is None else Authenticator(keys.keyring, console=settings.console == "on"),
         cross_origin=None if settings.cors_origins is None else CrossOrigin(settings.cors_origins.split(",")),
     )
     app = Application(
@@ -198,7 +200,8 @@ def create_app(
     app.state.settings = settings
     app.state.policy = policy
     for router in ROUTERS:
-        app.include_router(router)
+        if router is not console.router or settings.console == "on":
+            app.include_router(router)
     nowhere = app.router.default
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:

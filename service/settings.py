@@ -68,6 +68,9 @@ class Settings(BaseModel):
         "https://shop.example; * allows the pages of every origin; none: browsers let only the server's own pages read "
         "answers",
     )
+    console: Literal["on", "off"] = Field(
+        default="on", description="off: there is no console, the page at / for trying the models in a browser"
+    )
     bundles: Path = Field(
         default=SHIPPED, description="a folder of bundles, each in NAME or in NAME/VERSION, or the path of one bundle"
     )

@@ -66,6 +66,7 @@ REST = [
     for name in (
         "benchmarks",
         "clients",
+        "console",
         "deploy",
         "docs/test_audit.py",
         "docs/test_events.py",
@@ -78,7 +79,7 @@ REST = [
         "training",
     )
 ]
-LEFT_OUT = "stack, containers, clients, training, benchmarks, research, fuzz tests, wheel"
+LEFT_OUT = "stack, containers, clients, console, training, benchmarks, research, fuzz tests, wheel"
 MAX_WORKER_BYTES = 3 * 2**30
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""

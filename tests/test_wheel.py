@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.service.live_server import TIMEOUT_S, LiveServer, environment
+from wane.service.api.routes.console import FOLDER
 
 ROOT = Path(__file__).parents[1]
 SOURCES = (
@@ -33,6 +34,8 @@ DELETED = "wane/service/deleted.py"
 """The path of a module that is only in the build folder, as if it had been deleted from the checkout after an earlier
 build."""
 MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
+
+CONSOLE = [path for path in FOLDER.rglob("*") if path.is_file()]
 
 pytestmark = pytest.mark.slow
 
@@ -176,6 +179,9 @@ def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path:
     with served(site, tmp_path) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         listed = {card["id"] for card in client.get("/v1/models").json()["data"]}
         assert listed == MODELS != set()
+        assert len(CONSOLE) > 10
+        for path in CONSOLE:
+            assert client.get(f"/console/{path.relative_to(FOLDER).as_posix()}").content == path.read_bytes()
         for name in sorted(listed):
             answer = client.post("/v1/predict", json={"model": name, "input": "The history of the"})
             assert answer.status_code == 200

@@ -1,4 +1,4 @@
-"""Renders the pages `/` and `/docs` as plain HTML, without resources from other sites.
+"""Renders the page `/docs` as plain HTML, without resources from other sites.
 
 `/docs` shows the routes of the OpenAPI description in groups. Each route has its summary, its parameters, the fields of
 its body and of its answer, its examples as curl commands, and a form that sends an example. `/docs` also shows the
@@ -68,13 +68,6 @@ PAGE = """<!doctype html>
 {content}
 </html>
 """
-FIRST = """<h1>Wane</h1>
-<p>Wane serves recurrent next-token and next-event models. A prediction is computed in recurrent
-mode from all tokens, or in window mode from the last k tokens. The answer says how far the predictions of the two
-modes can be apart.</p>
-<ul><li><a href="docs">Routes, fields and examples</a> (<a href="openapi.json">OpenAPI</a>)</li>
-<li><a href="v1/models">Models</a></li><li><a href="v1/report">Report: latency and agreement</a></li>
-<li><a href="metrics">Metrics for Prometheus</a></li></ul>"""
 MOST_LIMIT = 1e15
 """The largest limit that the page shows. Larger limits only mean that the field is a 64-bit integer."""
 MOST_DEPTH = 3
@@ -97,11 +90,6 @@ CLOSES = (
 Schema = Mapping[str, Any]
 Member = tuple[str, Schema, bool]
 """A row of a table of fields: the dotted name of a field, the field's schema, and whether the field is required."""
-
-
-def first_page() -> str:
-    """Returns the page `/`."""
-    return PAGE.format(title="Wane", style=STYLE, content=FIRST)
 
 
 def api_page(openapi: Schema) -> str:

@@ -58,8 +58,8 @@ class RequestContext:
     `parent` is the client's span. `headers` has the first value of each header, by lower-case name. `timeout_s` limits
     the time from the request to its answer, or from each WebSocket message to its answer. `body_timeout_s` limits the
     time to receive a body. `deadline` is in seconds on the event loop's clock. `fields` are the fields that a route
-    adds to the access log line. `principal` has the request's API key, if the server has keys. `owner` owns the
-    request's sessions.
+    adds to the access log line. If `cacheable`, the route sets the response's cache headers itself. `principal` has the
+    request's API key, if the server has keys. `owner` owns the request's sessions.
     """
 
     request_id: str
@@ -72,6 +72,7 @@ class RequestContext:
     fields: dict[str, object] = field(default_factory=dict)
     owner: Owner = ANYBODY
     principal: Principal | None = None
+    cacheable: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
@@ -285,7 +286,7 @@ class HttpExchange(Exchange):
         """Returns the headers of a response: its own, and those of every response."""
         here, method, cross_origin = self.context, self.scope["method"], self.policy.cross_origin
         headers = [*own, (b"x-request-id", here.request_id.encode())]
-        if method != "POST":
+        if method != "POST" and not here.cacheable:
             headers += SECURITY_HEADERS
         # The response of `CrossOrigin.preflight` to OPTIONS already has CORS headers.
         if cross_origin is not None and method != "OPTIONS":

@@ -21,6 +21,7 @@ from wane.service.auth.keys import Permission
 from wane.service.errors import Forbidden, Unauthorized
 
 OPEN = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
+CONSOLE = "/console/"  # the prefix of the paths of the console's files; its page is `/`
 METRICS = "/metrics"
 REPOSITORY = "/v2/repository/models/"  # the prefix of the paths that load and unload models
 READING = frozenset({"GET", "HEAD"})
@@ -34,12 +35,15 @@ HOW = "send a key as `Authorization: Bearer KEY`"
 class Authenticator:
     """Admits a request if its API key has the required permission."""
 
-    def __init__(self, keyring: Keyring) -> None:
+    def __init__(self, keyring: Keyring, *, console: bool = False) -> None:
+        """If `console`, reading the console's page and files requires no key."""
         self._keyring = keyring
+        self._console = console
 
     def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Principal | None:
         """Returns the holder of the request's API key, or None if the path requires no key. Raises Unauthorized."""
-        if routed(scope) in OPEN:
+        path = routed(scope)
+        if path in OPEN or (self._console and may_read(scope) and (path == "/" or path.startswith(CONSOLE))):
             return None
         key = presented(scope, headers)
         principal = None if key is None else self._keyring.find(key)

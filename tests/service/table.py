@@ -13,7 +13,7 @@ def every_route(app: FastAPI) -> list[tuple[str, str]]:
     found = set()
     for route in routes(app):
         if isinstance(route, Route):
-            path = route.path.replace("{session}", "s").replace("{name}", "fake")
+            path = route.path.replace("{session}", "s").replace("{name}", "fake").replace("{path:path}", "app.js")
             found |= {(method, path) for method in route.methods or ()}
     return sorted(found)
 

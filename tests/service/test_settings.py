@@ -30,6 +30,7 @@ def test_every_setting_is_an_option_and_a_variable() -> None:
     given = {
         "bundles": "/b",
         "device": "cpu",
+        "console": "off",
         "require_all": "true",
         "check_invariants": "true",
         "log_level": "debug",

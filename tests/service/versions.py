@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models
@@ -37,13 +38,14 @@ def retokenize(path: Path) -> None:
     _edit_digest(path)
 
 
-def make_eventful(path: Path) -> None:
+def make_eventful(path: Path, first: Sequence[str] = ()) -> None:
     """Replaces the bundle's tokenizer with a tokenizer of event names. `<eos>` keeps its id, and `<unk>` gets the next
-    id. An unknown event is read as `<unk>`."""
+    id. The ids after them are of the events `first`. An unknown event is read as `<unk>`."""
     file, manifest = path / "tokenizer.json", json.loads((path / "manifest.json").read_text())
     size, eos_id = manifest["vocabulary"]["size"], manifest["vocabulary"]["eos_id"]
     names = [f"event {index}" for index in range(size)]
-    names[eos_id], names[(eos_id + 1) % size] = EOS, UNK
+    for offset, name in enumerate((EOS, UNK, *first)):
+        names[(eos_id + offset) % size] = name
     words = models.WordLevel({name: index for index, name in enumerate(names)}, UNK)
     file.write_text(str(Tokenizer(words).to_str()), encoding="utf-8")
     edit_manifest(path, "vocabulary", "kind", value="events")

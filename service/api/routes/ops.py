@@ -1,4 +1,4 @@
-"""Serves liveness, readiness and metrics to operators, and the HTML pages."""
+"""Serves liveness, readiness and metrics to operators, and the page that documents the API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from wane.service.api import encode
-from wane.service.api.docs_page import HEADERS, api_page, first_page
+from wane.service.api.docs_page import HEADERS, api_page
 from wane.service.api.exchange import registry
 from wane.service.api.schemas.ops import LivenessDocument, ModelStandingDocument, ReadinessDocument, StoreDocument
 from wane.service.engine.engine import Engine
@@ -79,13 +79,6 @@ async def metrics(request: Request) -> Response:
         text.append(part)
         await asyncio.sleep(0)
     return Response(b"".join(text), headers={"content-type": content_type})
-
-
-@router.head("/", include_in_schema=False)
-@router.get("/", include_in_schema=False)
-async def page() -> Response:
-    """Returns the start page."""
-    return HTMLResponse(first_page(), headers=HEADERS)
 
 
 @router.head("/docs", include_in_schema=False)

@@ -262,14 +262,6 @@ async def test_readiness_lists_the_models_and_why_a_model_is_uncertified(
     assert (await client.get("/readyz")).json()["models"] == []
 
 
-async def test_the_start_page_links_to_the_documentation(client: httpx.AsyncClient) -> None:
-    response = await client.get("/")
-    assert response.headers["content-type"].startswith("text/html")
-    for link in ("docs", "openapi.json", "v1/models", "v1/report"):
-        assert f'href="{link}"' in response.text
-        assert (await client.get(f"/{link}")).status_code == 200
-
-
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
 async def test_a_body_is_read_as_json_with_any_content_type(client: httpx.AsyncClient, kind: str) -> None:
     response = await client.post("/v1/predict", content=b'{"tokens": [1]}', headers={"content-type": kind})

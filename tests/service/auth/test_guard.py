@@ -30,7 +30,7 @@ from wane.service.settings import Settings
 
 ALICE, BOB, OPS, SCRAPER = (f"{name}-0123456789abcdefgh" for name in ("alice", "bob", "ops", "scraper"))
 KEYS = f"alice:{ALICE},bob:{BOB},ops:{OPS}:admin,scraper:{SCRAPER}:metrics"
-OPEN = {"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
+OPEN = {"/", "/console/app.js", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
 OPENAI = {"/v1/completions", "/tokenize", "/detokenize", "/tokenizer_info"}
 STEP = {"tokens": [1]}
 STREAM = "/v1/sessions/s/stream"
@@ -64,11 +64,13 @@ def sockets(guarded: FastAPI, models: FakeRegistry) -> Iterator[TestClient]:
         yield client
 
 
-async def test_every_route_but_the_probes_requires_a_key(guarded: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_every_route_but_the_probes_and_the_console_requires_a_key(
+    guarded: FastAPI, client: httpx.AsyncClient
+) -> None:
     routes = every_route(guarded)
     assert len(routes) >= 22
     assert {("HEAD", "/v1/models"), ("HEAD", "/v1/sessions/s")} <= set(routes)
-    assert {path for _, path in routes} >= OPEN | {"/", "/docs", "/openapi.json", "/metrics"}
+    assert {path for _, path in routes} >= OPEN | {"/docs", "/openapi.json", "/metrics"}
     for method, path in routes:
         for headers in ({}, bearer("wrong"), bearer(""), {"authorization": ALICE}, {"authorization": "Bearer"}):
             response = await client.request(method, path, headers=headers)
@@ -186,20 +188,28 @@ def test_an_invalid_encoded_key_is_refused(sockets: TestClient, encoded: str) ->
 
 async def test_a_key_as_a_password_may_only_read(client: httpx.AsyncClient) -> None:
     html = {"accept": "text/html,*/*"}
-    asked = await client.get("/", headers=html)
+    asked = await client.get("/docs", headers=html)
     assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic ")
     page = await client.get("/docs", headers=html)
     assert page.status_code == 401 and page.headers["content-type"].startswith("text/html")
     assert "This page needs an API key" in page.text and "the key as the password" in page.text
     assert (await client.get("/docs")).headers["content-type"] == "application/problem+json"
     basic = {"authorization": f"Basic {b64encode(f'me:{ALICE}'.encode()).decode()}"}
-    for path in ("/", "/docs", "/openapi.json", "/v1/models"):
+    for path in ("/docs", "/openapi.json", "/v1/models"):
         assert (await client.get(path, headers=basic | html)).status_code == 200
     for method, path in (("POST", "/v1/sessions"), ("DELETE", "/v1/sessions/s")):
         refused = await client.request(method, path, headers=basic | html)
         assert refused.headers["www-authenticate"].startswith("Bearer ")
     for wrong in ("Basic", "Basic !", f"Basic {b64encode(ALICE.encode()).decode()}"):
-        assert (await client.get("/", headers={"authorization": wrong})).status_code == 401
+        assert (await client.get("/docs", headers={"authorization": wrong})).status_code == 401
+
+
+async def test_only_reading_the_console_needs_no_key(client: httpx.AsyncClient) -> None:
+    for path in ("/", "/console/app.js", "/console/nothing"):
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert (await client.request(method, path)).status_code == 401, (method, path)
+    for path in ("/console", "/%2fconsole/app.js", "/Console/app.js", "/v1/models"):
+        assert (await client.get(path)).status_code == 401, path
 
 
 async def test_a_refusal_does_not_contain_the_key(client: httpx.AsyncClient) -> None:
@@ -376,14 +386,13 @@ async def test_responses_have_security_headers(client: httpx.AsyncClient) -> Non
     read = await client.get("/v1/models", headers=bearer(ALICE))
     assert read.headers["x-content-type-options"] == "nosniff"
     assert read.headers["cache-control"] == "no-store"
-    for path in ("/", "/docs"):
-        page = await client.get(path, headers=bearer(ALICE))
-        policy = page.headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
-        assert page.headers["referrer-policy"] == "no-referrer"
-        # The page contains this address in its examples for curl.
-        text = page.text.replace("http://127.0.0.1:8000/", "/")
-        assert "<script " not in text and "http://" not in text and "https://" not in text
+    page = await client.get("/docs", headers=bearer(ALICE))
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    assert page.headers["referrer-policy"] == "no-referrer"
+    # The page contains this address in its examples for curl.
+    text = page.text.replace("http://127.0.0.1:8000/", "/")
+    assert "<script " not in text and "http://" not in text and "https://" not in text
     assert "server" not in read.headers
 
 

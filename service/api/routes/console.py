@@ -1,0 +1,76 @@
+"""Serves the console, a page at `/` for people who try the models in a browser. Its files are in `service/console/`.
+
+The page and its files hold no data, so they need no API key. The page itself asks for a key where the API needs one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from wane.service.api import docs_page
+from wane.service.api.exchange import context
+from wane.service.errors import NotFound
+
+FOLDER = Path(__file__).parents[2] / "console"
+PAGE = "index.html"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+"""The content types of the files that are served. Files with other names, such as licences, are served as plain
+text."""
+HEADERS = docs_page.HEADERS | {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # a browser asks each time whether its copy is the file's latest version
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+class File(NamedTuple):
+    """A file of the console."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def files() -> dict[str, File]:
+    """Returns the files of the console, by their paths in the folder."""
+    found = {}
+    for path in sorted(FOLDER.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            content_type = f"{TYPES.get(path.suffix, 'text/plain')}; charset=utf-8"
+            found[path.relative_to(FOLDER).as_posix()] = File(content, content_type, etag)
+    return found
+
+
+@router.head("/")
+@router.get("/")
+async def page(request: Request) -> Response:
+    """Returns the page."""
+    return await file(request, PAGE)
+
+
+@router.head("/console/{path:path}")
+@router.get("/console/{path:path}")
+async def file(request: Request, path: str) -> Response:
+    """Returns a file of the page, or 304 if the browser has its latest version. Raises NotFound."""
+    found = files().get(path)
+    if found is None:
+        raise NotFound("not found: the console has no such file")
+    context(request.scope).cacheable = True
+    headers = {**HEADERS, "etag": found.etag}
+    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if found.etag in known or "*" in known:
+        return Response(status_code=304, headers=headers)
+    return Response(found.content, headers=headers, media_type=found.content_type)
