@@ -28,7 +28,7 @@ from wane.service.types import (
     ScoreMethod,
 )
 
-HISTORY = "The history of the"
+HISTORY = "The game was released on"
 
 IDEMPOTENCY = (
     "a key for this step. A retry with the key of the session's last step, the same tokens and the same position (if "
