@@ -310,7 +310,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axes.axvline(last["storm_s"], color=f"C{index}", linewidth=0.8, linestyle=":")
     axes.set(
         xlabel="due time, seconds after the storm's start (dotted: all parked states are rebuilt)",
-        ylabel=f"latency of a step, ms\n({1e3 * SLICE_S:.0f} ms slices: median, shaded to the longest)",
+        ylabel=f"latency of a step, ms\n({1e3 * SLICE_S:.0f} ms: median to longest)",
     )
     axes.set_title(f"{result['parked']} parked sessions return; other sessions: {result['steps_per_s']:g} steps/s")
     figure.legend(loc="outside lower center", ncols=len(WAYS))

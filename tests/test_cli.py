@@ -119,12 +119,21 @@ def test_invalid_arguments_are_one_line(capsys: pytest.CaptureFixture[str], argu
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_an_interrupt_while_a_command_is_imported_prints_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(name: str) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("module", ["wane.cli", "argparse", "wane.service.cli.serve", "wane.service.server"])
+def test_an_interrupt_while_a_module_is_imported_prints_nothing(module: str) -> None:
+    program = f"""
+import sys
+from wane.__main__ import main
 
-    monkeypatch.setattr(cli, "import_module", interrupted)
-    assert cli.main(["serve"]) == 130
-    assert capsys.readouterr() == ("", "")
+class Interrupting:
+    def find_spec(name, path, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+assert {module!r} not in sys.modules
+sys.meta_path.insert(0, Interrupting)
+sys.argv = ["wane", "serve"]
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

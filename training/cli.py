@@ -216,26 +216,26 @@ def main(arguments: Sequence[str]) -> int:
     130: interrupted.
     """
     options = build_parser().parse_args(arguments)
-    console, group = Console(), ALONE
+    console, errors, group = Console(), Console(stderr=True), ALONE
     try:
         group = Group.join()
         with group.heard():
             _run(options, console if group.first else Console(quiet=True), group)
         group.leave()
     except LostError as error:
-        _print_error(console, error)
+        _print_error(errors, error)
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError, OSError) as error:
         # In a group of processes, every process raises the same error. Only the first process prints it.
         if group.first:
-            _print_error(console, error, _advice(error, options))
+            _print_error(errors, error, _advice(error, options))
         else:
             group.wait_for_end()
         return 2
     except KeyboardInterrupt:
         if group.first:
-            console.print(
+            errors.print(
                 "stopped"
                 + ("; run the same command again to resume from the last checkpoint" if _can_resume(options) else "")
             )

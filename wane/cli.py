@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from wane.arguments import FAILED
 
-INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 plus the signal number of SIGINT
-
 
 class Command(NamedTuple):
     """A subcommand: its line in `wane --help`, the module whose `main` runs it, and the extra that it requires, if
@@ -43,7 +41,8 @@ NEEDED = {"train": ("torch", "onnx", "matplotlib")}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit status. The status is 0 for success, 1 if another process of a distributed
-    training run ended, 2 with a message if the input was invalid, and 130 if the command was interrupted.
+    training run ended, 2 with a message if the input was invalid, and 130 if training was interrupted. Another command
+    that is interrupted raises KeyboardInterrupt, which `wane/__main__.py` handles.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
@@ -68,14 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [module for module in NEEDED.get(command.extra or "", ()) if find_spec(module) is None]
     if missing:
         return _fail(f"wane {name} needs {missing[0]}: in the checkout of Wane, run pip install '.[{command.extra}]'")
+    module = import_module(command.module)
     try:
-        module = import_module(command.module)
-        try:
-            status: int = module.main(given)
-        except module.FAILURES as error:
-            return _fail(str(error))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        status: int = module.main(given)
+    except module.FAILURES as error:
+        return _fail(str(error))
     return status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 NAMED_LINES = 3
@@ -30,6 +31,12 @@ class BadLine(ValueError):
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun, such as "1 line" or "1,200 lines"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(items: Iterable[str]) -> str:
+    """Returns "a", "a and b" or "a, b and c". There is at least one item."""
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def shown(value: object) -> str:
@@ -77,4 +84,4 @@ def _described(reason: _Reason) -> str:
         return f"lines {', '.join(lines)} and {more:,} more: {reason.text}"
     if len(lines) == 1:
         return f"line {lines[0]}: {reason.text}"
-    return f"lines {', '.join(lines[:-1])} and {lines[-1]}: {reason.text}"
+    return f"lines {listed(lines)}: {reason.text}"

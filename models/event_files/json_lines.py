@@ -76,15 +76,17 @@ def _row(record: dict[str, Any], columns: EventColumns) -> tuple[str, Any, str, 
             f"{NOT_A_SESSION}, and not an event with the key {shown(columns.item)} (data.columns.item): it has {{}}",
             ", ".join(record),
         )
-    for key in ("session", "time", "order"):
-        if (column := getattr(columns, key)) is not None and column not in record:
-            raise BadLine(f"the event has no {shown(column)} (data.columns.{key})")
-    session, item = record[str(columns.session)], record[str(columns.item)]
+    try:
+        session, time, item = record[columns.session], record[columns.time], record[columns.item]  # type: ignore[index]
+        order = None if columns.order is None else record[columns.order]  # type: ignore[index]
+    except KeyError as error:
+        key = next(key for key in ("session", "time", "order") if getattr(columns, key) == error.args[0])
+        raise BadLine(f"the event has no {shown(error.args[0])} (data.columns.{key})") from error
     if type(session) not in (str, int):
         raise BadLine(f"the value of {shown(columns.session)} is neither text nor an integer")
     if type(item) not in (str, int):
         raise BadLine(f"the value of {shown(columns.item)} is neither text nor an integer")
-    return str(session), record[str(columns.time)], str(item), record.get(str(columns.order))
+    return str(session), time, str(item), order
 
 
 def _add_session(line: int, record: Any, columns: EventColumns, rows: Rows) -> None:
@@ -107,10 +109,9 @@ def _add_session(line: int, record: Any, columns: EventColumns, rows: Rows) -> N
 
 def _columns_of(events: list[Any], columns: EventColumns) -> tuple[list[Any], list[Any] | None, list[Any] | None]:
     """Returns the names, the times and the orders of a session's events. Raises BadLine."""
-    kinds = set(map(type, events))
-    if dict not in kinds:
+    if dict not in map(type, events):
         return events, None, None
-    if kinds != {dict}:
+    if set(map(type, events)) != {dict}:
         raise BadLine(NOT_NAMES)
     for event in events:
         if columns.item not in event:

@@ -20,6 +20,9 @@ LARGEST_NAME = 1 << 20
 """The largest number of characters of an event's name."""
 
 LINE_BREAK = re.compile(r"\r\n|\r|\n")
+NAMES = frozenset({str, int})
+"""The types of an event's name. True and false are of another type, although they equal 1 and 0."""
+
 NOT_NAMES = "not a list of event names (texts or integers)"
 TIMES_OF_SOME = "the events of some lines have times, and those of others have none"
 
@@ -46,7 +49,7 @@ class Rows:
         self.faults, self.left_out = Faults(), Faults()
         self.stripped = 0
         self._columns, self._on_bad_name = form.columns, form.on_bad_name
-        self._ids: dict[str, int] = {}
+        self._ids: dict[str | int, int] = {}  # by name, and by the forms of a name that the files have
         self._owners, self._events = array("i"), array("i")
         self._times, self._orders = array("d"), array("d")
 
@@ -138,29 +141,29 @@ class Rows:
         Raises BadLine."""
         if self.timed not in (None, times is not None):
             raise BadLine(TIMES_OF_SOME)
+        if not NAMES.issuperset(map(type, names)):
+            raise BadLine(NOT_NAMES)
         try:
-            events: list[int | None] = [self._ids[name] for name in names]  # type: ignore[index]
-        except (KeyError, TypeError):  # a new name, an integer, or no name
-            events = [self._event(line, name) for name in names]
-        if times is None and orders is None:
-            self.timed = False
-            kept = [event for event in events if event is not None]
-            self._events.extend(kept)
-            self._owners.extend([self.owner(session)] * len(kept))
-            return
-        seconds = np.zeros(len(events)) if times is None else self.clock.seconds(times)
-        for at in np.flatnonzero(np.isnan(seconds))[:1]:
-            assert times is not None, "an absent time is not a number: this is a bug"
-            raise self.clock.fault(times[at])
-        places = np.zeros(len(events)) if orders is None else _numbers(orders)
-        for at in np.flatnonzero(np.isnan(places))[:1]:
-            assert orders is not None, "an absent order is not a number: this is a bug"
-            raise self._not_a_number(orders[at])
+            events = [*map(self._ids.__getitem__, names)]  # type: ignore[arg-type]
+            kept = None
+        except KeyError:  # a new name
+            found = [self._event(line, name) for name in names]
+            events = [event for event in found if event is not None]
+            kept = [at for at, event in enumerate(found) if event is not None]
+        if times is not None:
+            seconds = self.clock.seconds(times)
+            if np.isnan(seconds).any():
+                raise self.clock.fault(times[int(np.isnan(seconds).argmax())])
+            places = np.zeros(0) if orders is None else _numbers(orders)
+            if np.isnan(places).any():
+                assert orders is not None, "an absent order is not a number: this is a bug"
+                raise self._not_a_number(orders[int(np.isnan(places).argmax())])
+            self._times.frombytes((seconds if kept is None else seconds[kept]).tobytes())
+            if orders is not None:
+                self._orders.frombytes((places if kept is None else places[kept]).tobytes())
         self.timed = times is not None
-        owner = self.owner(session)
-        for event, second, place in zip(events, seconds.tolist(), places.tolist(), strict=True):
-            if event is not None:
-                self._add(owner, event, second, place)
+        self._owners.extend([self.owner(session)] * len(events))
+        self._events.extend(events)
 
     def owner(self, session: str | None) -> int:
         """Returns the index of a session. None stands for a new session without an id."""
@@ -174,20 +177,17 @@ class Rows:
 
     def _event(self, line: int, name: object) -> int | None:
         """Returns the index of an event name, or None if the name is bad and the event is left out. Raises BadLine."""
-        if type(name) is int:
-            name = str(name)
-        if type(name) is not str:
+        if type(name) not in NAMES:
             raise BadLine(NOT_NAMES)
+        assert isinstance(name, str | int), "a name is neither text nor an integer: this is a bug"
         if (found := self._ids.get(name)) is not None:
             return found
-        raw = name
+        read = text = str(name)
         if self._on_bad_name == "strip":
-            name = LINE_BREAK.sub(" ", name.strip())
+            read = LINE_BREAK.sub(" ", text.strip())
         try:
-            found = self._new(name)
-            if raw != name:
-                self._ids[raw] = found
-                self.stripped += 1
+            found = self._ids[name] = self._new(read)
+            self.stripped += read != text
             return found
         except BadName as fault:
             if self._on_bad_name != "skip":
@@ -237,7 +237,7 @@ def _check_name(name: str) -> None:
         raise BadName("the event name {} has a line break, or blanks around it (data.on_bad_name = 'strip')", name)
     if len(name) > LARGEST_NAME:
         raise BadName(f"the event name {{}} is longer than {LARGEST_NAME >> 20} MiB", name)
-    if any("\ud800" <= character <= "\udfff" for character in name):
+    if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
         raise BadName("the event name {} is not Unicode text", name)
 
 

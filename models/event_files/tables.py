@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from wane.models.event_files.faults import BadLine, EventFileError, shown
+from wane.models.event_files.faults import BadLine, EventFileError, listed, shown
 from wane.models.event_files.format import Column, EventFormat
 from wane.models.event_files.lines import Lines
 from wane.models.event_files.rows import Rows
@@ -274,15 +274,20 @@ def _no_layout(
         return f"{path}: the header is not UTF-8: convert the file, which may be Latin-1 or Windows-1252"
     shorts = [shown(name)[1:-1] if name else "''" for name in names]
     known = list(form.fields) if form.fields is not None else names
-    for key in ("session", "time", "item", "order"):
-        column = getattr(form.columns, key)
-        if column is None or _index(column, known, len(names)) is not None:
-            continue
+    wanted = {key: getattr(form.columns, key) for key in ("session", "time", "item", "order")}
+    absent = {
+        key: column
+        for key, column in wanted.items()
+        if column is not None and _index(column, known, len(names)) is None
+    }
+    if absent:
+        missing = f"no column{'s' * (len(absent) > 1)} {listed(map(repr, absent.values()))}"
+        keys = listed(f"data.columns.{key}" for key in absent)
         if numbered or form.header is False:
             count = f"the first line has {len(names)} columns ({', '.join(shorts)})"
-            return f"{path}: no column {column!r}: {count}: set data.columns.{key} or data.separator"
+            return f"{path}: {missing}: {count}: set {keys} or data.separator"
         return (
-            f"{path}: no column {column!r} in the header ({', '.join(shorts)}): set data.columns.{key}"
+            f"{path}: {missing} in the header ({', '.join(shorts)}): set {keys}"
             + (", to a number if the file has no header" if any(map(_numeric, names)) else "")
             + (", or data.separator" if len(names) == 1 else "")
         )

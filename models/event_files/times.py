@@ -70,7 +70,7 @@ class Clock:
         """Returns the reason why `seconds` gave NaN for a cell."""
         number = number_or_nan(cell)
         if math.isnan(number) and "nan" not in str(cell).lower():
-            return BadLine("the time {} is neither a number nor ISO 8601", cell)
+            return BadLine("the time {} is neither a number nor ISO 8601, such as 2026-01-31 12:00:00", cell)
         if not math.isfinite(number):
             return BadLine("the time {} is not finite", cell)
         if self.stated:

@@ -78,7 +78,10 @@ def test_columns_have_the_names_of_the_experiment_in_any_order(tmp_path: Path) -
     form = EventFormat(columns=EventColumns(session="visitor", time="at", item="item"), time_unit="s")
     path = csv_file(tmp_path / "clicks.tsv", "buy\t12\tuser\t3.5", header="kind\titem\tvisitor\tat")
     assert sessions(read_log([path], form)) == [["12"]]
-    message = r"clicks\.tsv: no column 'session' in the header \(kind, item, visitor, at\): set data\.columns\.session"
+    message = (
+        r"clicks\.tsv: no columns 'session' and 'time' in the header \(kind, item, visitor, at\): "
+        r"set data\.columns\.session and data\.columns\.time$"
+    )
     with pytest.raises(DataError, match=message):
         read_log([path])
 

@@ -167,11 +167,11 @@ def test_the_message_about_other_data_names_the_file_that_is_given(
         capsys.readouterr()
         assert main([*command, str(tmp_path / f"{name}.csv")]) == 2
         told = f"other data: {name}.csv is not the file on which the run was trained (monday.csv)"
-        assert told in capsys.readouterr().out
+        assert told in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "other.csv")]) == 2
-    assert told in capsys.readouterr().out
+    assert told in capsys.readouterr().err
     put(tmp_path / "monday.csv", ["session,time,item", *rows])
     assert main([*command, str(tmp_path / "monday.csv")]) == 2
     assert (
-        "monday.csv is not the file on which the run was trained (its content has changed)" in capsys.readouterr().out
+        "monday.csv is not the file on which the run was trained (its content has changed)" in capsys.readouterr().err
     )

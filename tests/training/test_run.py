@@ -50,7 +50,7 @@ def test_an_export_replaces_a_bundle_of_the_same_version_only_on_request(
     capsys.readouterr()
 
     assert main(command) == 2
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().err.split())
     assert contents(bundle) == before
     assert f"{bundle} was not written: a bundle already exists: version 1, validation perplexity 1.250" in printed
     quality = json.loads((run_folder / "quality.json").read_text())["quality"]
@@ -79,7 +79,7 @@ def test_versions_are_exported_side_by_side_on_request(
     assert main(["export", str(run_folder), "--bundles", str(tmp_path / "other")]) == 0
     capsys.readouterr()
     assert main(["export", str(run_folder), "--bundles", str(tmp_path / "other"), "--keep-versions"]) == 2
-    assert "is a bundle. To keep it beside other versions, move it" in " ".join(capsys.readouterr().out.split())
+    assert "is a bundle. To keep it beside other versions, move it" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_bundle_is_exported_again_as_its_next_version(
@@ -93,7 +93,7 @@ def test_a_bundle_is_exported_again_as_its_next_version(
     assert (first / "weights.safetensors").read_bytes() == (second / "weights.safetensors").read_bytes()
     capsys.readouterr()
     assert main(["export", str(first), "--bundles", str(tmp_path / "third"), "--data", str(tmp_path)]) == 2
-    assert "exported without an evaluation: omit --data" in " ".join(capsys.readouterr().out.split())
+    assert "exported without an evaluation: omit --data" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_cache_is_fitted_to_a_bundle(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,7 @@ def test_a_cache_is_fitted_to_half_of_data_that_the_bundle_was_not_trained_on(
     assert quality["recurrent"]["test"]["per_token"] < quality["without_cache"]["test"]["per_token"] / 2
     other.write_text("too short\n", encoding="utf-8")
     assert main(command) == 2
-    assert "too few to fit a cache" in " ".join(capsys.readouterr().out.split())
+    assert "too few to fit a cache" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_cache_is_not_fitted_to_an_int8_bundle(
@@ -137,7 +137,7 @@ def test_a_cache_is_not_fitted_to_an_int8_bundle(
     assert main(["export", str(run_folder), "--bundles", str(tmp_path), "--precision", "int8"]) == 0
     capsys.readouterr()
     assert main(["cache", str(tmp_path / "tiny-int8"), "--bundles", str(tmp_path)]) == 2
-    assert "has the precision int8: fit the cache to the float32 bundle" in " ".join(capsys.readouterr().out.split())
+    assert "has the precision int8: fit the cache to the float32 bundle" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_export_is_refused_before_the_run_is_evaluated(
@@ -151,7 +151,7 @@ def test_an_export_is_refused_before_the_run_is_evaluated(
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "manifest.json").write_text("{}")
     assert main(["export", str(run_folder), "--bundles", str(tmp_path)]) == 2
-    assert "the existing bundle cannot be read" in capsys.readouterr().out
+    assert "the existing bundle cannot be read" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_the_training_in_one_line_and_keeps_the_last_checkpoint(
@@ -166,7 +166,7 @@ def test_a_full_disk_ends_the_training_in_one_line_and_keeps_the_last_checkpoint
 
     monkeypatch.setattr("wane.training.cli.train", full)
     assert main(["train", str(EXPERIMENT), "--run", str(tmp_path)]) == 2
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert printed.startswith(
         f"error: {tmp_path}/last.pt.partial: No space left on device: free space, and run the same"
     )

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from wane.models.manifest import Unknown
 from wane.service.types import MAX_KEY_CHARACTERS, MAX_STOP_CHARACTERS, SESSION_ID, Mode, ScoreMethod, says
 
-HISTORY = "The history of the"
+HISTORY = "The game was released on"
 
 IDEMPOTENCY = (
     "a key for this step. A retry with the key of the session's last step, the same tokens and the same position (if "

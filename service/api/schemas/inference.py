@@ -85,7 +85,7 @@ class InferBody(Body, kw_only=True):
     """Predict the next token after each sequence of a batch, or score the given tokens."""
 
     examples: ClassVar[tuple[dict[str, object], ...]] = (
-        {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The history of the"]}]},
+        {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The game was released on"]}]},
         {
             "id": "7",
             "inputs": [{"name": "tokens", "shape": [2, 3], "datatype": "INT64", "data": [[5, 6, 7], [8, 9, 10]]}],

@@ -25,10 +25,10 @@ class ScoreBody(SequenceBody, kw_only=True):
     """Compute the log-probability of each token of a sequence."""
 
     examples = (
-        {"input": f"{HISTORY} town"},
+        {"input": f"{HISTORY} September"},
         {"tokens": [5, 6, 7], "method": "sequential"},
         {"tokens": [5, 6, 7], "truncated": True},
-        {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
+        {"input": f"{HISTORY} September", "method": "parallel", "tolerance": 0, "stream": True},
     )
 
     tokens: Annotated[Tokens | None, at_most("max_scored_tokens", of_tokens=True)] = None

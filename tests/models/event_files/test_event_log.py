@@ -30,7 +30,7 @@ def test_bad_lines_are_left_out_by_an_option_and_counted_by_reason(tmp_path: Pat
         read(path)
     reasons = (
         "lines 3 and 6: the value of 'session' is empty; "
-        "lines 4 and 9: the time 'soon' is neither a number nor ISO 8601; "
+        "lines 4 and 9: the time 'soon' is neither a number nor ISO 8601, such as 2026-01-31 12:00:00; "
         "line 7: 1 columns, but the header has 3; line 8: the value of 'item' is empty"
     )
     assert str(caught.value) == f"{path}, {reasons} (6 of 10 lines are wrong)"

@@ -86,6 +86,13 @@ def test_numbers_of_columns_are_refused(tmp_path: Path) -> None:
         read(path, columns={"item": 3})
 
 
+def test_true_is_not_the_item_1_nor_a_decimal_number_an_item(tmp_path: Path) -> None:
+    path = written(tmp_path / "sessions.jsonl", '[1, "a"]', "[true]", "[1.0]", '["1"]')
+    with pytest.raises(EventFileError, match=r"lines 2 and 3: not a list of event names \(texts or integers\)"):
+        read(path)
+    assert sessions(read(path, on_bad_line="skip")) == [["1", "a"], ["1"]]
+
+
 @pytest.mark.parametrize("place", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"])
 def test_a_line_ends_at_a_line_feed_only(tmp_path: Path, place: str) -> None:
     name = f"size{place}M"

@@ -173,7 +173,7 @@ def test_the_usual_separators_are_found_in_the_header(tmp_path: Path, name: str,
 
 def test_another_separator_is_an_option(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", "session<>time<>item", f"a<>{TIME}<>x")
-    assert "set data.columns.session, or data.separator" in refused(path)
+    assert "data.columns.session, data.columns.time and data.columns.item, or data.separator" in refused(path)
     assert sessions(read(path, separator="<>")) == [["x"]]
 
 
@@ -188,8 +188,8 @@ def test_numbers_in_text_name_columns_if_the_first_line_has_no_such_names(tmp_pa
 def test_the_error_says_what_to_set_for_a_column_that_is_not_found(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", f"a,{TIME},x", f"a,{TIME},y")
     assert refused(path) == (
-        f": no column 'session' in the header (a, {TIME}, x): set data.columns.session, to a number if the file has no "
-        "header"
+        f": no columns 'session', 'time' and 'item' in the header (a, {TIME}, x): set data.columns.session, "
+        "data.columns.time and data.columns.item, to a number if the file has no header"
     )
     numbers = {"session": 1, "time": 2, "item": 5}
     assert refused(path, columns=numbers) == (

@@ -252,7 +252,7 @@ def test_a_model_that_diverges_is_not_exported(folder: Path, capsys: pytest.Capt
     saved(folder / "model.pt", scaled(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--nonlinearity", "relu"]
     assert main([*command, "--max-window", "8", "--threads", "1", "--export", "bundles"]) == 2
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "bundles/model was not written: the uninterrupted run overflows float32 at token" in printed
     assert not (folder / "bundles").exists()
     assert (folder / "audits" / "model" / "audit.json").exists()
@@ -383,7 +383,7 @@ def test_invalid_input_is_reported_with_its_fault(
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2
-    assert message in printed.out + printed.err
+    assert message in printed.err
 
 
 def test_a_folder_that_is_no_model_is_refused_and_a_folder_cannot_be_exported(
@@ -391,9 +391,9 @@ def test_a_folder_that_is_no_model_is_refused_and_a_folder_cannot_be_exported(
 ) -> None:
     command = ["audit", str(folder), "--data", "events.jsonl"]
     assert main(command) == 2
-    assert "is neither a checkpoint, a run nor a bundle" in capsys.readouterr().out
+    assert "is neither a checkpoint, a run nor a bundle" in capsys.readouterr().err
     assert main([*command, "--export", "bundles"]) == 2
-    assert "--export needs a checkpoint" in capsys.readouterr().out
+    assert "--export needs a checkpoint" in capsys.readouterr().err
 
 
 def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,7 +408,7 @@ def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: py
     saved(folder / "model.pt", module.state_dict())
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "16"]
     assert main([*command, "--export", "bundles"]) == 2
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "bundles/model was not written: a bundle already exists: version 1, perplexity " in printed
     assert "the new bundle: version 1, not evaluated; use --replace" in printed
     assert not (folder / "audits" / "model" / "audit.json").exists()  # The export fails before anything is measured.
@@ -422,7 +422,7 @@ def test_an_export_that_cannot_be_written_names_the_bundle(folder: Path, capsys:
     (folder / "file").write_text("")
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "8"]
     assert main([*command, "--positions", "5", "--export", "file"]) == 2
-    assert "file/model was not written" in capsys.readouterr().out
+    assert "file/model was not written" in capsys.readouterr().err
 
 
 def test_load_whole_reads_every_line_in_order_and_counts_the_words() -> None:
@@ -480,7 +480,7 @@ def test_a_csv_file_holds_events(folder: Path, capsys: pytest.CaptureFixture[str
     command = ["audit", "model.pt", "--data", "events.csv", "--vocabulary", "names.json", "--threads", "1"]
     command += ["--positions", "8", "--max-window", "8", "--export", "bundles", "--replace"]
     assert main(command) == 2
-    assert "visit" in capsys.readouterr().out  # the error names the columns that the file has
+    assert "visit" in capsys.readouterr().err  # the error names the columns that the file has
     columns = 'columns = {session = "visit", time = "at", item = "name"}'
     (folder / "events.toml").write_text(f'[data]\ntime_unit = "s"\n{columns}\n')
     form = ["--experiment", "events.toml"]
@@ -541,7 +541,7 @@ def test_a_check_is_in_the_report_or_refuses(folder: Path, capsys: pytest.Captur
         "check.safetensors",
     ]
     assert main([*command, "--report", "none"]) == 2
-    assert "the imported model is another than the one that wrote these logits" in capsys.readouterr().out
+    assert "the imported model is another than the one that wrote these logits" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(
@@ -550,4 +550,4 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(
     saved(folder / "model.pt", Plain("gru").state_dict())
     (folder / "file").write_text("")
     assert main(["audit", "model.pt", "--data", "no such file", "--report", "file/report"]) == 2
-    assert "file/report: the report cannot be written" in capsys.readouterr().out
+    assert "file/report: the report cannot be written" in capsys.readouterr().err
