@@ -5,7 +5,9 @@ Its `state_dict` has the names of the bundle's weights file.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,9 @@ from torch.nn import functional
 from wane.models.cell_registry import CELLS, load
 from wane.models.cells import State
 from wane.models.cells.lstm import LstmCell
-from wane.models.manifest import Architecture, Front
+
+if TYPE_CHECKING:
+    from wane.models.manifest import Architecture, Front
 
 
 def build_cell(architecture: Architecture, layer: int) -> nn.Module:
@@ -210,6 +214,13 @@ class Network(nn.Module):
         to the embedding."""
         skip = {"head.weight"} if self.architecture.tied else set()
         return {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of the weights."""
+        found = hashlib.sha256()
+        for tensor in self.weights().values():
+            found.update(tensor.cpu().numpy().tobytes())
+        return found.hexdigest()
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Loads tensors with the names that the method `weights` returns. Raises RuntimeError if a tensor is missing,

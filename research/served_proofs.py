@@ -10,9 +10,10 @@ many as the window and the model's cache need. The answer's whole distribution i
 never-interrupted run in float64, mixed with the same cache. A bound is violated if the observed total variation exceeds
 `error_bound`. A proof is wrong if `top1_proved` is true and the two most probable tokens differ.
 
-The time that `prove` adds is measured at `--timed` of the positions. At each of them, one request with `prove` and one
-request without it run one after the other, in alternating order, without other requests. The figures are the medians of
-the two times and of their difference.
+The processor time that `prove` adds is measured at `--timed` of the positions. At each of them, one request with
+`prove` and one request without it run one after the other, in alternating order, without other requests. The figures
+are the medians of the two times and of their difference. They are times of all threads of the process, because other
+programs on the machine change them less than the time on the clock.
 
 The results of each bundle are written to the JSON file as soon as they are measured. With `--render` the program only
 makes the page's table from the JSON.
@@ -61,8 +62,8 @@ Values = NDArray[np.float64]
 
 
 class Times(Frozen):
-    """Times of requests at `positions` positions, in milliseconds. plain_ms, prove_ms: the median time of a request
-    without and with `prove`. added_ms: the median of the differences of the two times at one position."""
+    """Processor times of requests at `positions` positions, in milliseconds. plain_ms, prove_ms: the median time of a
+    request without and with `prove`. added_ms: the median of the differences of the two times at one position."""
 
     positions: int
     plain_ms: float
@@ -137,9 +138,9 @@ async def times_of(engine: Engine, contexts: Sequence[Tokens], k: int) -> Times 
     taken = np.zeros((len(contexts), 2))
     for index, context in enumerate(contexts):
         for prove in (False, True) if index % 2 else (True, False):
-            begun = time.perf_counter()
+            begun = time.process_time()
             await answered(engine, context, k, prove=prove)
-            taken[index, int(prove)] = 1000 * (time.perf_counter() - begun)
+            taken[index, int(prove)] = 1000 * (time.process_time() - begun)
     return Times(
         positions=len(contexts),
         plain_ms=digits(float(np.median(taken[:, 0]))),
@@ -222,7 +223,7 @@ def table(results: Mapping[str, Figures]) -> list[str]:
         "`error_bound`: median, 90th percentile (largest)",
         "observed total variation: median (largest)",
         "violations",
-        "time without, with `prove`; added, ms",
+        "processor time without, with `prove`; added, ms",
     )
     rows = [
         [

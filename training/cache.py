@@ -118,11 +118,9 @@ class CacheTraining:
         self._statistics = {name: cache_statistics(stream, cache.length, start) for name, stream in streams.items()}
 
     @classmethod
-    def of(cls, experiment: Experiment, corpus: Corpus, device: torch.device) -> CacheTraining | None:
-        """Returns the experiment's mixture with weights that are not fitted yet, or None if the experiment has no
-        cache."""
-        if experiment.model.cache is None:
-            return None
+    def of(cls, experiment: Experiment, corpus: Corpus, device: torch.device) -> CacheTraining:
+        """Returns the mixture of an experiment with a cache, with weights that are not fitted yet."""
+        assert experiment.model.cache is not None, "the experiment has no cache: this is a bug"
         streams = {split: corpus.streams[split] for split in ("train", "valid")}
         start = cache_start(corpus.vocabulary)
         return cls(streams, corpus.vocabulary.size, unfitted_cache(experiment.model.cache), start, device)

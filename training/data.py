@@ -297,24 +297,3 @@ def source_hashes(path: Path) -> dict[str, str]:
 
 def _hashes(files: list[Path], path: Path) -> dict[str, str]:
     return {str(file.relative_to(path)) if path.is_dir() else file.name: sha256_of(file) for file in files}
-
-
-def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tuple[NDArray[np.int64], int]:
-    """Splits a stream into `batch` parallel streams. Returns an array with one column per parallel stream and one row
-    per time step, and the number of chunks per epoch.
-
-    The inputs of chunk i are the rows from `i * chunk` up to, but not including, `(i + 1) * chunk`. The targets of
-    chunk i are the rows one step later. Tokens that do not fill a chunk are dropped. Raises DataError if the stream is
-    too short for one chunk.
-    """
-    length = (len(stream) - 1) // batch
-    chunks = length // chunk
-    if chunks < 1:
-        raise DataError(
-            f"the {split} split has {len(stream)} tokens, too few for one step: "
-            f"batch {batch} x chunk {chunk} needs {batch * chunk + 1}"
-        )
-    rows = np.lib.stride_tricks.as_strided(
-        stream, (length + 1, batch), (stream.strides[0], length * stream.strides[0]), writeable=False
-    )
-    return rows, chunks

@@ -8,16 +8,19 @@ the zero state, as a server reads it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wane.training.data import Corpus, batches
+from wane.training.errors import DataError
 from wane.training.group import Group
 from wane.training.sessions import Sessions
+
+if TYPE_CHECKING:
+    from wane.training.data import Corpus
 
 POOL = 64
 """The number of batches in a pool. The sessions of a pool are sorted by length, because a batch of similar lengths
@@ -80,6 +83,27 @@ def lanes_of(
     if corpus.vocabulary.kind != "events":
         return TextLanes(group, stream, width, chunk, split)
     return SessionLanes(group, Sessions(stream, corpus.vocabulary.eos_id, corpus.start), width, chunk, shuffle_seed)
+
+
+def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tuple[NDArray[np.int64], int]:
+    """Splits a stream into `batch` parallel streams. Returns an array with one column per parallel stream and one row
+    per time step, and the number of chunks per epoch.
+
+    The inputs of chunk i are the rows from `i * chunk` up to, but not including, `(i + 1) * chunk`. The targets of
+    chunk i are the rows one step later. Tokens that do not fill a chunk are dropped. Raises DataError if the stream is
+    too short for one chunk.
+    """
+    length = (len(stream) - 1) // batch
+    chunks = length // chunk
+    if chunks < 1:
+        raise DataError(
+            f"the {split} split has {len(stream)} tokens, too few for one step: "
+            f"batch {batch} x chunk {chunk} needs {batch * chunk + 1}"
+        )
+    rows = np.lib.stride_tricks.as_strided(
+        stream, (length + 1, batch), (stream.strides[0], length * stream.strides[0]), writeable=False
+    )
+    return rows, chunks
 
 
 class TextLanes:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wane.models.constraints import project
-from wane.models.manifest import CacheModel
 from wane.models.networks import Network
-from wane.training.cache import CacheTraining
-from wane.training.config import Experiment
-from wane.training.data import Corpus
 from wane.training.device import choose_device
-from wane.training.errors import RunError
+from wane.training.errors import ResumeError, RunError
 from wane.training.group import ALONE, Group
 from wane.training.lanes import Batch, Lanes, lanes_of
 from wane.training.losses.sampled_softmax import SampledSoftmax, full_losses, token_losses
@@ -29,6 +24,11 @@ from wane.training.proof import ProofPressure
 from wane.training.run_folder import RunFolder, kept_name
 from wane.training.schedule import learning_rate
 from wane.training.weight_average import WeightAverage
+
+if TYPE_CHECKING:
+    from wane.training.cache import CacheTraining
+    from wane.training.config import Experiment
+    from wane.training.data import Corpus
 
 LOG_EVERY = 50
 
@@ -77,7 +77,7 @@ class Trainer:
             self.average = WeightAverage(self.network)
             self.train_lanes = self._lanes("train", self._train_width(), self.config.seed)
             self.valid_lanes = self._lanes("valid", self._valid_width(), None)
-            self.cache = CacheTraining.of(experiment, corpus, self.device)
+            self.cache = self._cache(experiment)
             self.sampled = self._sampled_softmax()
             self.teacher = self._teacher()
         self.step = self.step_tokens = 0
@@ -182,7 +182,7 @@ class Trainer:
         """
         project(self.network, *self.constraints)
         carried = self.config.regime == "recurrent"
-        self.group.check_same(f"weights after step {self.step}", self._digest)
+        self.group.check_same(f"weights after step {self.step}", self.network.digest)
         self.network.eval()
         state, lanes = None, self.valid_lanes
         losses: list[Tensor] = []
@@ -250,6 +250,13 @@ class Trainer:
             penalty = penalty + self.config.slowness_penalty * hidden.float().diff(dim=0).square().mean()
         return penalty
 
+    def _cache(self, experiment: Experiment) -> CacheTraining | None:
+        if experiment.model.cache is None:
+            return None
+        from wane.training.cache import CacheTraining
+
+        return CacheTraining.of(experiment, self.corpus, self.device)
+
     def _teacher(self) -> Teacher | None:
         if self.config.teacher is None:
             return None
@@ -312,13 +319,6 @@ class Trainer:
     def _lanes(self, split: str, width: int, shuffle_seed: int | None) -> Lanes:
         return lanes_of(self.group, self.corpus, split, width, self.config.chunk, shuffle_seed)
 
-    def _digest(self) -> str:
-        """Returns the SHA-256 of the weights."""
-        digest = hashlib.sha256()
-        for tensor in self.network.weights().values():
-            digest.update(tensor.cpu().numpy().tobytes())
-        return digest.hexdigest()
-
     def _open(self, experiment: Experiment) -> dict[str, Any] | None:
         """Returns the checkpoint to resume from, or starts a fresh folder and returns None."""
         if self.folder.begun:
@@ -347,6 +347,7 @@ class Trainer:
                 "average": self.average.state(),
                 "state": self.group.gather(self.state),
                 "teacher": [] if self.teacher is None else self.group.gather(self.teacher.state),
+                "teacher_weights": None if self.teacher is None else self.teacher.digest,
                 "best_loss": self.best_loss,
                 "best_step": self.best_step,
                 "decay_start": self.decay_start,
@@ -369,11 +370,17 @@ class Trainer:
         self.step = saved["step"]
         self.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["state"]]
         if self.teacher is not None:
+            before = saved.get("teacher_weights", self.teacher.digest)
+            if before != self.teacher.digest:
+                raise ResumeError(
+                    f"{self.folder.path} holds a run whose teacher had other weights (SHA-256 {before}) than those in "
+                    f"training.teacher.run ({self.teacher.digest})"
+                )
             self.teacher.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["teacher"]]
         self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
         self.wall_s = saved["wall_s"]
         if self.cache is not None:
-            self.cache.model = CacheModel.model_validate_json(saved["cache"])
+            self.cache.model = type(self.cache.model).model_validate_json(saved["cache"])
         if saved["decay_start"] is not None:
             self.decay_start, self.end = saved["decay_start"], saved["end"]
         torch.set_rng_state(saved["random"])

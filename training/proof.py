@@ -21,7 +21,7 @@ units that matter only in rare contexts or for rare tokens. Only the caps of the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from torch.nn import functional
 
 from wane.models.cells.gated import GatedCell
 from wane.models.networks import Network, ResidualLayer
-from wane.training.config import ProofConfig
+
+if TYPE_CHECKING:
+    from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
 """The lower limit, in nats, of the lead in the ratio's denominator. Smaller leads are replaced by this limit."""

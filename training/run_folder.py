@@ -10,7 +10,8 @@
     quality.json      the last evaluation, with its step and number of positions
     rankings.json     the ranking metrics of the model and the baselines in the last evaluation (events only)
 
-Checkpoints and weights are written atomically and loaded with weights_only.
+Checkpoints and weights are written atomically and loaded with weights_only. A run can be trained where only torch and
+numpy are installed (`benchmarks/gpu/train.py`), so the module imports what needs other packages where it is used.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import math
 import pickle
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wane.models.manifest import Quality
 from wane.models.networks import Network
-from wane.training.config import Experiment
-from wane.training.data import Corpus
 from wane.training.errors import ResumeError, RunError
-from wane.training.origin import Origin
-from wane.training.ranking import Rankings
+
+if TYPE_CHECKING:
+    from wane.models.manifest import Quality
+    from wane.training.config import Experiment
+    from wane.training.data import Corpus
+    from wane.training.origin import Origin
+    from wane.training.ranking import Rankings
 
 FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device"), ("data", "path")}
 
@@ -113,6 +116,8 @@ class RunFolder:
 
     def experiment(self) -> Experiment:
         """Reads the run's experiment. Raises RunError if this is not a run folder."""
+        from wane.training.config import Experiment
+
         path = self.path / "experiment.json"
         try:
             return Experiment.parse(path, json.loads(path.read_text(encoding="utf-8")))
@@ -130,6 +135,8 @@ class RunFolder:
 
     def origins(self) -> list[Origin]:
         """Reads the starts and resumes of the run, in order. Raises RunError."""
+        from wane.training.origin import Origin
+
         try:
             lines = (self.path / "origin.jsonl").read_text(encoding="utf-8").splitlines()
             return [Origin.model_validate_json(line) for line in lines]
@@ -184,6 +191,8 @@ class RunFolder:
     def quality(self, best_step: int, positions: int) -> Quality | None:
         """Returns the written evaluation if it is of the weights after step `best_step` and has at least `positions`
         window positions. Otherwise returns None."""
+        from wane.models.manifest import Quality
+
         try:
             record = json.loads((self.path / "quality.json").read_text(encoding="utf-8"))
             if record["best_step"] != best_step or record["positions"] < positions:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from wane.training.config import TrainingConfig
+if TYPE_CHECKING:
+    from wane.training.config import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) -> float:

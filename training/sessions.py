@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import Start
+if TYPE_CHECKING:
+    from wane.models.manifest import Start
 
 
 class Sessions:

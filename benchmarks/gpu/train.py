@@ -1,39 +1,43 @@
-"""Part 3: trains the certified model on words for as long as the part lasts. Needs torch, pydantic and tokenizers.
+"""Part 3: trains the certified model on words for as long as the part lasts. Needs torch and numpy alone.
 
-The run is in the folder `run` of the results. Another run of this part with the same folder resumes it. Without
-WikiText-2, and in a rehearsal, a small model reads the licence's text.
+The run is in the folder `run` of the results. Another run of this part with the same folder resumes it, and so does
+`wane train`. Without WikiText-2, and in a rehearsal, a small model reads the licence's text.
+
+Experiments and vocabularies are objects of pydantic and of the library `tokenizers`, which a GPU machine may lack. So
+this part reads its experiment with all its defaults from a JSON file, and counts the words itself. A test compares both
+with the originals.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
 
 from benchmarks.gpu.part import Part
-from wane.training.config import Experiment
-from wane.training.data import load_corpus
 from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
+from wane.training.wikitext import read_wikitext_2
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENT = ROOT / "training" / "experiments" / "word-chip.toml"
+EXPERIMENT = Path(__file__).with_name("word-chip.json")
+"""training/experiments/word-chip.toml with all its defaults, as `Experiment.model_dump_json` writes it."""
+
 LAST_S = 5.0
 """The training stops this time before the part's limit, in seconds. A later run resumes from the last checkpoint."""
 
+EOS, UNK = "<eos>", "<unk>"
 
-def experiment(part: Part) -> Experiment:
-    """Returns the experiment that this part trains."""
-    chosen = Experiment.read(EXPERIMENT)
-    device = {"device": part.device}
-    if part.data is not None and not part.small:
-        return chosen.model_copy(
-            update={
-                "data": chosen.data.model_copy(update={"path": part.data}),
-                "training": chosen.training.model_copy(update=device),
-            }
-        )
-    small = {
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 32, "units": 48, "feed_forward": 32},
+    "data": {"kind": "text", "vocabulary_size": 500},
+    "training": {
         "steps": 12,
         "batch": 4,
         "chunk": 16,
@@ -41,31 +45,134 @@ def experiment(part: Part) -> Experiment:
         "checkpoint_every": 4,
         "warmup": 2,
         "threads": 1,
+    },
+}
+"""The keys of the experiment that a rehearsal changes."""
+
+
+class PlainArchitecture(SimpleNamespace):
+    """What the network needs of an `Architecture` of residual gated layers with convolution blocks."""
+
+    def cell_inputs(self, _layer: int) -> int:
+        return int(self.hidden)
+
+    def gate_cap(self, layer: int) -> float:
+        return float(np.float32(self.gate_caps[layer]))
+
+    def state_tensors(self) -> list[SimpleNamespace]:
+        earlier = (self.front.kernel_size - 1, self.hidden)
+        shapes = [earlier] * self.front.blocks + [(self.cell_units,)] * self.layers
+        return [SimpleNamespace(shape=shape) for shape in shapes]
+
+
+class PlainModel(SimpleNamespace):
+    """The table `[model]`."""
+
+    @property
+    def contractions(self) -> tuple[float, ...]:
+        return (self.contraction,) * self.layers
+
+    def architecture(self, vocabulary_size: int) -> PlainArchitecture:
+        return PlainArchitecture(
+            vocabulary_size=vocabulary_size,
+            embedding=self.hidden,
+            cell_units=self.units,
+            gate_caps=self.contractions,
+            front=SimpleNamespace(**self.front),
+            **{
+                name: getattr(self, name)
+                for name in ("cell", "hidden", "layers", "block", "feed_forward", "tied", "norm_epsilon")
+            },
+        )
+
+
+class PlainExperiment:
+    """An experiment with the tables of its JSON document."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+        self.name: str = document["name"]
+        self.model = PlainModel(**document["model"])
+        self.training = SimpleNamespace(**document["training"])
+
+    def model_dump(self, **_: object) -> dict[str, Any]:
+        return self._document
+
+    def model_dump_json(self, indent: int) -> str:
+        return json.dumps(self._document, indent=indent)
+
+
+class PlainFolder(RunFolder):
+    """A run folder whose experiment is a `PlainExperiment`."""
+
+    def experiment(self) -> Any:
+        return PlainExperiment(json.loads((self.path / "experiment.json").read_text(encoding="utf-8")))
+
+
+def experiment(part: Part) -> PlainExperiment:
+    """Returns the experiment that this part trains."""
+    document = json.loads(EXPERIMENT.read_text(encoding="utf-8"))
+    if part.small or part.data is None:
+        for table, keys in SMALL.items():
+            document[table] |= keys
+        document["model"]["front"]["feed_forward"] = 32
+    document["data"]["path"] = str(part.data if document["data"]["kind"] == "wikitext-2" else ROOT / "LICENSE")
+    document["training"]["device"] = part.device
+    return PlainExperiment(document)
+
+
+def corpus_of(data: dict[str, Any]) -> SimpleNamespace:
+    """Returns the token streams, like `training.data.load_corpus` for words. data: the experiment's table `[data]`."""
+    path = Path(data["path"])
+    if data["kind"] == "wikitext-2":
+        lines, hashes = read_wikitext_2(path)
+    else:
+        text, hashes = path.read_text(encoding="utf-8").splitlines(), {}
+        share = len(text) // 20
+        valid, test = len(text) - 2 * share, len(text) - share
+        lines = {"train": text[:valid], "valid": text[valid:test], "test": text[test:]}
+    words = {split: [line.split() for line in part] for split, part in lines.items()}
+    counts = Counter(word for line in words["train"] for word in line)
+    names = sorted((name for name in counts if name not in (EOS, UNK)), key=lambda name: (-counts[name], name))
+    ids = {name: index for index, name in enumerate([EOS, UNK, *names[: data["vocabulary_size"] - 2]])}
+    streams = {
+        split: np.array([0] + [ids.get(word, 1) for line in part for word in (*line, EOS)], dtype=np.int64)
+        for split, part in words.items()
     }
-    text = {"kind": "text", "path": ROOT / "LICENSE", "vocabulary_size": 500}
-    network = {"hidden": 32, "units": 48, "feed_forward": 32}
-    model = chosen.model.model_copy(update=network)
-    if model.front is not None:
-        model = model.model_copy(update={"front": model.front.model_copy(update={"feed_forward": 32})})
-    return chosen.model_copy(
-        update={
-            "model": model,
-            "data": chosen.data.model_copy(update=text),
-            "training": chosen.training.model_copy(update=small | device),
-        }
+    return SimpleNamespace(
+        vocabulary=SimpleNamespace(size=len(ids), kind="words"),
+        tokenizer_json=_tokenizer_json(ids),
+        streams=streams,
+        words={split: sum(len(line) + 1 for line in part) for split, part in words.items()},
+        hashes=hashes,
     )
+
+
+def _tokenizer_json(ids: dict[str, int]) -> str:
+    """Returns the vocabulary file of the library `tokenizers`."""
+    nothing = dict.fromkeys(("truncation", "padding"))
+    document = {
+        "version": "1.0",
+        **nothing,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        **dict.fromkeys(("post_processor", "decoder")),
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": UNK},
+    }
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
 
 def run(part: Part) -> None:
     """Trains until the experiment's last step, or until the time is nearly over."""
     chosen = experiment(part)
-    corpus = load_corpus(chosen.data, None)
-    trainer = Trainer(chosen, corpus, RunFolder(part.folder / "run"))
+    corpus = corpus_of(chosen.model_dump()["data"])
+    trainer = Trainer(cast(Any, chosen), cast(Any, corpus), PlainFolder(part.folder / "run"))
     epoch = trainer.train_lanes.steps
     first = trainer.step
     part.keep(
         experiment=chosen.name,
-        text="WikiText-2" if chosen.data.kind == "wikitext-2" else "the licence",
+        text="WikiText-2" if corpus.hashes else "the licence",
         weights=sum(tensor.numel() for tensor in trainer.network.weights().values()),
         steps_an_epoch=epoch,
         first_step=first,

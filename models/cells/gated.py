@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wane.models.cells import State
-from wane.models.manifest import Architecture
 from wane.models.parallel_scan import linear_recurrence
+
+if TYPE_CHECKING:
+    from wane.models.manifest import Architecture
 
 
 class GatedCell(nn.Module):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from wane.models.cells.rnn import OneState
-from wane.models.manifest import Architecture
+
+if TYPE_CHECKING:
+    from wane.models.manifest import Architecture
 
 
 class GruCell(OneState, nn.GRU):  # type: ignore[misc]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wane.models.cells import State
-from wane.models.manifest import Architecture
+
+if TYPE_CHECKING:
+    from wane.models.manifest import Architecture
 
 
 class LinearCell(nn.Module):

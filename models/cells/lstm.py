@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wane.models.cells import State
-from wane.models.manifest import Architecture
+
+if TYPE_CHECKING:
+    from wane.models.manifest import Architecture
 
 
 class LstmCell(nn.LSTM):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from wane.models.cell_registry import Cell
 from wane.models.cells import State
-from wane.models.manifest import Architecture
+
+if TYPE_CHECKING:
+    from wane.models.manifest import Architecture
 
 NONLINEARITIES: dict[Cell, str] = {"rnn_tanh": "tanh", "rnn_relu": "relu"}
 

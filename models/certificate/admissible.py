@@ -183,8 +183,8 @@ UNIT_FLOAT32 = 2.0**-24
 """The unit roundoff of float32."""
 
 SUMS = 4.0
-"""See the docstring of `models/certificate/readout.py`. On x86-64 processors with AVX2, the largest measured value is
-below 1."""
+"""See the docstring of `models/certificate/readout.py`. On x86-64 processors with AVX2, the largest value that was
+measured with trained weights is below 1. With equal weights and inputs it is 64."""
 
 NORM = 4.0
 """See the docstring of `models/certificate/readout.py`."""
@@ -238,7 +238,7 @@ class ComputedRows(Rows):
         for start in range(0, len(rows), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             sizes = (np.abs(exact.rows[part]) + exact.error) @ magnitude + np.abs(bias) + apart[part, None] * slope
-            sums[part] = UNIT_FLOAT32 * SUMS * np.linalg.norm(sizes, axis=1)
+            sums[part] = UNIT_FLOAT32 * (width + 2) * np.linalg.norm(sizes, axis=1)
         sums += UNIT_FLOAT32 * (NORM + 3) * np.linalg.norm(np.abs(weight) @ np.abs(shift))
         return cls(exact.rows, exact.error, gain=gain, apart=apart, sums=sums * ROOM)
 

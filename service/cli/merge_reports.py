@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from wane.service.cli.connect import Document
@@ -48,6 +49,7 @@ def _model(name: str, replicas: int, parts: Sequence[Document]) -> Document:
         "device": _listed(part["device"] for part in parts),
         "replicas": replicas,
         "modes": _by_name([part["modes"] for part in parts], _mode),
+        "windows": _windows([window for part in parts for window in part["windows"]]),
         "operations": _by_name([part["operations"] for part in parts], sum),
         "agreement": {
             **_agreement([part["agreement"] for part in parts]),
@@ -65,8 +67,41 @@ def _mode(parts: Sequence[Document]) -> Document:
     }
 
 
+def _windows(parts: Sequence[Document]) -> list[Document]:
+    """Merges the counts of windows with the same `k` and `prove`."""
+    by_key: dict[tuple[int, bool], list[Document]] = {}
+    for part in parts:
+        by_key.setdefault((part["k"], part["prove"]), []).append(part)
+    merged = []
+    for (k, prove), same in sorted(by_key.items(), key=itemgetter(0)):
+        cumulative, buckets = _buckets(same, "le")
+        merged.append(
+            {
+                "k": k,
+                "prove": prove,
+                **{name: sum(part[name] for part in same) for name in ("answers", "top1_proved")},
+                "p50": quantile(cumulative, 0.5),
+                "p90": quantile(cumulative, 0.9),
+                "buckets": buckets,
+            }
+        )
+    return merged
+
+
 def _durations(parts: Sequence[Document]) -> Document:
-    bounds = [[bucket["le_ms"] for bucket in part["buckets"]] for part in parts]
+    cumulative, buckets = _buckets(parts, "le_ms")
+    return {
+        **{name: quantile(cumulative, share) for name, share in QUANTILES.items()},
+        "count": cumulative[-1][1],
+        "sum_ms": math.fsum(part["sum_ms"] for part in parts),
+        "buckets": buckets,
+    }
+
+
+def _buckets(parts: Sequence[Document], name: str) -> tuple[list[tuple[float, int]], list[Document]]:
+    """Returns the sums of the parts' cumulative buckets, as `quantile` reads them and as the report has them. name: the
+    field of a bucket's bound."""
+    bounds = [[bucket[name] for bucket in part["buckets"]] for part in parts]
     if any(other != bounds[0] for other in bounds[1:]):
         raise MergeError(
             "the replicas' histograms have different buckets: the replicas run different versions of the service"
@@ -75,12 +110,7 @@ def _durations(parts: Sequence[Document]) -> Document:
         sum(bucket["count"] for bucket in same) for same in zip(*(part["buckets"] for part in parts), strict=True)
     ]
     cumulative = [(math.inf if le is None else le, count) for le, count in zip(bounds[0], counts, strict=True)]
-    return {
-        **{name: quantile(cumulative, share) for name, share in QUANTILES.items()},
-        "count": counts[-1],
-        "sum_ms": math.fsum(part["sum_ms"] for part in parts),
-        "buckets": [{"le_ms": bound, "count": count} for bound, count in zip(bounds[0], counts, strict=True)],
-    }
+    return cumulative, [{name: bound, "count": count} for bound, count in zip(bounds[0], counts, strict=True)]
 
 
 def _agreement(parts: Sequence[Document]) -> Document:

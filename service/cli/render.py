@@ -56,8 +56,8 @@ def agreement_table(compared: Measurements) -> Table:
 
 
 def report_tables(report: Document) -> list[Table]:
-    """Returns the tables of a report. The tables show the latency of each model and mode, and the agreement and the
-    sessions of each model."""
+    """Returns the tables of a report. The tables show the latency of each model and mode, the error bounds that its
+    windows reached, and the agreement and the sessions of each model."""
     of = f"{report['replicas']} replicas, {report['device']}" if "replicas" in report else report["device"]
     latency = _table(f"Latency, ms ({of})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
     agreement = _table(
@@ -67,6 +67,9 @@ def report_tables(report: Document) -> list[Table]:
     )
     if "replicas" in report:
         latency.caption = "quantiles are computed from the summed histograms"
+    windows = _table(
+        "Windows that left tokens out", ("model", "window", "prove"), ("answers", "bound p50", "bound p90", "proved")
+    )
     sessions = _table("Sessions", ("model", "version"), ("resident", "parked", "rebuilt"))
     for model in report["models"]:
         name = model["model"]
@@ -74,6 +77,16 @@ def report_tables(report: Document) -> list[Table]:
             for phase, durations in measured["latency"].items():
                 quantiles = [_number(durations[f"{quantile}_ms"], ".3f") for quantile in ("p50", "p90", "p99")]
                 latency.add_row(name, mode, phase, str(measured["requests"]), *quantiles)
+        for window in model["windows"]:
+            windows.add_row(
+                name,
+                f"{window['k']} to {2 * window['k'] - 1}",
+                "yes" if window["prove"] else "no",
+                str(window["answers"]),
+                _number(window["p50"], ".2g"),
+                _number(window["p90"], ".2g"),
+                f"{window['top1_proved'] / window['answers']:.1%}",
+            )
         found = model["agreement"]
         agreement.add_row(
             name,
@@ -89,7 +102,7 @@ def report_tables(report: Document) -> list[Table]:
         sessions.add_row(
             name, model["model_version"], *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt"))
         )
-    return [latency, agreement, sessions]
+    return [latency, *([windows] if windows.rows else []), agreement, sessions]
 
 
 def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:

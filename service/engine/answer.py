@@ -253,6 +253,10 @@ class AnswerBuilder:
         elif self.sampler is not None and plan.context_length and self.sampler.chosen():
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
+        proved = answered.proved or self._leads(plan, answered.result, bound)
+        if window is not None and plan.window is not None and window.bound is not None and window.bound.state:
+            of_window = proved if pair is None else pair.top1_proved
+            self._stats.reached(plan.window, prove, window.bound.variation, of_window)
         answer = Answer(
             *self._identity,
             mode=plan.mode,
@@ -261,7 +265,7 @@ class AnswerBuilder:
             state=plan.state,
             error_bound=None if bound is None else bound.variation,
             state_error_bound=None if bound is None else bound.state,
-            top1_proved=answered.proved or self._leads(plan, answered.result, bound),
+            top1_proved=proved,
             window=plan.window,
             modes=modes,
             agreement=pair,

@@ -29,6 +29,9 @@ from numpy.typing import NDArray
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Certificate
 
+FEW_ROWS = 8
+"""Up to this number of rows, Python is faster than numpy."""
+
 
 class Bound(NamedTuple):
     """Bounds on the distance between an answer and the answer of the never-interrupted model. `state` bounds the 2-norm
@@ -88,7 +91,10 @@ def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.f
     """Like `bound`, for B steps of a model with a `readout`. `known`: k for a state that has not read the whole
     sequence, 0 for a state that has read it. `norms`: (B, columns)."""
     assert certificate.readout is not None, "the certificate has no readout: this is a bug"
-    found = certificate.readout.between_all(norms).tolist()
+    if len(norms) <= FEW_ROWS:
+        found = [certificate.readout.between(row) for row in norms.tolist()]
+    else:
+        found = certificate.readout.between_all(norms).tolist()
     return [
         _after(certificate, k, k + 1, None, rounding) if k else Bound(0.0, 0.0, rounding)
         for k, rounding in zip(known, found, strict=True)

@@ -49,7 +49,6 @@ from wane.service.types import MAX_POSITION, Answer, Identity, Latency, Mode, Ow
 Float = TypeVar("Float", np.float32, np.float64)
 
 NO_POSITION = -1  # the expected position of a step whose request has none
-FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
 KNOWN_BOUNDS = 4096  # number of cached bounds, one for each number of tokens that a state has read
 
 
@@ -602,7 +601,7 @@ class StepColumns:
         if errors_known.count(None) == len(found):
             return [False] * len(found)
         lengths = outputs.lengths
-        if len(found) <= FEW_ROWS:
+        if len(found) <= bounds.FEW_ROWS:
             return self._proved_one_by_one(errors_known, ids, logits, lengths, outputs)
         known = np.array([error is not None for error in errors_known])
         errors = np.array([error or 0.0 for error in errors_known])
@@ -615,7 +614,7 @@ class StepColumns:
 
     def _proved_one_by_one(
         self,
-        errors: Sequence[float | None],
+        errors_known: Sequence[float | None],
         ids: NDArray[np.int64],
         logits: NDArray[np.float64],
         lengths: NDArray[np.float64],
@@ -623,14 +622,16 @@ class StepColumns:
     ) -> list[bool]:
         """Like `_proved`, for few rows, for which Python is faster than some twenty numpy calls."""
         flags: list[bool] = []
-        rows = zip(errors, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
+        rows = zip(errors_known, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
         for row, (error, (first, second), (highest, next_one), length) in enumerate(rows):
             if error is None:
                 flags.append(False)
                 continue
             settled = self._margin.settles(first, second, highest - next_one, length, error)
             if settled is None:
-                settled = self._has_no_rival(outputs, row, first, error)
+                at, errors = slice(row, row + 1), np.array([error])
+                (sign,) = self._margin.settled(ids[at], logits[at], lengths[at], errors).tolist()
+                settled = sign == 1 or (sign < 0 and self._has_no_rival(outputs, row, first, error))
             flags.append(settled)
         return flags
 

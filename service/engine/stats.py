@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Literal
 
 from msgspec.structs import asdict
@@ -21,6 +22,9 @@ from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
 logger = logging.getLogger("wane.engine")
 
 PHASES = ("queue", "compute", "total")
+REACHED = (*(step * 10.0**power for power in range(-4, 0) for step in (1, 2, 5)), 1.0)
+"""The bounds of the buckets for error bounds of windows. Neighbours differ by a factor of 2 to 2.5."""
+
 ShadowOutcome = Literal["compared", "dropped", "failed"]
 
 
@@ -58,6 +62,30 @@ class ModeReport(TypedDict):
     latency: PhasesReport
 
 
+class BoundBucket(TypedDict):
+    """The number of error bounds that are at most `le`. If `le` is null, the number of all."""
+
+    le: float | None
+    count: int
+
+
+class WindowReport(TypedDict):
+    """The error bounds that answers from windows reached, of those answers that have a bound and left tokens out.
+
+    `k`: a power of two. The answers are those from windows of k to 2k - 1 tokens. `prove`: whether the proof of the
+    field `prove` was searched for. `top1_proved`: the number of answers whose most probable token is proved. `p50` and
+    `p90` are quantiles of the error bound, computed from the buckets as Prometheus does.
+    """
+
+    k: int
+    prove: bool
+    answers: int
+    top1_proved: int
+    p50: float | None
+    p90: float | None
+    buckets: list[BoundBucket]
+
+
 class ShadowReport(TypedDict):
     """The number of sampled live answers for each outcome, and the shadows' processor time in seconds. `dropped` counts
     samples that were not compared, mostly for lack of idle time."""
@@ -72,6 +100,7 @@ class StatsReport(TypedDict):
     """The part of a model's report that `Stats.document` returns."""
 
     modes: dict[Mode, ModeReport]
+    windows: list[WindowReport]
     operations: dict[str, int]
     agreement: AgreementBySource
     shadow: ShadowReport
@@ -103,6 +132,32 @@ def durations(seconds: Observed) -> DurationsReport:
         "sum_ms": 1e3 * seconds.total,
         "buckets": [{"le_ms": None if math.isinf(le) else 1e3 * le, "count": count} for le, count in cumulative],
     }
+
+
+class WindowStats:
+    """Counts the error bounds of windows of similar length."""
+
+    def __init__(self) -> None:
+        self._variations = Observed(REACHED)
+        self._proved = 0
+
+    def reached(self, variation: float, proved: bool) -> None:
+        """Counts one answer, with its error bound."""
+        self._variations.observe(variation)
+        self._proved += proved
+
+    def document(self, k: int, prove: bool) -> WindowReport:
+        """Returns the counts."""
+        cumulative = self._variations.cumulative()
+        return {
+            "k": k,
+            "prove": prove,
+            "answers": cumulative[-1][1],
+            "top1_proved": self._proved,
+            "p50": quantile(cumulative, 0.5),
+            "p90": quantile(cumulative, 0.9),
+            "buckets": [{"le": None if math.isinf(le) else le, "count": count} for le, count in cumulative],
+        }
 
 
 class ModeStats:
@@ -150,6 +205,7 @@ class Stats:
         self._requests: Counter[Mode] = Counter()
         self._operations: Counter[str] = Counter()
         self._modes: dict[Mode, ModeStats] = {}
+        self._windows: defaultdict[tuple[int, bool], WindowStats] = defaultdict(WindowStats)
         self._answers: dict[tuple[str, Mode], Callable[[float], object]] = {}
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
@@ -210,6 +266,11 @@ class Stats:
             found = self._modes[mode] = ModeStats(self._metrics, self._model, mode)
         return found
 
+    def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
+        """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
+        proof was searched for. proved: whether the most probable token is proved."""
+        self._windows[1 << (k.bit_length() - 1), prove].reached(variation, proved)
+
     def shadowed(self, outcome: ShadowOutcome) -> None:
         """Counts one sampled answer under its outcome."""
         self._shadows[outcome] += 1
@@ -242,7 +303,7 @@ class Stats:
             mode.end()
 
     def document(self) -> StatsReport:
-        """Returns the report's fields `modes`, `operations`, `agreement` and `shadow`."""
+        """Returns the report's fields `modes`, `windows`, `operations`, `agreement` and `shadow`."""
         self._count_made()
         return {
             "modes": {
@@ -250,6 +311,7 @@ class Stats:
                 for mode in Mode
                 if mode in self._modes
             },
+            "windows": [found.document(*key) for key, found in sorted(self._windows.items(), key=itemgetter(0))],
             "operations": dict(self._operations),
             "agreement": {
                 **self._agreement.document(),

@@ -137,23 +137,25 @@ class MarginProof:
         lengths: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> NDArray[np.int8]:
-        """Like `proves`, for B rows, but compares only the two most probable tokens. Returns int8 (B): 1 proved, 0 not
+        """Like `proves`, for B rows, but compares only the K most probable tokens. Returns int8 (B): 1 proved, 0 not
         proved, -1 undecided.
 
         ids, int64 (B, K), and logits, float64 (B, K), are the K >= 2 most probable tokens in descending order. lengths,
-        float64 (B), are the 2-norms of `hidden`. errors, float64 (B), are like `error` of `proves`.
+        float64 (B), are the 2-norms of `hidden`. errors, float64 (B), are like `error` of `proves`. All further tokens
+        have at most the K-th logit.
         """
-        first, second = ids[:, 0], ids[:, 1]
+        first = ids[:, 0]
         lengths = lengths * OUTWARD + errors
-        lead = logits[:, 0] - logits[:, 1] - (self._of_norm[first] * lengths + self._of_bias[first])
+        lead = logits[:, :1] - logits[:, 1:] - (self._of_norm[first] * lengths + self._of_bias[first])[:, None]
         most = self._largest_of_norm * lengths + self._largest_of_bias
-        proved = lead - most > (self._largest_norm + self._norms[first]) * errors
-        found = proved.astype(np.int8)
-        rows = np.flatnonzero(~proved)
+        ahead = lead - (most + (self._largest_norm + self._norms[first]) * errors)[:, None]
+        found = (ahead[:, 0] > 0).astype(np.int8)
+        rows = np.flatnonzero(found == 0)
         if len(rows):
-            first, second = first[rows], second[rows]
-            left = lead[rows] - (self._of_norm[second] * lengths[rows] + self._of_bias[second])
-            found[rows[left > self._apart(first, second) * errors[rows]]] = -1
+            others = ids[rows, 1:]
+            left = lead[rows] - (self._of_norm[others] * lengths[rows, None] + self._of_bias[others])
+            beats = (left > self._apart(first[rows, None], others) * errors[rows, None]).all(axis=1)
+            found[rows[beats]] = np.where(ahead[rows[beats], -1] > 0, 1, -1)
         return found
 
     def at_a_look(
@@ -230,9 +232,10 @@ class MarginProof:
         return result
 
     def _apart(self, first: int | NDArray[np.intp], others: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Returns upper bounds of the 2-norm distances between the rows `first` and `others` of the output matrix."""
+        """Returns upper bounds of the 2-norm distances between the rows `first` and `others` of the output matrix, in
+        the shape of `others`."""
         gaps = self._rows[others].astype(np.float64) - self._rows[first]
-        result: NDArray[np.float64] = np.sqrt(np.einsum("bh,bh->b", gaps, gaps)) * OUTWARD
+        result: NDArray[np.float64] = np.sqrt(np.einsum("...h,...h->...", gaps, gaps)) * OUTWARD
         return result
 
     # Mixtures with a cache

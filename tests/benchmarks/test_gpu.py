@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -19,6 +20,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from packaging.requirements import Requirement
 
 from benchmarks.gpu import pack as packing
 from benchmarks.gpu import parts as kinds
@@ -31,8 +33,13 @@ from benchmarks.gpu.precision import in_bf16
 from benchmarks.gpu.reach import TARGETS, summary
 from benchmarks.gpu.scan import forgetting_lstm, in_chunks
 from benchmarks.gpu.step import MODELS, PLAN, bound_s
+from benchmarks.gpu.train import EXPERIMENT, SMALL, PlainModel, corpus_of
 from tests.docs.transcript import parse, run
 from wane.models.networks import Network
+from wane.models.vocabulary import Vocabulary
+from wane.training.config import DataConfig, Experiment
+from wane.training.data import load_corpus
+from wane.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 LONG = 10
@@ -171,6 +178,66 @@ def test_wrong_arguments_are_named(
     with pytest.raises(SystemExit):
         main()
     assert message in capsys.readouterr().err
+
+
+def needed(name: str, found: set[str]) -> set[str]:
+    """Adds the distribution `name` and all that it requires to `found`."""
+    if name not in found and importlib.util.find_spec(name.replace("-", "_").replace("pyyaml", "yaml")) is not None:
+        found.add(name)
+        for line in metadata.requires(name) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                needed(requirement.name.lower(), found)
+    return found
+
+
+def test_the_first_three_parts_need_torch_and_numpy_alone(tmp_path: Path) -> None:
+    """They run with links to torch, its requirements and numpy, without the other packages of this interpreter. The
+    last part resumes its run, which can be opened where the other packages are."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in needed("torch", set()) | {"numpy"}:
+        for file in metadata.files(name) or []:
+            first = Path(file.parts[0])
+            if file.parts[0] != ".." and not (packages / first).is_symlink():
+                (packages / first).symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / first)
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu", f"--out={tmp_path}", "--device=cpu", f"--minutes={LONG}"]
+    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]), "OMP_NUM_THREADS": "1"}
+    lacks = "import importlib.util as util; assert not any(map(util.find_spec, ['pydantic', 'tokenizers', 'onnx']))"
+    subprocess.run([sys.executable, "-S", "-c", lacks], env=variables, check=True)
+    for parts in ("chip,scan,train", "train"):
+        ended = subprocess.run(
+            [*command, f"--parts={parts}"], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        found = records(tmp_path)
+        assert {name: found[name].get("reason", found[name]["status"]) for name in parts.split(",")} == dict.fromkeys(
+            parts.split(","), "done"
+        )
+    assert found["train"]["first_step"] == SMALL["training"]["steps"]
+    run = RunFolder(tmp_path / "run")
+    assert run.experiment().name == "word-chip"
+    assert run.network(Vocabulary("words", run.tokenizer_json()).size)[1]["step"] <= SMALL["training"]["steps"]
+
+
+def test_the_part_train_has_the_experiment_and_the_vocabulary_of_the_trainer(tmp_path: Path) -> None:
+    chosen = Experiment.read(ROOT / "training" / "experiments" / "word-chip.toml")
+    assert EXPERIMENT.read_text(encoding="utf-8") == chosen.model_dump_json(indent=2) + "\n"
+    document = json.loads(EXPERIMENT.read_text(encoding="utf-8"))
+    plain, whole = PlainModel(**document["model"]).architecture(50), chosen.model.architecture(50)
+    for name in set(vars(plain)) - {"front"}:
+        assert getattr(plain, name) == getattr(whole, name)
+    assert vars(plain.front) == (whole.front.model_dump() if whole.front else None)
+    assert [tensor.shape for tensor in plain.state_tensors()] == [tensor.shape for tensor in whole.state_tensors()]
+    assert (plain.gate_cap(0), plain.cell_inputs(0)) == (whole.gate_cap(0), whole.cell_inputs(0))
+    assert Network(cast(Any, plain)).weights().keys() == Network(whole).weights().keys()
+    text = ROOT / "LICENSE"
+    data = DataConfig(kind="text", path=text, vocabulary="words", vocabulary_size=100)
+    found, expected = corpus_of({"kind": "text", "path": text, "vocabulary_size": 100}), load_corpus(data)
+    assert found.tokenizer_json == expected.tokenizer_json
+    assert found.words == expected.words
+    for split, stream in expected.streams.items():
+        assert np.array_equal(found.streams[split], stream)
 
 
 # The parts

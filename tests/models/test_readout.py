@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import architecture, random_weights
@@ -19,7 +21,7 @@ from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.certificate import certify
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.perturbation import Perturbation
-from wane.models.certificate.readout import states_apart
+from wane.models.certificate.readout import SUMS, UNIT, roundoffs, states_apart
 from wane.models.export import export_bundle
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.parity import OnnxGraphs
@@ -264,3 +266,27 @@ def test_the_gates_and_candidates_that_the_graph_computes_are_within_the_bounds(
     assert np.all(np.abs(held) <= layer.bound.reach[0])
     exact = Reference(model, weights).step(np.array([ROUNDED]), {"layers.0.s": np.zeros((1, 8))})[2]["layers.0.s"]
     assert np.abs(ends[0][ROUNDED] - exact).max() > 1e-3, "the graph is exact, so this test checks nothing"
+
+
+@pytest.mark.parametrize("terms", [128, 576])
+def test_a_matrix_whose_sums_are_rounded_in_one_direction_has_the_a_priori_bound(terms: int) -> None:
+    """The graph's product with such a matrix has errors above SUMS units of roundoff."""
+    random = np.random.default_rng(0)
+    regular = random.choice([-0.75, 0.75], size=(32, 1)) * np.ones((32, terms))
+    usual = random.normal(size=(32, terms))
+    assert roundoffs(usual) == SUMS
+    assert roundoffs(regular) == roundoffs(np.concatenate([usual, regular])) == terms + 2
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", terms])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 32])],
+        [numpy_helper.from_array(regular.T.astype(np.float32), "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.repeat(random.uniform(0.5, 1, size=(500, 1)).astype(np.float32), terms, axis=1)
+    off = session.run(None, {"x": x})[0] - x.astype(np.float64) @ regular.T
+    size = np.linalg.norm(x.astype(np.float64) @ np.abs(regular.T), axis=1)
+    found = float((np.linalg.norm(off, axis=1) / (UNIT * size)).max())
+    assert SUMS < found <= terms + 2

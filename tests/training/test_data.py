@@ -9,8 +9,9 @@ import pytest
 from tests.training.corpora import text_corpus, write_events
 from wane.models.vocabulary import Vocabulary
 from wane.training.config import DataConfig
-from wane.training.data import batches, load_corpus
+from wane.training.data import load_corpus
 from wane.training.errors import DataError
+from wane.training.lanes import batches
 
 
 def load_text(path: Path, **keys: object) -> None:

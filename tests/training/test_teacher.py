@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch.nn import functional
 from tests.training.corpora import experiment, text_corpus
 from wane.models.networks import LockedDropout, Network
 from wane.training.config import Experiment, ModelConfig, TeacherConfig
-from wane.training.errors import ConfigError, RunError
+from wane.training.errors import ConfigError, ResumeError, RunError
 from wane.training.loop import Trainer
 from wane.training.losses.teacher import Teacher
 from wane.training.run_folder import RunFolder
@@ -59,6 +60,23 @@ def test_a_taught_run_that_is_resumed_has_the_losses_of_an_uninterrupted_run(tmp
     list(islice(Trainer(chosen, corpus, RunFolder(tmp_path / "cut")).run(), 5))
     resumed = Trainer(chosen, corpus, RunFolder(tmp_path / "cut"))
     assert [progress.loss for progress in resumed.run()] == whole[4:]
+
+
+def test_a_taught_run_is_not_resumed_with_another_teacher(tmp_path: Path, teacher_run: Path) -> None:
+    """The teacher's folder has other weights. The refused run is left as it is."""
+    copy, corpus = tmp_path / "teacher", text_corpus()
+    shutil.copytree(teacher_run, copy)
+    chosen, folder = taught(copy), RunFolder(tmp_path / "run")
+    list(islice(Trainer(chosen, corpus, folder).run(), 5))
+    kept = (folder.path / "checkpoint.pt").read_bytes()
+    best = RunFolder(copy).load("best.pt")
+    best["weights"]["head.bias"][0] += 1
+    RunFolder(copy).save("best.pt", best)
+    with pytest.raises(ResumeError, match=r"whose teacher had other weights \(SHA-256 [0-9a-f]{64}\)"):
+        Trainer(chosen, corpus, folder)
+    assert (folder.path / "checkpoint.pt").read_bytes() == kept
+    shutil.copytree(teacher_run, copy, dirs_exist_ok=True)
+    assert Trainer(chosen, corpus, folder).step == 4
 
 
 def test_a_student_comes_closer_to_its_teacher(tmp_path: Path, teacher_run: Path) -> None:

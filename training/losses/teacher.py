@@ -10,20 +10,24 @@ T**2 keeps the size of the gradient for every T. The teacher reads the same batc
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wane.training.config import TeacherConfig
-from wane.training.data import Corpus
 from wane.training.errors import RunError
 from wane.training.lanes import Batch
 from wane.training.losses.sampled_softmax import token_losses
 from wane.training.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from wane.training.config import TeacherConfig
+    from wane.training.data import Corpus
+
 
 class Teacher:
-    """A teacher on a device, and its states, one tensor (lanes, *shape) each."""
+    """A teacher on a device, its states, one tensor (lanes, *shape) each, and the SHA-256 of its weights, `digest`."""
 
     def __init__(self, config: TeacherConfig, corpus: Corpus, lanes: int, device: torch.device) -> None:
         """Raises RunError if the teacher's vocabulary is not that of `corpus`, or if its run folder has no weights."""
@@ -33,6 +37,7 @@ class Teacher:
         self._config = config
         self._network = folder.network(corpus.vocabulary.size)[0].requires_grad_(False).to(device)
         self.state = self._network.zero_state(lanes)
+        self.digest = self._network.digest()
 
     def losses(self, batch: Batch, logits: Tensor, carried: bool) -> Tensor:
         """Returns the loss of each target. Advances the teacher's states by the batch. logits: (..., V), those of the

@@ -37,6 +37,7 @@ where = some.integers(0, REPLICAS - 1)
 modes = some.sampled_from([Mode.RECURRENT, Mode.WINDOW, Mode.BOTH])
 answered = some.tuples(where, modes, some.sampled_from(["predict", "step", "generate"]), latencies)
 compared = some.tuples(where, agreements, some.sampled_from(Source))
+reached = some.tuples(where, some.integers(1, 600), some.booleans(), share, some.booleans())
 shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"]))
 
 
@@ -64,15 +65,18 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @settings(deadline=None)
-@given(some.lists(answered), some.lists(compared), some.lists(shadowed), some.lists(where))
+@given(some.lists(answered), some.lists(reached), some.lists(compared), some.lists(shadowed), some.lists(where))
 def test_merged_reports_equal_the_report_of_a_single_process(
-    answers: list[Any], pairs: list[Any], shadows: list[Any], sessions: list[int]
+    answers: list[Any], windows: list[Any], pairs: list[Any], shadows: list[Any], sessions: list[int]
 ) -> None:
     parts, whole = [Stats(Metrics(), "m") for _ in range(REPLICAS)], Stats(Metrics(), "m")
     for replica, mode, operation, latency in answers:
         for report in (parts[replica], whole):
             report.took(mode, latency)
             report.answered(operation, mode)
+    for replica, *window in windows:
+        for report in (parts[replica], whole):
+            report.reached(*window)
     for replica, agreement, source in pairs:
         for report in (parts[replica], whole):
             report.compared(agreement, source)
@@ -86,7 +90,7 @@ def test_merged_reports_equal_the_report_of_a_single_process(
     assert (expected.pop("replicas"), expected["models"][0].pop("replicas")) == (1, 1)
     assert_same(found, expected)
     one = document(whole, len(sessions))["models"][0]
-    for figure in ("operations", "agreement", "shadow", "sessions"):
+    for figure in ("windows", "operations", "agreement", "shadow", "sessions"):
         assert_same(found["models"][0][figure], one[figure])
     for mode, measured in one["modes"].items():
         assert found["models"][0]["modes"][mode]["requests"] == measured["requests"]

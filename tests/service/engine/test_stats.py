@@ -172,6 +172,34 @@ async def test_bounds_and_proofs_of_answers_are_counted(make_harness: MakeHarnes
     assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
 
 
+async def test_the_report_has_the_bounds_that_windows_reached_by_k(make_harness: MakeHarness) -> None:
+    harness = make_harness(certified=True, window=130, max_window=140)
+    tokens, asked = TOKENS * 20, []
+    for window, prove, mode in (
+        (130, False, Mode.WINDOW),
+        (139, False, Mode.BOTH),
+        (1, False, Mode.WINDOW),
+        (130, True, Mode.WINDOW),
+    ):
+        asked.append(await harness.engine.submit(PredictRequest(tokens, mode=mode, window=window, prove=prove)))
+    await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=130))  # leaves nothing out
+    await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
+    found: Any = (await harness.engine.report())["windows"]
+    assert [(each["k"], each["prove"], each["answers"]) for each in found] == [
+        (1, False, 1),
+        (128, False, 2),
+        (128, True, 1),
+    ]
+    assert asked[1].agreement is not None
+    proved = [asked[0].top1_proved, asked[1].agreement.top1_proved, asked[2].top1_proved, asked[3].top1_proved]
+    assert [each["top1_proved"] for each in found] == [proved[2], proved[0] + proved[1], proved[3]]
+    bounds = known([asked[0].error_bound, asked[1].agreement.error_bound])
+    assert [bucket["count"] for bucket in found[1]["buckets"]] == [
+        sum(bound <= (bucket["le"] or 1) for bound in bounds) for bucket in found[1]["buckets"]
+    ]
+    assert (found[0]["p90"], found[0]["buckets"][-2]) == (pytest.approx(0.95), {"le": 1.0, "count": 1})
+
+
 async def test_the_report_has_the_bounds_and_proofs_of_comparisons(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     for window in (130, 1, 140):

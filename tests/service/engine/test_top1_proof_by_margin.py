@@ -142,3 +142,19 @@ def test_a_mixture_with_an_unbounded_error_proves_nothing() -> None:
     probabilities, of_network = np.array([[0.9, 0.05], [0.9, 0.05]]), np.array([0.1, 0.1])
     proved = margin.proves_mixtures(probabilities, lengths, of_network, np.array([1e-6, np.inf]))
     assert proved.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_the_most_probable_tokens_of_many_rows_decide_as_all_tokens_do(count: int) -> None:
+    weights, margin = make(7)
+    random = np.random.default_rng(7)
+    hidden = (3 * random.normal(size=(500, WIDTH))).astype(np.float32)
+    logits = np.stack([logits_of(weights, row) for row in hidden])
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+    errors = np.array([leads(weights, row)[1].min() for row in logits]) * np.exp(0.5 * random.normal(size=500))
+    top = np.take_along_axis(logits, ids, axis=1).astype(np.float64)
+    settled = margin.settled(ids, top, np.linalg.norm(hidden.astype(np.float64), axis=1), errors)
+    whole = [margin.has_no_rival(*row) for row in zip(logits, hidden, errors.tolist(), ids[:, 0].tolist(), strict=True)]
+    assert all(found in (decided, -1) for found, decided in zip(settled.tolist(), whole, strict=True))
+    assert 0 < (settled < 0).sum() < 400
+    assert 0 < sum(whole) < 500
