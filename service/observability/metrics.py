@@ -390,7 +390,7 @@ class Metrics:
         self._count_requests()
         encode, content_type = choose_encoder(accept)
         end = encode(CollectorRegistry())
-        parts = (encode(_Only(metric)).removesuffix(end) for metric in self.registry.collect())  # type: ignore[arg-type]
+        parts = (encode(_Only(metric)).removesuffix(end) for metric in self.registry.collect())
         return chain(parts, (end,)), content_type
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
