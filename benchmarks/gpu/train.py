@@ -70,7 +70,7 @@ class PlainModel(SimpleNamespace):
 
     @property
     def contractions(self) -> tuple[float, ...]:
-        return (self.contraction,) * self.layers
+        return (float(self.contraction),) * int(self.layers)
 
     def architecture(self, vocabulary_size: int) -> PlainArchitecture:
         return PlainArchitecture(
@@ -151,7 +151,7 @@ def corpus_of(data: dict[str, Any]) -> SimpleNamespace:
 def _tokenizer_json(ids: dict[str, int]) -> str:
     """Returns the vocabulary file of the library `tokenizers`."""
     nothing = dict.fromkeys(("truncation", "padding"))
-    document = {
+    document: dict[str, Any] = {
         "version": "1.0",
         **nothing,
         "added_tokens": [],

@@ -17,16 +17,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import architecture, random_weights
+from tests.models.rounding import rounding
 from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.certificate import certify
+from wane.models.certificate.admissible import SUMS, UNIT_FLOAT32
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.perturbation import Perturbation
-from wane.models.certificate.readout import SUMS, UNIT, roundoffs, states_apart
+from wane.models.certificate.readout import roundoffs, states_apart
 from wane.models.export import export_bundle
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.parity import OnnxGraphs
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture
+from wane.models.manifest import Architecture, StateError
 from wane.models.reference import Reference
 from wane.models.weights import encode_weights, tensor_extents
 from wane.service.engine.engine import Engine
@@ -288,5 +290,24 @@ def test_a_matrix_whose_sums_are_rounded_in_one_direction_has_the_a_priori_bound
     x = np.repeat(random.uniform(0.5, 1, size=(500, 1)).astype(np.float32), terms, axis=1)
     off = session.run(None, {"x": x})[0] - x.astype(np.float64) @ regular.T
     size = np.linalg.norm(x.astype(np.float64) @ np.abs(regular.T), axis=1)
-    found = float((np.linalg.norm(off, axis=1) / (UNIT * size)).max())
+    found = float((np.linalg.norm(off, axis=1) / (UNIT_FLOAT32 * size)).max())
     assert SUMS < found <= terms + 2
+
+
+@pytest.mark.parametrize("front", [None, {"blocks": 1, "kernel_size": 2, "feed_forward": 4}])
+def test_no_measured_step_bounds_the_rounding_of_other_residual_networks(front: dict[str, int] | None) -> None:
+    """With convolution blocks there is no a priori bound either, so nothing is claimed."""
+    model = architecture("gated", "residual", layers=2, gate_caps=(0.9, 0.9), front=front)
+    weights = random_weights(model, 0)
+    measured = rounding(1e-9).model_copy(
+        update={"step": {f"layers.{layer}.s": StateError(box=1e-12, ball=1e-12) for layer in range(2)}, "output": 1e-9}
+    )
+    certificate = certify(model, weights, 8, measured)
+    assert certificate.contractive and certificate.rounding is not None
+    if front is None:
+        assert certificate.rounding.worst_case is not None
+        assert certificate.rounding.between_runs >= certificate.rounding.worst_case > 1e-6
+    else:
+        assert certificate.rounding.worst_case is None
+        gain = float(np.abs(weights["norm.weight"]).max())
+        assert certificate.rounding.between_runs >= 2 * gain * np.sqrt(model.hidden)
