@@ -15,7 +15,7 @@ from research.histories import (
     greedy_histories,
     random_histories,
 )
-from wane.models.cell_registry import CELLS
+from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.certificate.cells.gated import GatedLayer
 from wane.models.certificate.layer_bound import Layer
@@ -28,7 +28,8 @@ from wane.models.certificate.total_variation import head_diameter
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.roles import build_graph
 from wane.models.export.rounding import measure_rounding
-from wane.models.manifest import Architecture, Certificate
+from wane.models.layer_registry import FADING
+from wane.models.manifest import Certificate
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
 from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
@@ -54,7 +55,7 @@ Found = dict[str, object]
 def random_model(seed: int) -> tuple[Architecture, Weights]:
     """Returns a random model. Consecutive seeds give models with different kinds of cell."""
     generator = np.random.default_rng(seed)
-    cell = tuple(CELLS)[seed % len(CELLS)]
+    cell = FADING[seed % len(FADING)]
     residual = bool(generator.random() < 0.4)
     layers = int(generator.choice([1, 1, 2, 3]))
     hidden = int(generator.integers(2, 13))
@@ -104,12 +105,12 @@ class _Examined:
 
     def found(self) -> Found:
         factors = [layer.bound.factor for layer in self.layers]
-        block, many = self.architecture.block, len(self.layers) > 1
+        block, many = "residual" if self.architecture.residual else "plain", len(self.layers) > 1
         histories = self._histories()
         states, after_states = self._states(histories[-STATES:, PAST:])
         found: Found = {
-            "cell": self.architecture.cell,
-            "stack": "front" if self.architecture.front else f"{block}, {'more' if many else 'one'}",
+            "cell": self.architecture.family,
+            "stack": "front" if self.architecture.finite else f"{block}, {'more' if many else 'one'}",
             "stable": max(factors) < 1,
             "claims": self.bounded,
             "histories": len(histories),
@@ -141,7 +142,7 @@ class _Examined:
         if reach is None:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
-        if self.architecture.front is None:
+        if not self.architecture.finite:
             # Without convolution blocks the states are also checked in float32, so they are rounded to float32. The
             # factor keeps the rounded states within the reachable limits.
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
@@ -314,11 +315,11 @@ def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tupl
 
     Returns None for linear and relu cells, which have no such limits.
     """
-    if architecture.cell in ("linear", "rnn_relu"):
+    if architecture.family in ("linear", "rnn_relu"):
         return None
     boxes = {}
     for index, layer in enumerate(layers):
-        for name, reach in zip(CELLS[architecture.cell].states, layer.bound.reach, strict=True):
+        for name, reach in zip(architecture.fading[index].states, layer.bound.reach, strict=True):
             box = (layer.low, layer.high) if isinstance(layer, GatedLayer) else (-reach, reach)
             boxes[f"layers.{index}.{name}"] = box
     return boxes

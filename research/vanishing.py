@@ -23,10 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture
 from wane.models.reference import Reference
 from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
@@ -82,7 +82,11 @@ def _descend(architecture: Architecture, weights: dict[str, np.ndarray], at_top:
         _, after = exact.advance(last, state)
         x = weights["embedding.weight"][-1:].astype(np.float64)
         y = after["layers.0.s"]
-        x = exact._above_cell(0, x, y) if at_top else x + y @ weights["layers.0.mix.weight"].T.astype(np.float64)
+        x = (
+            exact._above_cell(architecture.placed()[0], x, y)
+            if at_top
+            else x + y @ weights["layers.0.mix.weight"].T.astype(np.float64)
+        )
         x = x[0] - x.mean()
         if np.linalg.norm(x) < best:
             best, kept = float(np.linalg.norm(x)), row
@@ -96,7 +100,7 @@ def examine(seed: int) -> dict[str, float]:
     architecture, weights = attacked(seed)
     data = encode_weights(weights)
     step = build_graph("step", architecture, WEIGHTS, tensor_extents(data))
-    hold = min(int(4 / (1 - architecture.gate_cap(0))) + 200, LONGEST_HOLD)
+    hold = min(int(4 / (1 - architecture.layers[0].cap)) + 200, LONGEST_HOLD)
     certificate = certify(architecture, weights, hold + 1, None)
     readout = certificate.readout
     assert readout is not None, "the model has no readout: this is a bug"

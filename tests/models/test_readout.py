@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import architecture, random_weights
+from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.certificate import certify
 from wane.models.certificate.layers import build_layers
@@ -24,7 +25,6 @@ from wane.models.export import export_bundle
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.parity import OnnxGraphs
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture
 from wane.models.reference import Reference
 from wane.models.weights import encode_weights, tensor_extents
 from wane.service.engine.engine import Engine

@@ -69,7 +69,7 @@ def _facts(engine: Engine) -> ModelFactsDocument:
         "model_version": manifest.version,
         "device": engine.device,
         "description": manifest.description,
-        "family": manifest.architecture.cell,
+        "family": manifest.architecture.family,
         "parameters": manifest.architecture.model_dump(),
         "k": manifest.window,
         "max_window": manifest.max_window,
