@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from wane.models.architecture import Front
 from wane.models.event_files.format import EventColumns, EventFormat
-from wane.models.layer_registry import Convolution, Gated, LayerSpec
+from wane.models.layer_registry import Attention, Convolution, Finite, InputGated, LayerSpec
 from wane.service.settings import NOT_AN_OPTION, PREFIX, UNITS, Settings
 from wane.training.config import (
     DataConfig,
@@ -59,11 +59,22 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("[model.front]", "Causal convolutions before the first layer. Their memory is finite.", Front),
     (
         "[[model.layers]]",
-        "One table for each layer, bottom to top. Convolutions stand below the other layers.",
+        "One table for each layer, bottom to top. "
+        "[training/experiments/families](../training/experiments/families) has examples.",
         LayerSpec,
     ),
-    ('[[model.layers]], `kind` = "gated"', "Gates that read only the input.", Gated),
-    ('[[model.layers]], `kind` = "convolution"', "A causal convolution. Its memory is finite.", Convolution),
+    (
+        '[[model.layers]], `kind` = "gated" or "leaky"',
+        "Gates that do not depend on the state. Those of `leaky` are constant.",
+        InputGated,
+    ),
+    (
+        '[[model.layers]], `kind` = "convolution" or "attention"',
+        "A layer with finite memory. Such layers stand below the recurrent layers, or alone.",
+        Finite,
+    ),
+    ('[[model.layers]], `kind` = "convolution"', "A causal convolution and its activation.", Convolution),
+    ('[[model.layers]], `kind` = "attention"', "Causal attention over the last tokens.", Attention),
     ("[data]", "The corpus. [Training on events](event_training.md) explains the fields of events.", DataConfig),
     (
         "[data], for files of events",

@@ -75,7 +75,10 @@ class LayerSpec(Frozen):
     finite: ClassVar[bool] = False
     missing: ClassVar[Mapping[Part | Literal["audit"], str]] = {}
 
-    kind: str = Field(description="kind of the layer")
+    kind: str = Field(
+        description="`linear`, `rnn_tanh`, `rnn_relu`, `gru`, `lstm`, `gated`, `leaky`, `lru` (recurrent), "
+        "`convolution` or `attention`"
+    )
     units: int = Field(ge=1, description="width of the cell's output")
     block: Block = Field(
         default="plain",

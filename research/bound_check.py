@@ -18,6 +18,7 @@ from research.histories import (
 from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.certificate.cells.gated import GatedLayer
+from wane.models.certificate.cells.lru import LruLayer
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.request import RequestBound
@@ -28,7 +29,7 @@ from wane.models.certificate.total_variation import head_diameter
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.roles import build_graph
 from wane.models.export.rounding import measure_rounding
-from wane.models.layer_registry import FADING
+from wane.models.layer_registry import FADING, KINDS
 from wane.models.manifest import Certificate
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
@@ -59,18 +60,27 @@ def random_model(seed: int) -> tuple[Architecture, Weights]:
     residual = bool(generator.random() < 0.4)
     layers = int(generator.choice([1, 1, 2, 3]))
     hidden = int(generator.integers(2, 13))
-    fields: dict[str, object] = {"cell": cell, "layers": layers, "hidden": hidden, "embedding": hidden}
-    fields["vocabulary_size"] = int(generator.integers(3, 9))
+    if cell == "lru":  # real and imaginary parts
+        hidden += hidden % 2
+    fields: dict[str, object] = {"embedding": hidden, "vocabulary_size": int(generator.integers(3, 9))}
+    layer: dict[str, object] = {"kind": cell, "units": hidden}
+    stack: list[dict[str, object]] = []
     if residual:
-        fields |= {"block": "residual", "norm_epsilon": float(generator.choice([1e-5, 0.01, 0.25]))}
-        fields["feed_forward"] = int(generator.choice([0, 8]))
+        fields["norm_epsilon"] = float(generator.choice([1e-5, 0.01, 0.25]))
+        layer |= {"block": "residual", "feed_forward": int(generator.choice([0, 8]))}
         if generator.random() < 0.25:
-            fields["front"] = {"blocks": 1, "kernel_size": int(generator.integers(2, 4)), "feed_forward": 6}
+            kernel = int(generator.integers(2, 4))
+            stack.append(
+                {"kind": "convolution", "block": "front", "units": hidden, "kernel_size": kernel, "feed_forward": 6}
+            )
         if generator.random() < 0.25:
-            fields["units"] = int(generator.integers(2, 13))
-    if cell == "gated" and generator.random() < 0.7:
-        fields["gate_caps"] = tuple(generator.uniform(0.3, 0.98, layers).tolist())
-    architecture = Architecture.model_validate(fields)
+            units = int(generator.integers(2, 13))
+            layer["units"] = units + units % 2 if cell == "lru" else units
+    caps: list[float] = [1.0] * layers
+    if KINDS[cell].input_gated and generator.random() < 0.7:
+        caps = generator.uniform(0.3, 0.98, layers).tolist()
+    stack += [layer | ({"gate_cap": cap} if KINDS[cell].input_gated else {}) for cap in caps]
+    architecture = Architecture.model_validate(fields | {"layers": stack})
     recurrent, driven = 10 ** generator.uniform(-1.3, 0.4), 10 ** generator.uniform(-1, 0.5)
     between = 10 ** generator.uniform(-1.5, 0)
     weights = {}
@@ -321,5 +331,7 @@ def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tupl
     for index, layer in enumerate(layers):
         for name, reach in zip(architecture.fading[index].states, layer.bound.reach, strict=True):
             box = (layer.low, layer.high) if isinstance(layer, GatedLayer) else (-reach, reach)
+            if isinstance(layer, LruLayer):  # the bound is of a complex unit's modulus
+                box = (-reach / np.sqrt(2), reach / np.sqrt(2))
             boxes[f"layers.{index}.{name}"] = box
     return boxes

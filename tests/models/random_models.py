@@ -27,7 +27,8 @@ def architecture(cell: Kind, block: str = "plain", layers: int = 1, **fields: ob
     assert isinstance(units, int)
     if cell == "lru" and units % 2:  # real and imaginary parts
         units += 1
-        sizes["embedding"] = units if block == "plain" else hidden
+        if block == "plain":
+            fields["embedding"] = units
     each = {"kind": cell, "block": block, "units": units}
     each["feed_forward"] = fields.pop("feed_forward", 0)
     stack = [each | ({"gate_cap": caps[layer]} if caps else {}) for layer in range(layers)]

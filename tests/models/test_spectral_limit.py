@@ -86,9 +86,8 @@ def test_project_meets_the_spectral_limit_and_the_contraction(
             tensor.copy_(ill_conditioned(seed + number, tuple(tensor.shape), 1.0))
     project(network, (0.7, 0.9), limit)
     weights = network.weights()
-    parameter, gates = {"gru": ("weight_ih_l0", 3), "lstm": ("weight_ih_l0", 4), "gated": ("weight", 2)}.get(
-        cell, ("weight_ih_l0", 1)
-    )
+    parameter, _ = spec.input_tensors
+    gates = {"gru": 3, "lstm": 4, "gated": 2}.get(cell, 1)
     for layer in range(2):
         prefix = f"layers.{layer}."
         held = [weights[prefix + "mix.weight"]]

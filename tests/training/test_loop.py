@@ -11,7 +11,7 @@ import torch
 
 from tests.training.corpora import experiment, text_corpus
 from wane.models.certificate import certify
-from wane.models.layer_registry import FADING, Kind
+from wane.models.layer_registry import FADING, KINDS, Kind
 from wane.models.networks import Network
 from wane.training.config import Experiment, ModelConfig, TrainingConfig
 from wane.training.data import Corpus
@@ -61,7 +61,7 @@ def test_every_cell_learns_in_both_regimes(tmp_path: Path, cell: Kind, contracti
     assert sum(losses[-5:]) / 5 < uniform - 1.0
 
 
-@pytest.mark.parametrize("cell", [cell for cell in FADING if cell != "gated"])
+@pytest.mark.parametrize("cell", [cell for cell in FADING if not KINDS[cell].input_gated])
 def test_the_certificate_bounds_the_best_weights_of_a_stable_cell(tmp_path: Path, cell: Kind) -> None:
     model = ModelConfig(cell=cell, hidden=24, layers=2, contraction=0.8)
     chosen = experiment(model, steps=60, learning_rate=2e-2, evaluate_every=30, checkpoint_every=60, project_every=7)
