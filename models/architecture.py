@@ -43,7 +43,7 @@ class Architecture(Frozen):
 
     vocabulary_size: int = Field(ge=2)
     embedding: int = Field(ge=1)
-    layers: tuple[AnyLayer, ...] = Field(min_length=1)
+    layers: tuple[AnyLayer, ...] = Field(min_length=1, max_length=1024)
     tied: bool = True
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
 

@@ -7,11 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from tests.training.corpora import experiment
 from wane.models.weights import weight_shapes
-from wane.training.config import Experiment
+from wane.training.config import Experiment, ModelConfig
 from wane.training.run import train
 
 FAMILIES = sorted((Path(__file__).parents[2] / "training" / "experiments" / "families").glob("*.toml"))
@@ -35,3 +36,32 @@ def test_a_family_is_trained(path: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses and all(math.isfinite(loss) for loss in losses)
+
+
+GATED = {"kind": "gated", "units": 8}
+
+
+def test_contraction_is_the_cap_of_the_gates_of_each_recurrent_layer() -> None:
+    convolution = {"kind": "convolution", "units": 8, "kernel_size": 2}
+    model = ModelConfig.model_validate({"layers": [convolution, GATED, GATED], "contraction": [0.5, 0.75]})
+    assert [layer.cap for layer in model.architecture(9).layers] == [1, 0.5, 0.75]
+    assert model.architecture(9).embedding == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "the layers are missing"),
+        ({"cell": "gated"}, "the layers are missing"),
+        ({"cell": "convolution", "hidden": 8}, "needs its own table"),
+        ({"layers": [GATED], "hidden": 8}, "hidden is a key of each layer"),
+        ({"layers": [GATED], "units": 8}, "units is a key of each layer"),
+        ({"layers": [GATED | {"gate_cap": 0.5}], "contraction": 0.9}, "give either"),
+        ({"layers": [GATED, GATED], "contraction": [0.9]}, "1 numbers, but the network has 2 recurrent layers"),
+        ({"layers": [{"kind": "tape", "units": 8}]}, "tape"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_layers_that_do_not_fit_together_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig.model_validate(keys)
