@@ -172,7 +172,7 @@ def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[li
 def draw(results: list[dict[str, object]], file: Path) -> None:
     """Plots the ratio of the observed distance to the bound as a function of k: the median over models, and the range
     from the 10th to the 90th percentile."""
-    figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(2, 4, figsize=(13, 5.6), sharex=True, sharey=True, layout="constrained")
     shares = tightness(results)
     for axis, cell in zip(axes.flat, FADING, strict=True):
         for kind, (colour, shift) in KINDS.items():

@@ -32,8 +32,10 @@ def test_the_adversary_s_changes_increase_the_distance(cell: Kind) -> None:
 
     flipped = adversary.flipped(start, PAST, 6)
     assert (ends(flipped) >= ends(start) * (1 - FLOAT32)).all()
-    assert np.median(ends(flipped) / ends(start)) > 2
-    assert np.median(ends(adversary.softened(start, PAST, 8)) / ends(start)) > 1.2
+    # The gates of leaky units are constant, so no token after the cut slows the forgetting.
+    least, least_softened = (1.02, 1.1) if cell == "leaky" else (2, 1.2)
+    assert np.median(ends(flipped) / ends(start)) > least
+    assert np.median(ends(adversary.softened(start, PAST, 8)) / ends(start)) > least_softened
 
 
 def test_the_adversary_changes_only_the_past_of_a_fixed_window() -> None:
