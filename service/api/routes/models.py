@@ -70,7 +70,7 @@ def _facts(engine: Engine) -> ModelFactsDocument:
         "device": engine.device,
         "description": manifest.description,
         "family": manifest.architecture.family,
-        "parameters": manifest.architecture.model_dump(),
+        "parameters": manifest.architecture.model_dump() | {"hidden": manifest.architecture.hidden},
         "k": manifest.window,
         "max_window": manifest.max_window,
         "k_epsilon": {epsilon: smallest(float(epsilon)) for epsilon in EPSILONS},
