@@ -212,7 +212,7 @@ def summary(subject: Subject, found: Figures, first: Figures) -> dict[str, Any]:
     return {
         "model": subject.manifest.name,
         "model_version": subject.manifest.version,
-        "cell": architecture.cell,
+        "cell": architecture.family,
         "vocabulary": subject.manifest.vocabulary.size,
         "window": subject.manifest.window,
         "figures": {

@@ -27,24 +27,21 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from wane.models.architecture import Architecture
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture, Role
+from wane.models.layer_registry import Gated, Lstm
+from wane.models.manifest import Role
 from wane.models.networks import Network
 from wane.models.weights import encode_weights, tensor_extents
 
 VOCABULARY = 2048
 ARCHITECTURES = {
     "gated": Architecture(
-        cell="gated",
         vocabulary_size=VOCABULARY,
         embedding=256,
-        hidden=256,
-        layers=3,
-        block="residual",
-        feed_forward=512,
-        gate_caps=(0.9,) * 3,
+        layers=(Gated(units=256, block="residual", feed_forward=512, gate_cap=0.9),) * 3,
     ),
-    "lstm": Architecture(cell="lstm", vocabulary_size=VOCABULARY, embedding=256, hidden=256, layers=2),
+    "lstm": Architecture(vocabulary_size=VOCABULARY, embedding=256, layers=(Lstm(units=256),) * 2),
 }
 WINDOW = 64
 BATCHES = (1, 16)

@@ -285,7 +285,7 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
     return {
         "model": subject.manifest.name,
         "version": subject.manifest.version,
-        "cell": subject.manifest.architecture.cell,
+        "cell": subject.manifest.architecture.family,
         "vocabulary": subject.manifest.vocabulary.size,
         "paces_us": {
             role: {str(width): 1e6 * pace for width, pace in subject.throughput.pace(role).items()}

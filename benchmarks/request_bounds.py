@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.request import RequestBound
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture
 from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
 BATCHES = (1, 16)

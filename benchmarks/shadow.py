@@ -37,7 +37,7 @@ from benchmarks.bench.open_loop import drive, poisson
 from benchmarks.bench.process import ServerProcess
 from benchmarks.summary import Spread, digits, provenance, write_json
 from wane.models.bundle_checks import read_manifest
-from wane.models.manifest import Frozen
+from wane.models.layer_registry import Frozen
 
 matplotlib.use("Agg")
 

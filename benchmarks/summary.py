@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from wane.models.bundle_checks import read_manifest
-from wane.models.manifest import Frozen, Manifest
+from wane.models.layer_registry import Frozen
+from wane.models.manifest import Manifest
 
 WIDTH = 120
 """The largest width of a line of JSON."""

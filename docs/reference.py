@@ -17,8 +17,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from wane.models.architecture import Front
 from wane.models.event_files.format import EventColumns, EventFormat
-from wane.models.manifest import Front
+from wane.models.layer_registry import Attention, Convolution, Finite, InputGated, LayerSpec
 from wane.service.settings import NOT_AN_OPTION, PREFIX, UNITS, Settings
 from wane.training.config import (
     DataConfig,
@@ -56,6 +57,24 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Top level", "", Experiment),
     ("[model]", "The network.", ModelConfig),
     ("[model.front]", "Causal convolutions before the first layer. Their memory is finite.", Front),
+    (
+        "[[model.layers]]",
+        "One table for each layer, bottom to top. "
+        "[training/experiments/families](../training/experiments/families) has examples.",
+        LayerSpec,
+    ),
+    (
+        '[[model.layers]], `kind` = "gated" or "leaky"',
+        "Gates that do not depend on the state. Those of `leaky` are constant.",
+        InputGated,
+    ),
+    (
+        '[[model.layers]], `kind` = "convolution" or "attention"',
+        "A layer with finite memory. Such layers stand below the recurrent layers, or alone.",
+        Finite,
+    ),
+    ('[[model.layers]], `kind` = "convolution"', "A causal convolution and its activation.", Convolution),
+    ('[[model.layers]], `kind` = "attention"', "Causal attention over the last tokens.", Attention),
     ("[data]", "The corpus. [Training on events](event_training.md) explains the fields of events.", DataConfig),
     (
         "[data], for files of events",
@@ -147,7 +166,7 @@ def experiments_page() -> str:
             lines += [about, ""]
         lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
         for name, field in model.model_fields.items():
-            if name not in model.__annotations__:
+            if name not in model.__annotations__ or (name == "kind" and model is not LayerSpec):
                 continue  # the field is inherited, and its class has its own section
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 continue  # the field is a table, which has its own section

@@ -163,8 +163,8 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
     generator = np.random.default_rng(0)
     reference = Reference(bundle.manifest.architecture, bundle.weights())
     lengths = np.array(PROBE_LENGTHS, dtype=np.int64)
-    if (front := bundle.manifest.architecture.front) is not None:
-        lengths[0] = max(lengths[0], front.reach + BEYOND_FRONT)
+    if reach := bundle.manifest.architecture.reach:
+        lengths[0] = max(lengths[0], reach + BEYOND_FRONT)
     tokens = generator.integers(bundle.vocabulary.size, size=(len(lengths), lengths.max()), dtype=np.int64)
     zeros = reference.zero_state(len(lengths))
     start = {name: generator.uniform(-1, 1, value.shape) for name, value in zeros.items()}

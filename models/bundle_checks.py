@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from wane.models.manifest import OLDEST_SCHEMA, SCHEMA_VERSION, Certificate, Frozen, Manifest, Role
+from wane.models.layer_registry import Frozen
+from wane.models.manifest import OLDEST_SCHEMA, SCHEMA_VERSION, Certificate, Manifest, Role
 from wane.models.vocabulary import UNK, Vocabulary
 
 MANIFEST = "manifest.json"

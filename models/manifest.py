@@ -10,23 +10,23 @@ from typing import Annotated, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.architecture import Architecture, StateTensor
+from wane.models.layer_registry import Frozen
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """The version of the manifest's schema that this version of Wane writes."""
 
 OLDEST_SCHEMA = 3
 """The oldest version of the schema that this version of Wane reads. Schema 4 added the fields `unknown` and `start`,
 and the output `hiddens` of the `scan` graph. Schema 5 added `certificate.readout` and the outputs `norms` and
-`every_norms`, and the curve `certificate.error_bound` became free of rounding."""
+`every_norms`, and the curve `certificate.error_bound` became free of rounding. Schema 6 describes the network by a list
+of layers (`Architecture.layers`)."""
 
 LARGEST_WINDOW = 65_536
 """The largest window, in tokens. A window is one input of a graph and is held in memory."""
@@ -58,126 +58,6 @@ with no start token before it."""
 
 Precision = Literal["float32", "int8"]
 """The number format in which the graphs multiply by weights. The weights in the weights file are always float32."""
-
-
-class Frozen(BaseModel):
-    """An immutable record. It rejects unknown fields and numbers that are not finite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-class StateTensor(Frozen):
-    """One tensor of a session's state. Its initial value is zero."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Literal["float32"] = "float32"
-
-
-class Front(Frozen):
-    """Causal-convolution blocks between the embedding and the first layer. Each block computes
-
-        x = x + feed_forward_out(relu(feed_forward_in(convolution(LayerNorm(x)))))
-
-    with a depthwise convolution over the last `kernel_size` tokens and `feed_forward` inner units. The blocks' output
-    depends only on the last `reach + 1` tokens, their receptive field.
-    """
-
-    blocks: int = Field(ge=1, description="number of blocks, each of which reads the output of the one below")
-    kernel_size: int = Field(ge=2, le=64, description="number of tokens that a convolution reads")
-    feed_forward: int = Field(ge=1, description="width of the feed-forward part")
-
-    @property
-    def reach(self) -> int:
-        """The number of tokens in the blocks' receptive field, without the current token."""
-        return self.blocks * (self.kernel_size - 1)
-
-
-class Architecture(Frozen):
-    """All properties of the network except its weights.
-
-    `block`: "plain" or "residual". In a plain network, each cell reads the output of the cell below. A residual block
-        computes `x = x + mix(cell(LayerNorm(x)))`, where mix is a matrix of `hidden` rows and `units` columns. The last
-        residual block is followed by a LayerNorm.
-    `feed_forward`: the width of the feed-forward part of a residual block. If it is not 0, the block then computes
-        `x = x + feed_forward(LayerNorm(x))`.
-    `front`: the convolution blocks below the first layer, for residual blocks only.
-    `units`: the number of units of each cell, for residual blocks only. If it is null, this number is `hidden`.
-    `norm_epsilon`: the number that every LayerNorm adds to the variance. The change of a LayerNorm's output is
-        therefore at most `max|gain| / sqrt(norm_epsilon)` times the change of its input.
-    `gate_caps`: one number c for each layer, in float32, for gated cells only. The layer's forget gates are `f = c *
-        sigmoid(...)`, so none exceeds c. An empty tuple means that every c is 1.
-    """
-
-    cell: Cell
-    vocabulary_size: int = Field(ge=2)
-    embedding: int = Field(ge=1)
-    hidden: int = Field(ge=1)
-    layers: int = Field(ge=1)
-    block: Literal["plain", "residual"] = "plain"
-    feed_forward: int = Field(default=0, ge=0)
-    tied: bool = True
-    front: Front | None = None
-    units: int | None = Field(default=None, ge=1)
-    norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
-    gate_caps: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Architecture:
-        if self.tied and self.embedding != self.hidden:
-            raise ValueError(f"tied weights need embedding == hidden, not {self.embedding} and {self.hidden}")
-        if self.block == "residual" and self.embedding != self.hidden:
-            raise ValueError(f"residual blocks need embedding == hidden, not {self.embedding} and {self.hidden}")
-        if self.block == "plain" and self.feed_forward:
-            raise ValueError("feed_forward needs block = 'residual'")
-        if self.block == "plain" and self.norm_epsilon != 1e-5:
-            raise ValueError("norm_epsilon needs block = 'residual'")
-        if self.block == "plain" and (self.front is not None or self.units is not None):
-            raise ValueError("front and units need block = 'residual'")
-        if self.gate_caps and not CELLS[self.cell].input_gated:
-            raise ValueError(f"gate_caps are for gated cells, not for {self.cell}")
-        if self.gate_caps and len(self.gate_caps) != self.layers:
-            raise ValueError(f"gate_caps has {len(self.gate_caps)} numbers, but the network has {self.layers} layers")
-        return self
-
-    def gate_cap(self, layer: int) -> float:
-        """Returns the greatest value of a layer's forget gates: its entry of `gate_caps`, rounded to float32, or 1."""
-        return float(np.float32(self.gate_caps[layer])) if self.gate_caps else 1.0
-
-    @property
-    def cell_units(self) -> int:
-        """The number of units of each cell."""
-        return self.hidden if self.units is None else self.units
-
-    def cell_inputs(self, layer: int) -> int:
-        """Returns the number of input features of a layer's cell."""
-        return self.hidden if layer else self.embedding
-
-    def layer_states(self, layer: int) -> tuple[str, ...]:
-        """Returns the names of one layer's state tensors: `layers.0.h`, `layers.0.c`."""
-        return tuple(f"layers.{layer}.{name}" for name in CELLS[self.cell].states)
-
-    @property
-    def norm_columns(self) -> int:
-        """The number of columns of the output `norms` (see `Readout`)."""
-        return 3 if self.feed_forward else 2
-
-    def front_tensors(self) -> tuple[StateTensor, ...]:
-        """Returns the state tensors of the convolution blocks, `front.0.inputs`, ...: the last normalised inputs of
-        each block's convolution, oldest first."""
-        if self.front is None:
-            return ()
-        shape = (self.front.kernel_size - 1, self.hidden)
-        return tuple(StateTensor(name=f"front.{block}.inputs", shape=shape) for block in range(self.front.blocks))
-
-    def state_tensors(self) -> tuple[StateTensor, ...]:
-        """Returns a session's state tensors, bottom to top: those of `front`, then `layers.0.h`, `layers.0.c`,
-        `layers.1.h`, ..."""
-        return self.front_tensors() + tuple(
-            StateTensor(name=name, shape=(self.cell_units,))
-            for layer in range(self.layers)
-            for name in self.layer_states(layer)
-        )
 
 
 class VocabularyInfo(Frozen):
@@ -299,7 +179,7 @@ class Rounding(Frozen):
         possible distance if `worst_case` is null.
     `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
         enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
-        `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
+        `models/certificate/rounding.py` states. It is null if the architecture has layers with finite memory.
     `sequences`: the token sequences for which the errors of steps were accumulated. "all": by the theorem that bounds a
         window's error for any tokens. `states` and `carried` are recomputed from `step` when a bundle is loaded.
         "probed", along the measured sequences only, occurs in bundles up to schema 4, which are served as uncertified.
@@ -410,8 +290,10 @@ class Readout(Frozen):
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: whether every layer has a factor < 1. Each token multiplies the difference of two of a layer's states
-        by at most the layer's factor.
+    `layers`: the contraction of each layer with fading memory. Layers with finite memory have none: beyond their reach,
+        nothing is left.
+    `contractive`: whether every layer with fading memory has a factor < 1. Each token multiplies the difference of two
+        of a layer's states by at most the layer's factor.
     `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
         arithmetic.
     `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1 in exact
@@ -443,14 +325,18 @@ class Certificate(Frozen):
 
     @property
     def has_rounding(self) -> bool:
-        """Whether the rounding of the graphs is bounded. A `readout` bounds it only if equal tokens give equal bits."""
-        return self.contractive and (self.rounding is not None or (self.readout is not None and self.bit_identical))
+        """Whether the rounding of the graphs is bounded. A `readout` bounds it only if equal tokens give equal bits. In
+        a model of layers with finite memory alone, equal bits mean that there is none."""
+        by_bits = self.readout is not None or not self.layers
+        return self.contractive and (self.rounding is not None or (by_bits and self.bit_identical))
 
     @property
     def states_apart(self) -> dict[str, StateError]:
         """The bounds of the difference of the states of two runs over the same tokens, by state tensor."""
         if self.readout is not None:
             return {self.readout.name: self.readout.states}
+        if not self.layers:
+            return {}
         assert self.rounding is not None, "nothing bounds the rounding: this is a bug"
         return {
             name: StateError(box=2 * error.box, ball=2 * error.ball) for name, error in self.rounding.states.items()
@@ -463,7 +349,7 @@ class Certificate(Frozen):
             return None
         if self.readout is not None:
             return self.readout.furthest if norms is None else self.readout.between(norms)
-        return None if self.rounding is None else self.rounding.between_runs
+        return 0.0 if self.rounding is None else self.rounding.between_runs
 
     def state_error_at(self, k: int) -> float | None:
         """Returns e_k. For a window longer than the curve, returns the curve's last value, which holds for it, too.

@@ -1,4 +1,4 @@
-"""The torch network of an architecture: embedding, recurrent layers, output layer.
+"""The torch network of an architecture: embedding, layers, output layer.
 
 Its `state_dict` has the names of the bundle's weights file.
 """
@@ -6,24 +6,20 @@ Its `state_dict` has the names of the bundle's weights file.
 from __future__ import annotations
 
 import hashlib
-import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wane.models.cell_registry import CELLS, load
+from wane.models.architecture import Architecture, Placed
 from wane.models.cells import State
 from wane.models.cells.lstm import LstmCell
-
-if TYPE_CHECKING:
-    from wane.models.manifest import Architecture, Front
+from wane.models.layer_registry import Block, Finite, load
 
 
-def build_cell(architecture: Architecture, layer: int) -> nn.Module:
+def build_cell(placed: Placed) -> nn.Module:
     """Builds the cell of one layer. `models/cells/__init__.py` describes its interface."""
-    cell: nn.Module = load("torch", architecture.cell).build(architecture, layer)
+    cell: nn.Module = load("torch", placed.layer.kind).build(placed)
     return cell
 
 
@@ -38,9 +34,10 @@ class LockedDropout(nn.Dropout):
 class PlainLayer(nn.Module):
     """A cell that reads the output of the layer below."""
 
-    def __init__(self, architecture: Architecture, index: int, dropout: float) -> None:
+    def __init__(self, architecture: Architecture, placed: Placed, dropout: float) -> None:
+        del architecture
         super().__init__()
-        self.cell = build_cell(architecture, index)
+        self.cell = build_cell(placed)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -48,55 +45,41 @@ class PlainLayer(nn.Module):
         return y, state
 
 
-class CausalConvolution(nn.Module):
-    """A depthwise causal convolution: `c_t = sum_j weight_j * x_(t - K + 1 + j)`, weight (K, H). It is initialised near
-    the identity."""
-
-    def __init__(self, hidden: int, kernel_size: int) -> None:
-        super().__init__()
-        self.kernel_size = kernel_size
-        self.weight = nn.Parameter(torch.randn(kernel_size, hidden) / math.sqrt(kernel_size))
-        with torch.no_grad():
-            self.weight[-1] += 0.5
-
-    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """x: (T, B, H). before: the K - 1 inputs before x, (B, K - 1, H), oldest first. Returns the outputs (T, B, H)
-        and the value of `before` for the next call."""
-        seen = torch.cat([before.transpose(0, 1), x.float()])
-        time = len(x)
-        y = self.weight[0] * seen[:time]
-        for j in range(1, self.kernel_size):
-            y = torch.addcmul(y, self.weight[j], seen[j : j + time])
-        return y, seen[time:].transpose(0, 1)
-
-
 class FrontBlock(nn.Module):
-    """The convolution block `x + feed_forward(convolution(norm(x)))`."""
+    """The block `x + feed_forward(cell(norm(x)))`. The cell's name among the parameters is that of its kind."""
 
-    def __init__(self, architecture: Architecture, front: Front, dropout: float) -> None:
+    def __init__(self, architecture: Architecture, placed: Placed, dropout: float) -> None:
         super().__init__()
-        hidden = architecture.hidden
+        hidden, width = architecture.hidden, placed.layer.feed_forward
         self.norm = nn.LayerNorm(hidden, architecture.norm_epsilon)
-        self.convolution = CausalConvolution(hidden, front.kernel_size)
-        self.feed_forward_in = nn.Linear(hidden, front.feed_forward)
-        self.feed_forward_out = nn.Linear(front.feed_forward, hidden)
+        self._cell = placed.layer.kind
+        self.add_module(self._cell, build_cell(placed))
+        self.feed_forward_in = nn.Linear(hidden, width)
+        self.feed_forward_out = nn.Linear(width, hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        y, after = self.convolution(self.norm(x), before)
+    @property
+    def cell(self) -> nn.Module:
+        """The cell."""
+        return self.get_submodule(self._cell)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        y, state = self.cell(self.norm(x), state)
         y = self.feed_forward_out(torch.relu(self.feed_forward_in(y)))
-        return x + self.dropout(y), after
+        return x + self.dropout(y), state
 
 
 class ResidualLayer(nn.Module):
     """The residual block: `x + mix(cell(norm(x)))`, then `x + feed_forward(norm(x))`."""
 
-    def __init__(self, architecture: Architecture, index: int, dropout: float) -> None:
+    def __init__(self, architecture: Architecture, placed: Placed, dropout: float) -> None:
         super().__init__()
-        hidden, width, epsilon = architecture.hidden, architecture.feed_forward, architecture.norm_epsilon
+        hidden, width, epsilon = architecture.hidden, placed.layer.feed_forward, architecture.norm_epsilon
         self.norm = nn.LayerNorm(hidden, epsilon)
-        self.cell = build_cell(architecture, index)
-        self.mix = nn.Linear(architecture.cell_units, hidden, bias=False)
+        self.cell = build_cell(placed)
+        self.mix = nn.Linear(placed.layer.units, hidden, bias=False)
+        if isinstance(placed.layer, Finite) and placed.layer.skip:
+            self.skip = nn.Linear(placed.layer.units, hidden, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.has_feed_forward = width > 0
         if self.has_feed_forward:
@@ -118,8 +101,12 @@ class ResidualLayer(nn.Module):
         return x
 
 
+BLOCKS: dict[Block, type[nn.Module]] = {"plain": PlainLayer, "residual": ResidualLayer, "front": FrontBlock}
+
+
 class Network(nn.Module):
-    """A recurrent next-token model. All arguments besides the architecture are dropout, which applies only in training:
+    """A next-token model: a stack of causal layers. `front` has the layers with finite memory, `layers` those with
+    fading memory. All arguments besides the architecture are dropout, which applies only in training:
     see the keys of `ModelConfig` with these names."""
 
     def __init__(
@@ -134,17 +121,16 @@ class Network(nn.Module):
         super().__init__()
         self.architecture = architecture
         self.embedding_dropout = embedding_dropout
-        residual = architecture.block == "residual"
         self.embedding = nn.Embedding(architecture.vocabulary_size, architecture.embedding)
         nn.init.normal_(self.embedding.weight, std=architecture.embedding**-0.5 if architecture.tied else 1.0)
         self.dropout = nn.Dropout(dropout)
-        front = architecture.front
-        blocks = [] if front is None else [FrontBlock(architecture, front, dropout) for _ in range(front.blocks)]
-        self.front = nn.ModuleList(blocks)
-        self.layers = nn.ModuleList(
-            ResidualLayer(architecture, index, dropout) if residual else PlainLayer(architecture, index, dropout)
-            for index in range(architecture.layers)
-        )
+        blocks = [
+            (placed.layer.finite, BLOCKS[placed.layer.block](architecture, placed, dropout))
+            for placed in architecture.placed()
+        ]
+        self.front = nn.ModuleList(block for finite, block in blocks if finite)
+        self.layers = nn.ModuleList(block for finite, block in blocks if not finite)
+        residual = architecture.residual
         self.norm = nn.LayerNorm(architecture.hidden, architecture.norm_epsilon) if residual else nn.Identity()
         self.head = nn.Linear(architecture.hidden, architecture.vocabulary_size)
         nn.init.zeros_(self.head.bias)
@@ -168,16 +154,21 @@ class Network(nn.Module):
         if state is None:
             state = self.zero_state(tokens.shape[1])
         x = self._embedded(tokens)
-        if self.architecture.block == "residual":
+        if self.architecture.residual:
             x = self.dropout(x)
-        after = []
-        for block, before in zip(self.front, state, strict=False):
-            x, inputs = block(x, before)
-            after.append(inputs)
-        width = len(CELLS[self.architecture.cell].states)
-        for layer in self.layers:
-            x, layer_state = layer(x, tuple(state[len(after) : len(after) + width]))
+        after: list[Tensor] = []
+        skipped = x.new_zeros(())
+        for placed, block in zip(self.architecture.placed(), [*self.front, *self.layers], strict=True):
+            count = len(placed.layer.states)
+            before = tuple(state[len(after) : len(after) + count])
+            if isinstance(placed.layer, Finite) and placed.layer.skip:
+                y, layer_state = block.cell(block.norm(x), before)
+                x, skipped = block.above(x, y), skipped + block.skip(y)
+            else:
+                x, layer_state = block(x, before)
             after.extend(layer_state)
+        if skipped.ndim:
+            x = x + skipped
         hidden = self.norm(x)
         return self.dropout(hidden) if self._drops_whole_output else hidden, after
 
@@ -198,7 +189,7 @@ class Network(nn.Module):
     def dropped(self, hidden: Tensor) -> Tensor:
         """Applies the dropout of training to the output layer's input `hidden`, if the blocks are plain. Residual
         blocks apply their own dropout."""
-        if self.architecture.block != "plain" or self._drops_whole_output:
+        if self.architecture.residual or self._drops_whole_output:
             return hidden
         dropped: Tensor = self.dropout(hidden)
         return dropped
@@ -207,7 +198,7 @@ class Network(nn.Module):
     def _drops_whole_output(self) -> bool:
         """Whether the output's dropout has one mask for all time steps, so that it applies before the steps are chosen
         that have a target."""
-        return isinstance(self.dropout, LockedDropout) and self.architecture.block == "plain"
+        return isinstance(self.dropout, LockedDropout) and not self.architecture.residual
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the tensors of the weights file: those of the `state_dict`, without the output matrix if it is tied

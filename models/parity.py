@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.request import RequestBound
-from wane.models.manifest import Architecture, Certificate, Precision, Readout, Role, Rounding
+from wane.models.manifest import Certificate, Precision, Readout, Role, Rounding
 from wane.models.reference import Reference, State
 
 TOLERANCE = 1e-4
@@ -386,8 +387,7 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     read the sequences in two pieces, and `head` reads the last `hidden` of `step`. `log_sum_exp` is not compared,
     because another batch may sum the vocabulary in another order, which changes log-probabilities by a bit.
     """
-    front = 0 if architecture.front is None else architecture.front.reach
-    time, half = front + 2 * PIECE, front + PIECE
+    time, half = architecture.reach + 2 * PIECE, architecture.reach + PIECE
     tokens = np.random.default_rng(4).integers(architecture.vocabulary_size, size=(batch, time), dtype=np.int64)
     tokens[-1] = tokens[0, 0]
     shapes = {tensor.name: tensor.shape for tensor in architecture.state_tensors()}

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from wane.models.cell_registry import CELLS, Cell, CellInfo
-from wane.models.manifest import Architecture
+from wane.models.architecture import Architecture, Placed
+from wane.models.layer_registry import Finite, LayerSpec
 
 Weights = Mapping[str, NDArray[np.float32]]
 
@@ -28,40 +28,11 @@ class WeightsError(Exception):
 
 def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor of the weights file, bottom to top."""
-    hidden, feed_forward, units = architecture.hidden, architecture.feed_forward, architecture.cell_units
-    cell = CELLS[architecture.cell]
-    rows = cell.gates * units
+    hidden = architecture.hidden
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (architecture.vocabulary_size, architecture.embedding)}
-    if (front := architecture.front) is not None:
-        for block in range(front.blocks):
-            prefix = f"front.{block}."
-            shapes |= {
-                prefix + "norm.weight": (hidden,),
-                prefix + "norm.bias": (hidden,),
-                prefix + "convolution.weight": (front.kernel_size, hidden),
-                prefix + "feed_forward_in.weight": (front.feed_forward, hidden),
-                prefix + "feed_forward_in.bias": (front.feed_forward,),
-                prefix + "feed_forward_out.weight": (hidden, front.feed_forward),
-                prefix + "feed_forward_out.bias": (hidden,),
-            }
-    for layer in range(architecture.layers):
-        prefix = f"layers.{layer}."
-        inputs = architecture.cell_inputs(layer)
-        if architecture.block == "residual":
-            shapes |= {prefix + "norm.weight": (hidden,), prefix + "norm.bias": (hidden,)}
-        shapes |= {f"{prefix}cell.{name}": shape for name, shape in _cell_shapes(cell, rows, inputs, units).items()}
-        if architecture.block == "residual":
-            shapes[prefix + "mix.weight"] = (hidden, units)
-            if feed_forward:
-                shapes |= {
-                    prefix + "feed_forward_norm.weight": (hidden,),
-                    prefix + "feed_forward_norm.bias": (hidden,),
-                    prefix + "feed_forward_in.weight": (feed_forward, hidden),
-                    prefix + "feed_forward_in.bias": (feed_forward,),
-                    prefix + "feed_forward_out.weight": (hidden, feed_forward),
-                    prefix + "feed_forward_out.bias": (hidden,),
-                }
-    if architecture.block == "residual":
+    for placed in architecture.placed():
+        shapes |= {f"{placed.name}.{name}": shape for name, shape in _layer_shapes(placed, hidden).items()}
+    if architecture.residual:
         shapes |= {"norm.weight": (hidden,), "norm.bias": (hidden,)}
     if not architecture.tied:
         shapes["head.weight"] = (architecture.vocabulary_size, hidden)
@@ -69,13 +40,27 @@ def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _cell_shapes(cell: CellInfo, rows: int, inputs: int, units: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a cell's tensors, weights before biases."""
-    weight, bias = cell.input_tensors
-    if cell.recurrent_tensors is None:
-        return {weight: (rows, inputs), bias: (rows,)}
-    recurrent_weight, recurrent_bias = cell.recurrent_tensors
-    return {weight: (rows, inputs), recurrent_weight: (rows, units), bias: (rows,), recurrent_bias: (rows,)}
+def _layer_shapes(placed: Placed, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's tensors."""
+    layer = placed.layer
+    cell = layer.tensors(placed.inputs)
+    if layer.block == "plain":
+        return {f"cell.{name}": shape for name, shape in cell.items()}
+    norm: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,), "norm.bias": (hidden,)}
+    feed_forward: dict[str, tuple[int, ...]] = {
+        "feed_forward_in.weight": (layer.feed_forward, hidden),
+        "feed_forward_in.bias": (layer.feed_forward,),
+        "feed_forward_out.weight": (hidden, layer.feed_forward),
+        "feed_forward_out.bias": (hidden,),
+    }
+    if layer.block == "front":
+        return norm | {f"{layer.kind}.{name}": shape for name, shape in cell.items()} | feed_forward
+    shapes = norm | {f"cell.{name}": shape for name, shape in cell.items()} | {"mix.weight": (hidden, layer.units)}
+    if isinstance(layer, Finite) and layer.skip:
+        shapes["skip.weight"] = (hidden, layer.units)
+    if layer.feed_forward:
+        shapes |= {"feed_forward_norm.weight": (hidden,), "feed_forward_norm.bias": (hidden,)} | feed_forward
+    return shapes
 
 
 Affine = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -84,42 +69,43 @@ Affine = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class CellWeights:
-    """The weights of one layer's cell: the weight and bias for the input and, unless the cell is input-gated, for the
-    state."""
+    """The weights of one layer's cell.
 
-    cell: Cell
-    gate_cap: float
-    input: Affine
-    _recurrent: Affine | None
+    layer: the layer's fields. tensors: the cell's tensors, by the names of `LayerSpec.tensors`.
+    """
+
+    layer: LayerSpec
+    tensors: dict[str, NDArray[np.float64]]
 
     @classmethod
     def of(
         cls,
-        architecture: Architecture,
-        layer: int,
+        placed: Placed,
         weights: Mapping[str, NDArray[np.floating]],
         dtype: type[np.float64 | np.float32] = np.float64,
     ) -> CellWeights:
         """Returns the weights of one layer's cell. `weights` are those of the whole network, by the names of the
         weights file."""
+        layer = placed.layer
+        names = layer.tensors(placed.inputs)
+        return cls(layer, {name: weights[f"{placed.cell}.{name}"].astype(dtype) for name in names})
 
-        def read(name: str) -> NDArray[np.float64]:
-            tensor: NDArray[np.float64] = weights[f"layers.{layer}.cell.{name}"].astype(dtype)
-            return tensor
-
-        cell = CELLS[architecture.cell]
-        weight, bias = (read(name) for name in cell.input_tensors)
-        recurrent = None
-        if cell.recurrent_tensors is not None:
-            recurrent_weight, recurrent_bias = (read(name) for name in cell.recurrent_tensors)
-            recurrent = recurrent_weight, recurrent_bias
-        return cls(architecture.cell, architecture.gate_cap(layer), (weight, bias), recurrent)
+    @property
+    def input(self) -> Affine:
+        """The weight, (gates * units, I), and the bias, (gates * units), for the input. The weight of constant gates is
+        0."""
+        weight, bias = (self.tensors[name] for name in self.layer.input_tensors)
+        missing = len(bias) - len(weight)
+        return (
+            np.concatenate([np.zeros((missing, weight.shape[1]), weight.dtype), weight]) if missing else weight
+        ), bias
 
     @property
     def recurrent(self) -> Affine:
-        """The recurrent weight, (gates * H, H), and bias, (gates * H)."""
-        assert self._recurrent is not None, "an input-gated cell has no recurrent matrix: this is a bug"
-        return self._recurrent
+        """The recurrent weight, (gates * units, units), and bias, (gates * units)."""
+        names = self.layer.recurrent_tensors
+        assert names is not None, "the cell has no recurrent matrix: this is a bug"
+        return self.tensors[names[0]], self.tensors[names[1]]
 
 
 def head_weight(weights: Weights) -> NDArray[np.float32]:

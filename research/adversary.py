@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
-from wane.models.manifest import Architecture
+from wane.models.architecture import Architecture
 from wane.models.networks import Network
 from wane.models.weights import Weights
 

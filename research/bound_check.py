@@ -15,9 +15,10 @@ from research.histories import (
     greedy_histories,
     random_histories,
 )
-from wane.models.cell_registry import CELLS
+from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.certificate.cells.gated import GatedLayer
+from wane.models.certificate.cells.lru import LruLayer
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.request import RequestBound
@@ -28,7 +29,8 @@ from wane.models.certificate.total_variation import head_diameter
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.roles import build_graph
 from wane.models.export.rounding import measure_rounding
-from wane.models.manifest import Architecture, Certificate
+from wane.models.layer_registry import FADING, KINDS
+from wane.models.manifest import Certificate
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
 from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
@@ -54,22 +56,31 @@ Found = dict[str, object]
 def random_model(seed: int) -> tuple[Architecture, Weights]:
     """Returns a random model. Consecutive seeds give models with different kinds of cell."""
     generator = np.random.default_rng(seed)
-    cell = tuple(CELLS)[seed % len(CELLS)]
+    cell = FADING[seed % len(FADING)]
     residual = bool(generator.random() < 0.4)
     layers = int(generator.choice([1, 1, 2, 3]))
     hidden = int(generator.integers(2, 13))
-    fields: dict[str, object] = {"cell": cell, "layers": layers, "hidden": hidden, "embedding": hidden}
-    fields["vocabulary_size"] = int(generator.integers(3, 9))
+    if cell == "lru":  # real and imaginary parts
+        hidden += hidden % 2
+    fields: dict[str, object] = {"embedding": hidden, "vocabulary_size": int(generator.integers(3, 9))}
+    layer: dict[str, object] = {"kind": cell, "units": hidden}
+    stack: list[dict[str, object]] = []
     if residual:
-        fields |= {"block": "residual", "norm_epsilon": float(generator.choice([1e-5, 0.01, 0.25]))}
-        fields["feed_forward"] = int(generator.choice([0, 8]))
+        fields["norm_epsilon"] = float(generator.choice([1e-5, 0.01, 0.25]))
+        layer |= {"block": "residual", "feed_forward": int(generator.choice([0, 8]))}
         if generator.random() < 0.25:
-            fields["front"] = {"blocks": 1, "kernel_size": int(generator.integers(2, 4)), "feed_forward": 6}
+            kernel = int(generator.integers(2, 4))
+            stack.append(
+                {"kind": "convolution", "block": "front", "units": hidden, "kernel_size": kernel, "feed_forward": 6}
+            )
         if generator.random() < 0.25:
-            fields["units"] = int(generator.integers(2, 13))
-    if cell == "gated" and generator.random() < 0.7:
-        fields["gate_caps"] = tuple(generator.uniform(0.3, 0.98, layers).tolist())
-    architecture = Architecture.model_validate(fields)
+            units = int(generator.integers(2, 13))
+            layer["units"] = units + units % 2 if cell == "lru" else units
+    caps: list[float] = [1.0] * layers
+    if KINDS[cell].input_gated and generator.random() < 0.7:
+        caps = generator.uniform(0.3, 0.98, layers).tolist()
+    stack += [layer | ({"gate_cap": cap} if KINDS[cell].input_gated else {}) for cap in caps]
+    architecture = Architecture.model_validate(fields | {"layers": stack})
     recurrent, driven = 10 ** generator.uniform(-1.3, 0.4), 10 ** generator.uniform(-1, 0.5)
     between = 10 ** generator.uniform(-1.5, 0)
     weights = {}
@@ -104,12 +115,12 @@ class _Examined:
 
     def found(self) -> Found:
         factors = [layer.bound.factor for layer in self.layers]
-        block, many = self.architecture.block, len(self.layers) > 1
+        block, many = "residual" if self.architecture.residual else "plain", len(self.layers) > 1
         histories = self._histories()
         states, after_states = self._states(histories[-STATES:, PAST:])
         found: Found = {
-            "cell": self.architecture.cell,
-            "stack": "front" if self.architecture.front else f"{block}, {'more' if many else 'one'}",
+            "cell": self.architecture.family,
+            "stack": "front" if self.architecture.finite else f"{block}, {'more' if many else 'one'}",
             "stable": max(factors) < 1,
             "claims": self.bounded,
             "histories": len(histories),
@@ -141,7 +152,7 @@ class _Examined:
         if reach is None:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
-        if self.architecture.front is None:
+        if not self.architecture.finite:
             # Without convolution blocks the states are also checked in float32, so they are rounded to float32. The
             # factor keeps the rounded states within the reachable limits.
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
@@ -314,11 +325,13 @@ def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tupl
 
     Returns None for linear and relu cells, which have no such limits.
     """
-    if architecture.cell in ("linear", "rnn_relu"):
+    if architecture.family in ("linear", "rnn_relu"):
         return None
     boxes = {}
     for index, layer in enumerate(layers):
-        for name, reach in zip(CELLS[architecture.cell].states, layer.bound.reach, strict=True):
+        for name, reach in zip(architecture.fading[index].states, layer.bound.reach, strict=True):
             box = (layer.low, layer.high) if isinstance(layer, GatedLayer) else (-reach, reach)
+            if isinstance(layer, LruLayer):  # the bound is of a complex unit's modulus
+                box = (-reach / np.sqrt(2), reach / np.sqrt(2))
             boxes[f"layers.{index}.{name}"] = box
     return boxes

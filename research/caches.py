@@ -30,7 +30,8 @@ from rich.progress import Progress
 from benchmarks.page import markdown, put
 from benchmarks.summary import digits, provenance, write_json
 from wane.models.cache_statistics import cache_statistics
-from wane.models.manifest import CacheModel, Frozen
+from wane.models.layer_registry import Frozen
+from wane.models.manifest import CacheModel
 from wane.training.bundle import LENGTHS, corpus_of, network_of, open_bundle
 from wane.training.cache import cache_start, fit_cache
 from wane.training.data import Corpus

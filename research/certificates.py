@@ -45,7 +45,7 @@ from rich.progress import track
 from rich.table import Table
 
 from research.bound_check import DTYPES, LAST, OF_WINDOWS, PAST, SHOWN, examine
-from wane.models.cell_registry import CELLS
+from wane.models.layer_registry import FADING
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -75,7 +75,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
         "violations",
     ):
         table.add_column(heading, justify="right")
-    for cell in (*CELLS, "all"):
+    for cell in (*FADING, "all"):
         rows = [each for each in results if cell in (each["cell"], "all")]
         held = [each for each in rows if each["claims"]]
         table.add_row(
@@ -110,7 +110,7 @@ def report_served(console: Console, results: list[dict[str, object]]) -> None:
     table = Table(title="Served rounding, float32 graphs, thousands of steps. Observed / served: median (max)")
     for heading in ("cell", "errors accumulated over", "models", "pairs", "violations", "one run", "two runs"):
         table.add_column(heading, justify="right")
-    for cell in (*CELLS, "all"):
+    for cell in (*FADING, "all"):
         for sequences in ("all", "own") if cell != "all" else ("all", "own", None):
             rows = [each for each in results if cell in (each["cell"], "all") and "served_pairs" in each]
             rows = [each for each in rows if sequences in (each["served_sequences"], None)]
@@ -138,7 +138,7 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
     )
     for heading in ("cell", *headings):
         table.add_column(heading, justify="right")
-    for cell in (*CELLS, "all"):
+    for cell in (*FADING, "all"):
         rows = [each for each in results if cell in (each["cell"], "all")]
         counts: dict[str, int] = defaultdict(int)
         for each in rows:
@@ -158,7 +158,7 @@ def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[li
     """Returns the ratios of the observed distance to the bound, by cell and kind of history. Each value has one list
     for each k in SHOWN, and this list has one ratio per model."""
     shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
-    for cell in CELLS:
+    for cell in FADING:
         for kind in KINDS:
             for each in results:
                 values = each.get(kind)
@@ -172,9 +172,9 @@ def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[li
 def draw(results: list[dict[str, object]], file: Path) -> None:
     """Plots the ratio of the observed distance to the bound as a function of k: the median over models, and the range
     from the 10th to the 90th percentile."""
-    figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(2, 4, figsize=(13, 5.6), sharex=True, sharey=True, layout="constrained")
     shares = tightness(results)
-    for axis, cell in zip(axes.flat, CELLS, strict=True):
+    for axis, cell in zip(axes.flat, FADING, strict=True):
         for kind, (colour, shift) in KINDS.items():
             present = [(k, values) for k, values in zip(SHOWN, shares[cell, kind], strict=True) if values]
             if not present:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from benchmarks.summary import write_json
-from wane.models.manifest import Contraction, Frozen
+from wane.models.layer_registry import Frozen
+from wane.models.manifest import Contraction
 
 Values = NDArray[np.float64]
 

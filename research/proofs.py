@@ -54,7 +54,7 @@ def described(manifest: Manifest, tokens: int) -> ModelFigures:
     shown = sorted({*np.geomspace(1, last, 60).astype(int).tolist(), *(k for k in WINDOWS if k <= last)})
     return ModelFigures(
         weights=manifest.files[manifest.weights],
-        cell=manifest.architecture.cell,
+        cell=manifest.architecture.family,
         layers=certificate.layers,
         certified=certificate.certified,
         max_window=last,
@@ -86,7 +86,7 @@ def measure(
     figures = described(bundle.manifest, len(stream)).with_windows_of(results.models.get(name))
     positions = min(positions, len(stream) - LONGEST)
     architecture = bundle.manifest.architecture
-    slow = architecture.cell in SLOW or architecture.layers > 1 or architecture.front is not None
+    slow = architecture.family in SLOW or len(architecture.layers) > 1
 
     def asked(k: int) -> int:
         return min(fewer, positions) if slow and k != FIRST else positions

@@ -41,7 +41,7 @@ from research.proofs import read_stream
 from research.prover import Never, Tokens, never_interrupted
 from wane.models.bundle import Bundle
 from wane.models.cache_mixture import CacheMixture
-from wane.models.manifest import Frozen
+from wane.models.layer_registry import Frozen
 from wane.models.reference import Reference
 from wane.service.engine.engine import Engine
 from wane.service.observability.metrics import Metrics

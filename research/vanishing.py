@@ -31,10 +31,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture
 from wane.models.reference import Reference
 from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
@@ -123,7 +123,8 @@ def _descend(architecture: Architecture, weights: dict[str, np.ndarray], at_top:
         exact = Reference(architecture, weights)
         _, after = exact.advance(last, state)
         x, y = exact.stream(last, state)[0], after["layers.0.s"]
-        x = exact._above_cell(0, x, y) if at_top else x + y @ weights["layers.0.mix.weight"].T.astype(np.float64)
+        mix = weights["layers.0.mix.weight"].astype(np.float64)
+        x = exact._above_cell(architecture.placed()[0], x, y) if at_top else x + y @ mix.T
         x = x[0] - x.mean()
         if np.linalg.norm(x) < best:
             best, kept = float(np.linalg.norm(x)), row
@@ -147,7 +148,7 @@ def examine(seed: int) -> dict[str, float]:
     architecture, weights = attacked(seed)
     data = encode_weights(weights)
     step = build_graph("step", architecture, WEIGHTS, tensor_extents(data))
-    hold = int(EFOLDS / (1 - architecture.gate_cap(0))) + 20
+    hold = int(EFOLDS / (1 - architecture.layers[0].cap)) + 20
     certificate = certify(architecture, weights, hold + 1, None)
     readout = certificate.readout
     assert readout is not None, "the model has no readout: this is a bug"

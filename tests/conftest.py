@@ -37,7 +37,7 @@ TRAIN_FILES = [
         "docs/test_audit.py",
         "docs/test_readme_training.py",
         "docs/test_training.py",
-        "models/test_cell_registry.py",
+        "models/test_layer_registry.py",
         "models/test_constraints.py",
         "models/test_export.py",
         "models/test_l1_ball.py",

@@ -57,7 +57,8 @@ folder may also import one another."""
 LIGHT_MODELS = (
     "wane.models.cache_mixture",
     "wane.models.cache_statistics",
-    "wane.models.cell_registry",
+    "wane.models.architecture",
+    "wane.models.layer_registry",
     "wane.models.event_files",
     "wane.models.manifest",
     "wane.models.bundle",

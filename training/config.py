@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.architecture import Architecture, Front
 from wane.models.event_files.format import EventFormat
-from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen, Start
+from wane.models.layer_registry import KINDS, AnyLayer, Convolution, Frozen, Gated, Kind, read_layer
+from wane.models.manifest import LARGEST_CACHE, Start
 from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
@@ -29,10 +30,19 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 class ModelConfig(Frozen):
     """The keys of the table `[model]`: the network."""
 
-    cell: Cell = Field(description="recurrent cell; the gates of `gated` read only the input")
-    hidden: Whole = Field(description="width of each layer's output")
-    layers: Whole = Field(default=1, description="number of recurrent layers")
-    embedding: Whole | None = Field(default=None, description="width of the token embedding; absent: `hidden`")
+    layers: Whole | tuple[AnyLayer, ...] = Field(
+        default=1,
+        description="the layers, bottom to top, as tables `[[model.layers]]`; or the number of recurrent layers, which "
+        "are then all as `cell`, `hidden`, `units`, `block` and `feed_forward` say",
+    )
+    cell: Kind | None = Field(
+        default=None,
+        description="recurrent cell; the gates of `gated` read only the input; absent if `layers` is a list",
+    )
+    hidden: Whole | None = Field(default=None, description="width of each layer's output; absent if `layers` is a list")
+    embedding: Whole | None = Field(
+        default=None, description="width of the token embedding; absent: `hidden`, or the `units` of the last layer"
+    )
     block: Literal["plain", "residual"] = Field(
         default="plain",
         description="`residual` adds LayerNorm, skip connection and feed-forward part to each layer",
@@ -86,37 +96,64 @@ class ModelConfig(Frozen):
 
     def architecture(self, vocabulary_size: int) -> Architecture:
         """Returns the architecture for a vocabulary of `vocabulary_size` tokens."""
+        layers = self.stack
+        factors = iter(self.contractions or ())
+        for index, layer in enumerate(layers):
+            factor = None if layer.finite else next(factors, None)
+            if factor is not None and layer.input_gated:
+                layers[index] = layer.model_copy(update={"gate_cap": factor})
         return Architecture(
-            cell=self.cell,
             vocabulary_size=vocabulary_size,
-            embedding=self.embedding or self.hidden,
-            hidden=self.hidden,
-            layers=self.layers,
-            block=self.block,
-            feed_forward=self.feed_forward,
+            embedding=self.embedding or self.hidden or layers[-1].units,
+            layers=tuple(layers),
             tied=self.tied,
-            front=self.front,
-            units=self.units,
             norm_epsilon=self.norm_epsilon,
-            gate_caps=(self.contractions or ()) if CELLS[self.cell].input_gated else (),
         )
 
     @property
+    def stack(self) -> list[AnyLayer]:
+        """The layers, bottom to top."""
+        if isinstance(self.layers, tuple):
+            return list(self.layers)
+        fields: dict[str, object] = {"kind": self.cell, "block": self.block, "feed_forward": self.feed_forward}
+        layers = [read_layer(fields | {"units": self.units or self.hidden})] * self.layers
+        if self.front is None:
+            return layers
+        kept = {"kernel_size": self.front.kernel_size, "feed_forward": self.front.feed_forward}
+        front = Convolution.model_validate({"units": self.hidden, "block": "front"} | kept)
+        return [front] * self.front.blocks + layers
+
+    @property
     def contractions(self) -> tuple[float, ...] | None:
-        """The contraction factor (lambda) that training enforces for each layer, bottom to top."""
+        """The contraction factor (lambda) that training enforces for each layer with fading memory, bottom to top."""
         if isinstance(self.contraction, float):
-            return (self.contraction,) * self.layers
+            return (self.contraction,) * sum(not layer.finite for layer in self.stack)
         return self.contraction
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
-        if isinstance(self.contraction, tuple) and len(self.contraction) != self.layers:
+        if self.feed_forward and self.block == "plain":
+            raise ValueError("feed_forward needs block = 'residual'")
+        if isinstance(self.layers, int) and (self.cell is None or self.hidden is None):
+            raise ValueError("the layers are missing: give `cell` and `hidden`, or a list of tables [[model.layers]]")
+        if self.cell is not None and KINDS[self.cell].finite:
+            raise ValueError(f"a layer of the kind {self.cell!r} needs its own table [[model.layers]]")
+        if isinstance(self.layers, tuple):
+            for key in ("cell", "hidden", "block", "feed_forward", "front", "units"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is a key of each layer if `layers` is a list")
+        fading = [layer for layer in self.stack if not layer.finite]
+        if isinstance(self.contraction, tuple) and len(self.contraction) != len(fading):
             raise ValueError(
-                f"contraction has {len(self.contraction)} numbers, but the network has {self.layers} layers"
+                f"contraction has {len(self.contraction)} numbers, but the network has {len(fading)} recurrent layers"
             )
-        if self.weight_dropout and self.cell != "lstm":
+        if self.contraction is not None and any(layer.cap != 1 for layer in fading):
+            raise ValueError("contraction is the gates' cap: give either `contraction` or `gate_cap`")
+        if self.weight_dropout and {layer.kind for layer in fading} != {"lstm"}:
             raise ValueError("weight_dropout needs cell = 'lstm'")
-        if self.spectral_limit is not None and self.block != "residual":
+        if self.front is not None and self.block != "residual":
+            raise ValueError("front needs block = 'residual'")
+        if self.spectral_limit is not None and any(layer.block != "residual" for layer in fading):
             raise ValueError("spectral_limit needs block = 'residual'")
         return self
 
@@ -372,9 +409,10 @@ class Experiment(Frozen):
                     "training.proof needs text: its loss is computed at the end of each chunk, where a batch of events "
                     "may have padding"
                 )
-            if (architecture.cell, architecture.block, architecture.layers) != ("gated", "residual", 1):
+            gated = [layer for layer in architecture.fading if isinstance(layer, Gated) and layer.candidate == "tanh"]
+            if len(architecture.fading) != 1 or not gated or gated[0].block != "residual":
                 raise ValueError("training.proof needs cell = 'gated', block = 'residual' and one layer")
-            reach = 0 if architecture.front is None else architecture.front.reach
+            reach = architecture.reach
             if reach >= min(self.training.chunk, self.training.proof.window or self.training.chunk):
                 raise ValueError(
                     f"training.proof needs chunks and windows longer than the front's reach, {reach} tokens"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from wane.models.manifest import Frozen
+from wane.models.layer_registry import Frozen
 
 LIBRARIES = ("torch", "numpy", "tokenizers")
 

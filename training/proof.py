@@ -52,8 +52,7 @@ class ProofPressure:
         assert isinstance(layer, ResidualLayer), "the configuration allows only residual layers: this is a bug"
         self._layer, self._cell = layer, layer.cell
         assert isinstance(self._cell, GatedCell), "the configuration allows only gated cells: this is a bug"
-        front = network.architecture.front
-        self._reach = 0 if front is None else front.reach
+        self._reach = network.architecture.reach
         self._cell.remember = True
         self._below = torch.empty(0)
         layer.register_forward_hook(self._watch)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wane.models.manifest import Frozen
+from wane.models.layer_registry import Frozen
 
 CUTOFFS = (1, 5, 10, 20)
 """The values of k in the metrics."""

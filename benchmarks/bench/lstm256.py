@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from wane.models.architecture import Architecture
 from wane.models.constraints.projection import project
 from wane.models.export.export import export_bundle
-from wane.models.manifest import Architecture, Manifest, Provenance
+from wane.models.layer_registry import Lstm
+from wane.models.manifest import Manifest, Provenance
 from wane.models.networks import Network
 from wane.models.vocabulary import EOS, UNK
 
@@ -32,7 +34,7 @@ CONTRACTION = 0.9
 SEED = 0
 SAMPLE_TOKENS = 4096
 
-ARCHITECTURE = Architecture(cell="lstm", vocabulary_size=SIZE, embedding=SIZE, hidden=SIZE, layers=1, tied=False)
+ARCHITECTURE = Architecture(vocabulary_size=SIZE, embedding=SIZE, layers=(Lstm(units=SIZE),), tied=False)
 
 
 def export(folder: Path) -> Manifest:

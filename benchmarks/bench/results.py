@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from benchmarks.summary import Spread, write_json
-from wane.models.manifest import Frozen
+from wane.models.layer_registry import Frozen
 
 Figure = Literal["rate", "p50_ms", "p99_ms"]
 

@@ -30,9 +30,11 @@ from tokenizers import Tokenizer, models
 from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, connect, http_request
 from benchmarks.summary import Spread, provenance, write_json
 from tests.service.live_server import LiveServer, live_server
+from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle
 from wane.models.export.export import export_bundle
-from wane.models.manifest import Architecture, Precision, Provenance
+from wane.models.layer_registry import Gru
+from wane.models.manifest import Precision, Provenance
 from wane.models.networks import Network
 from wane.models.vocabulary import EOS, UNK
 from wane.service.runners.onnx import OnnxRunner
@@ -73,9 +75,7 @@ STEPS: Mapping[str, Kind] = {
 def export(folder: Path, items: int, hidden: int, name: str, precision: Precision) -> Path:
     """Writes the bundle `folder`/`name`, and returns the bundle's path. Raises ExportError if a graph does not compute
     the same values as the network."""
-    architecture = Architecture(
-        cell="gru", vocabulary_size=items + 2, embedding=hidden, hidden=hidden, layers=1, tied=False
-    )
+    architecture = Architecture(vocabulary_size=items + 2, embedding=hidden, layers=(Gru(units=hidden),), tied=False)
     torch.manual_seed(SEED)
     network = Network(architecture).eval().requires_grad_(False)
     names = [EOS, UNK, *map(item, range(items))]

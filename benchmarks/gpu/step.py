@@ -28,7 +28,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.chip import roofline, tf32
 from benchmarks.gpu.part import Figures, Part, spread
-from wane.models.manifest import Architecture, Front
+from wane.models.architecture import Architecture
+from wane.models.layer_registry import Convolution, Gated, Lstm
 from wane.models.networks import Network
 
 VOCABULARY = 256
@@ -39,24 +40,20 @@ BATCHES = (1, 16, 256, 1024, 4096, 8192, 16384)
 
 def lstm(hidden: int) -> Architecture:
     """Returns one LSTM layer of `hidden` units, as in `benchmarks/bench/lstm256.py`."""
-    return Architecture(cell="lstm", vocabulary_size=VOCABULARY, embedding=hidden, hidden=hidden, layers=1, tied=False)
+    return Architecture(vocabulary_size=VOCABULARY, embedding=hidden, layers=(Lstm(units=hidden),), tied=False)
 
 
 MODELS = {
     "lstm-1024": lstm(1024),
     "lstm-256": lstm(256),
     "gated-stable": Architecture(  # that of training/experiments/gated-stable.toml
-        cell="gated",
         vocabulary_size=2048,
         embedding=256,
-        hidden=256,
-        layers=1,
-        block="residual",
-        units=576,
-        feed_forward=416,
+        layers=(
+            *(Convolution(units=256, block="front", kernel_size=4, feed_forward=192),) * 2,
+            Gated(units=576, block="residual", feed_forward=416, gate_cap=0.95),
+        ),
         norm_epsilon=1e-2,
-        gate_caps=(0.95,),
-        front=Front(blocks=2, kernel_size=4, feed_forward=192),
     ),
     "lstm-2048": lstm(2048),
     "lstm-32": lstm(32),
@@ -88,7 +85,7 @@ Measure = Callable[[int], Measured]
 def bound_s(network: Network, batch: int, form: str, limits: Figures) -> float:
     """Returns the shortest possible time of a step in seconds. The product of the embedding and the LSTM's input matrix
     is a table, made once."""
-    table = {"embedding.weight"} | ({"layers.0.cell.weight_ih_l0"} if network.architecture.cell == "lstm" else set())
+    table = {"embedding.weight"} | ({"layers.0.cell.weight_ih_l0"} if network.architecture.family == "lstm" else set())
     matrices = {name: tensor for name, tensor in network.named_parameters() if tensor.ndim == 2}
     if network.architecture.tied:
         matrices["head.weight"] = matrices["embedding.weight"]
@@ -189,7 +186,7 @@ def _runner(network: Network, form: str, part: Part, captured: bool) -> Iterator
         (folder / "weights.safetensors").write_bytes(data)
         graph = build_graph("step", model, "weights.safetensors", tensor_extents(data), None, "float32")
         (folder / "step.onnx").write_bytes(graph)
-        manifest = SimpleNamespace(graphs={"step": "step.onnx"}, state=model.state_tensors(), name=model.cell)
+        manifest = SimpleNamespace(graphs={"step": "step.onnx"}, state=model.state_tensors(), name=model.family)
         bundle = cast("Any", SimpleNamespace(manifest=manifest, path=folder, graph_path=lambda _: folder / "step.onnx"))
         shapes = {tensor.name: tensor.shape for tensor in manifest.state} | {HIDDEN: (model.hidden,)}
 

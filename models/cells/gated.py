@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wane.models.architecture import Placed
 from wane.models.cells import State
+from wane.models.layer_registry import InputGated
 from wane.models.parallel_scan import linear_recurrence
 
 if TYPE_CHECKING:
-    from wane.models.manifest import Architecture
+    pass
 
 
 class GatedCell(nn.Module):
-    """`s' = f(x) * s + (1 - f(x)) * z(x)`, `f = cap * sigmoid(W_f x + b_f)`, `z = tanh(W_z x + b_z)`.
+    """`s' = f(x) * s + (1 - f(x)) * z(x)`, `f = cap * sigmoid(W_f x + b_f)`, `z = tanh(W_z x + b_z)` or `W_z x + b_z`.
 
     The gates depend on the input only, so a parallel scan computes all steps of a sequence. The state is a convex
     combination of values in (-1, 1). Each step multiplies the influence of the previous state by f. Related: SRU, QRNN,
@@ -25,9 +27,10 @@ class GatedCell(nn.Module):
     The initial biases give the units memories of 2 to 50 tokens, limited by the cap.
     """
 
-    def __init__(self, inputs: int, hidden: int, gate_cap: float) -> None:
+    def __init__(self, inputs: int, hidden: int, gate_cap: float, candidate: str = "tanh") -> None:
         super().__init__()
         self.gate_cap = gate_cap
+        self.candidate = candidate
         self.remember = False
         self.gates: Tensor | None = None
         self.weight = nn.Parameter(torch.randn(2 * hidden, inputs) / math.sqrt(inputs))
@@ -36,13 +39,21 @@ class GatedCell(nn.Module):
         self.bias = nn.Parameter(torch.cat([torch.logit(share), torch.zeros(hidden)]))
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        gate, candidate = functional.linear(x, self.weight, self.bias).float().chunk(2, dim=-1)
+        gate, candidate = self._driven(x)
         f = self.gate_cap * torch.sigmoid(gate)
         self.gates = f if self.remember else None
-        y = linear_recurrence(f, (1 - f) * torch.tanh(candidate), state[0])
+        z = torch.tanh(candidate) if self.candidate == "tanh" else candidate
+        y = linear_recurrence(f, (1 - f) * z, state[0])
         return y, (y[-1],)
 
+    def _driven(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the pre-activations of the gates and of the candidates, (T, B, H) each."""
+        gate, candidate = functional.linear(x, self.weight, self.bias).float().chunk(2, dim=-1)
+        return gate, candidate
 
-def build(architecture: Architecture, layer: int) -> GatedCell:
+
+def build(placed: Placed) -> GatedCell:
     """Builds the cell of one layer."""
-    return GatedCell(architecture.cell_inputs(layer), architecture.cell_units, architecture.gate_cap(layer))
+    spec = placed.layer
+    assert isinstance(spec, InputGated)
+    return GatedCell(placed.inputs, spec.units, spec.cap, spec.candidate)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
+from wane.models.architecture import Placed
 from wane.models.cells.rnn import OneState
-
-if TYPE_CHECKING:
-    from wane.models.manifest import Architecture
 
 
 class GruCell(OneState, nn.GRU):  # type: ignore[misc]
@@ -17,6 +13,6 @@ class GruCell(OneState, nn.GRU):  # type: ignore[misc]
     the state, not the state itself."""
 
 
-def build(architecture: Architecture, layer: int) -> GruCell:
+def build(placed: Placed) -> GruCell:
     """Builds the cell of one layer."""
-    return GruCell(architecture.cell_inputs(layer), architecture.cell_units)
+    return GruCell(placed.inputs, placed.layer.units)

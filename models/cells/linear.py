@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wane.models.architecture import Placed
 from wane.models.cells import State
-
-if TYPE_CHECKING:
-    from wane.models.manifest import Architecture
 
 
 class LinearCell(nn.Module):
@@ -35,6 +32,6 @@ class LinearCell(nn.Module):
         return torch.stack(outputs), (h,)
 
 
-def build(architecture: Architecture, layer: int) -> LinearCell:
+def build(placed: Placed) -> LinearCell:
     """Builds the cell of one layer."""
-    return LinearCell(architecture.cell_inputs(layer), architecture.cell_units)
+    return LinearCell(placed.inputs, placed.layer.units)

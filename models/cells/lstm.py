@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wane.models.architecture import Placed
 from wane.models.cells import State
-
-if TYPE_CHECKING:
-    from wane.models.manifest import Architecture
 
 
 class LstmCell(nn.LSTM):
@@ -40,6 +36,6 @@ class LstmCell(nn.LSTM):
         return y, (h.squeeze(0), c.squeeze(0))
 
 
-def build(architecture: Architecture, layer: int) -> LstmCell:
+def build(placed: Placed) -> LstmCell:
     """Builds the cell of one layer."""
-    return LstmCell(architecture.cell_inputs(layer), architecture.cell_units)
+    return LstmCell(placed.inputs, placed.layer.units)

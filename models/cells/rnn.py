@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
-from wane.models.cell_registry import Cell
+from wane.models.architecture import Placed
 from wane.models.cells import State
 
-if TYPE_CHECKING:
-    from wane.models.manifest import Architecture
-
-NONLINEARITIES: dict[Cell, str] = {"rnn_tanh": "tanh", "rnn_relu": "relu"}
+NONLINEARITIES: dict[str, str] = {"rnn_tanh": "tanh", "rnn_relu": "relu"}
 
 
 class OneState(nn.RNNBase):
@@ -30,6 +25,6 @@ class RnnCell(OneState, nn.RNN):  # type: ignore[misc]
         super().__init__(inputs, hidden, nonlinearity=nonlinearity)
 
 
-def build(architecture: Architecture, layer: int) -> RnnCell:
+def build(placed: Placed) -> RnnCell:
     """Builds the cell of one layer."""
-    return RnnCell(architecture.cell_inputs(layer), architecture.cell_units, NONLINEARITIES[architecture.cell])
+    return RnnCell(placed.inputs, placed.layer.units, NONLINEARITIES[placed.layer.kind])

@@ -20,10 +20,10 @@ from typing import Protocol
 
 import numpy as np
 
-from wane.models.cell_registry import CELLS
+from wane.models.architecture import Architecture
 from wane.models.certificate.interval_rounding import SPARE, UNIT, UP, Matrix, Vector, product_above, roundoff
 from wane.models.certificate.perturbation import LinearMap
-from wane.models.manifest import Architecture
+from wane.models.layer_registry import InputGated
 from wane.models.reference.functions import layer_norm, sigmoid
 
 ROWS_AT_ONCE = 4096
@@ -198,7 +198,10 @@ ROOM = 1 + 2.0**-10
 
 def has_readout(architecture: Architecture) -> bool:
     """Returns whether `models/certificate/readout.py` bounds the rounding of the architecture."""
-    return architecture.block == "residual" and architecture.layers == 1 and CELLS[architecture.cell].input_gated
+    fading = architecture.fading
+    if not architecture.residual or len(fading) != 1:
+        return False
+    return isinstance(fading[0], InputGated) and fading[0].candidate == "tanh"
 
 
 @dataclass(frozen=True, slots=True)

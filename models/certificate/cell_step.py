@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wane.models.cell_registry import Cell, load
 from wane.models.certificate.deviation import FAR, ULP, Deviation, Linear, longest
 from wane.models.certificate.interval_rounding import Matrix, Vector
+from wane.models.layer_registry import LayerSpec, load
 
 States = tuple[Matrix, ...]
 """A layer's state tensors in the manifest's order, (B, H) each."""
@@ -70,16 +70,22 @@ class Pre:
 
 class CellStep:
     """The cell of one layer. inflow: the cell's input matrices, one for each gate. recurrent: its recurrent matrices,
-    one for each gate. reach: for each state tensor, the bounds of its units' absolute values, (H)."""
+    one for each gate. tensors: the cell's tensors. reach: for each state tensor, the bounds of its units' absolute
+    values, (H)."""
 
     def __init__(
-        self, cell: Cell, gate_cap: float, inflow: list[Linear], recurrent: list[Linear], reach: tuple[Vector, ...]
+        self,
+        layer: LayerSpec,
+        inflow: list[Linear],
+        recurrent: list[Linear],
+        reach: tuple[Vector, ...],
+        tensors: dict[str, Matrix],
     ) -> None:
-        self.cell = cell
-        self.gate_cap = gate_cap
+        self.layer = layer
+        self.tensors = tensors
         self.inflow = inflow
         self.recurrent = recurrent
-        self._moved: Step = load("certificate", cell).moved
+        self._moved: Step = load("certificate", layer.kind).moved
         self.reach = tuple(np.minimum(each, FAR) for each in reach)
         self._reaches_far = not all(np.isfinite(each).all() for each in reach)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.interval_rounding import norm_above
 from wane.models.certificate.layer_bound import Layer, LayerBound
@@ -12,7 +13,7 @@ from wane.models.certificate.readout import readout_of
 from wane.models.certificate.rounding import carry, worst_case
 from wane.models.certificate.stack import Stack, state_error_curve
 from wane.models.certificate.total_variation import head_diameter, total_variation
-from wane.models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
+from wane.models.manifest import Certificate, Condition, Contraction, Rounding
 from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
@@ -35,7 +36,7 @@ def certify(
     contractive has no rounding. Neither has that of a model whose rounding is bounded without measurements
     (`models/certificate/readout.py`). `layers` are the layers of these weights, if the caller has already built them.
     """
-    layers = layers or build_layers(architecture, weights)
+    layers = build_layers(architecture, weights) if layers is None else layers
     bounds = [layer.bound for layer in layers]
     diameter = head_diameter(head_weight(weights).astype(np.float64))
     reason: str | None

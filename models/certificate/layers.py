@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from wane.models.cell_registry import load
+from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import (
     Box,
     ComputedNormalised,
@@ -26,42 +26,78 @@ from wane.models.certificate.admissible import (
     Rows,
     has_readout,
 )
-from wane.models.certificate.interval_rounding import Matrix
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector, product_above
 from wane.models.certificate.layer_bound import Layer
-from wane.models.manifest import Architecture
+from wane.models.layer_registry import load
 from wane.models.weights import CellWeights, Weights
 
 BuildLayer = Callable[[CellWeights, Inputs], Layer]
+Furthest = Callable[[CellWeights, Vector], Vector]
 
 
 def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
-    """Builds every layer, bottom to top. The bounds of each layer's output bound the next layer's inputs."""
+    """Builds every layer with fading memory, bottom to top. The bounds of each layer's output bound the next layer's
+    inputs."""
     layers: list[Layer] = []
-    build_layer: BuildLayer = load("certificate", architecture.cell).build_layer
-    for layer in range(architecture.layers):
-        inputs = inputs_of(architecture, weights, layer, layers)
-        layers.append(build_layer(CellWeights.of(architecture, layer, weights), inputs))
+    for index, placed in enumerate(architecture.placed(finite=False)):
+        build_layer: BuildLayer = load("certificate", placed.layer.kind).build_layer
+        inputs = inputs_of(architecture, weights, index, layers)
+        layers.append(build_layer(CellWeights.of(placed, weights), inputs))
     return layers
 
 
 def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:
-    """Returns the admissible inputs of a layer's cell. Above the convolution blocks, these are all outputs of a
-    LayerNorm."""
+    """Returns the admissible inputs of the cell of a layer with fading memory. Above layers with finite memory, these
+    are all outputs of a LayerNorm."""
     gain, shift = f"layers.{layer}.norm.weight", f"layers.{layer}.norm.bias"
-    residual = architecture.block == "residual"
-    if layer == 0 and architecture.front is None:
+    residual = architecture.residual
+    if layer == 0 and not architecture.finite:
         rows = _float64(weights, "embedding.weight")
         if not residual:
             return Rows(rows)
         norm = _float64(weights, gain), _float64(weights, shift)
         if has_readout(architecture):
-            cell = CellWeights.of(architecture, layer, weights)
+            cell = CellWeights.of(architecture.placed(finite=False)[layer], weights)
             return ComputedRows.of(rows, norm, architecture.norm_epsilon, cell.input)
         return Rows.normalised(rows, *norm, architecture.norm_epsilon)
     if residual:
         kind = ComputedNormalised if has_readout(architecture) else Normalised
         return kind(_float64(weights, gain), _float64(weights, shift))
-    return Box(below[-1].bound.reach[0])
+    return Box(below[-1].bound.reach[0] if below else furthest_stream(architecture, weights))
+
+
+def furthest_stream(architecture: Architecture, weights: Weights) -> Vector:
+    """Returns the greatest absolute value of each unit of the stream above the layers with finite memory, (H).
+
+    Their output at a token depends on this token and the `reach` tokens before it. In a window of more than `reach`
+    tokens it is therefore that of the uninterrupted run, exactly. Before, the two may be any two outputs within this
+    bound.
+    """
+
+    def tensor(name: str) -> Matrix:
+        return np.abs(weights[name].astype(np.float64))
+
+    bound: Vector = tensor("embedding.weight").max(axis=0)
+    for placed in architecture.placed(finite=True):
+        layer, name, root = placed.layer, placed.name, float(np.sqrt(architecture.hidden))
+        fed = bound
+        if layer.block != "plain":
+            fed = (tensor(f"{name}.norm.weight") * root + tensor(f"{name}.norm.bias")) * UP
+        of_cell: Furthest = load("certificate", layer.kind).furthest
+        y = of_cell(CellWeights.of(placed, weights), fed)
+        if layer.block == "plain":
+            bound = y
+            continue
+        if layer.block == "residual":
+            bound = (bound + product_above(tensor(f"{name}.mix.weight"), y)) * UP
+            if not layer.feed_forward:
+                continue
+            gain, shift = (tensor(f"{name}.feed_forward_norm.{part}") for part in ("weight", "bias"))
+            y = (gain * root + shift) * UP
+        inner = product_above(tensor(f"{name}.feed_forward_in.weight"), y) + tensor(f"{name}.feed_forward_in.bias")
+        outer = product_above(tensor(f"{name}.feed_forward_out.weight"), inner * UP)
+        bound = (bound + outer + tensor(f"{name}.feed_forward_out.bias")) * UP
+    return bound
 
 
 def _float64(weights: Weights, name: str) -> Matrix:

@@ -29,12 +29,13 @@ from functools import cached_property
 
 import numpy as np
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.interval_rounding import Vector
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.readout import furthest
 from wane.models.certificate.stack import Stack
-from wane.models.manifest import Architecture, StateError
+from wane.models.manifest import StateError
 from wane.models.weights import Weights
 
 ROOM = 8
@@ -57,11 +58,12 @@ class Propagation:
         self, architecture: Architecture, weights: Weights, layers: list[Layer], states_apart: Mapping[str, StateError]
     ) -> None:
         self._architecture, self._weights, self._layers = architecture, weights, layers
-        self.reach = architecture.front.reach if architecture.front else 0
+        self.reach = architecture.reach
         self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
-        units = architecture.cell_units
+        units = {tensor.name: tensor.shape[0] for tensor in architecture.state_tensors()}
         self._off = {
-            name: Perturbation.within(np.full(units, error.box), error.ball) for name, error in states_apart.items()
+            name: Perturbation.within(np.full(units[name], error.box), error.ball)
+            for name, error in states_apart.items()
         }
 
     @cached_property
@@ -88,6 +90,8 @@ class Propagation:
         """
         if tokens < self.reach:
             return None
+        if not self._layers:
+            return 0.0
         perturbations = [
             tuple(Perturbation.within(joints[name].astype(np.float64).ravel()) + self._off[name] for name in names)
             for names in self._names

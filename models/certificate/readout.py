@@ -44,13 +44,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import FUNCTION, NORM, ROOM, SUMS
 from wane.models.certificate.admissible import UNIT_FLOAT32 as UNIT
 from wane.models.certificate.cells.gated import SMALLEST_GATE
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, spectral_norm
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.total_variation import head_diameter
-from wane.models.manifest import Architecture, Readout, StateError
+from wane.models.manifest import Readout, StateError
 from wane.models.weights import Weights, head_weight
 
 SINGULAR_VECTORS = 4
@@ -81,7 +82,7 @@ def readout_of(architecture: Architecture, weights: Weights, layers: list[Layer]
     magnitudes = norm_above(np.abs(mix) @ reach)
     # |x| is one of the magnitudes of the sum y = x + mix s. It is at most |y| + |mix s|.
     mixed, relative = UNIT * (roundoffs(mix) + 2) * magnitudes, UNIT * (2 + NORM)
-    slope, fed = _fed(tensor, root) if architecture.feed_forward else (None, 0.0)
+    slope, fed = _fed(tensor, root) if architecture.fading[0].feed_forward else (None, 0.0)
     gain, shift = np.abs(tensor("norm.weight")), norm_above(tensor("norm.bias"))
     widest = float(gain.max()) * root + shift
     head, bias = head_weight(weights).astype(np.float64), np.abs(weights["head.bias"].astype(np.float64))

@@ -7,8 +7,8 @@ lengths are known. The distance between the window's states and the run's is bou
 Each state is bounded unit by unit and in the 2-norm (`cell_step.py`, `deviation.py`):
 
 - The inputs of the first layer are the tokens' embeddings, so its gates are known. If the layer is gated, the distance
-  is the distance before the first token times a product of gates. Above convolution blocks, this holds from the first
-  token whose receptive field is within the window.
+  is the distance before the first token times a product of gates. Above layers with finite memory, this holds from the
+  first token whose receptive field is within the window.
 - In a higher layer, the change of a LayerNorm's output is bounded by an angle, and the change of a product by the
   matrix's norms. A relu unit that stays inactive has no effect.
 - No distance exceeds the largest distance between the window's state and a reachable state. If reachable states are
@@ -28,18 +28,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cell_registry import CELLS
+from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.cell_step import CellStep, Deviations, States
 from wane.models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
 from wane.models.certificate.feed_forward import Fed, FeedForward
-from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
+from wane.models.certificate.interval_rounding import Matrix, Vector, norm_above, roundoff
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layer_norm import Between, Normalised
-from wane.models.certificate.layers import build_layers
+from wane.models.certificate.layers import build_layers, furthest_stream
 from wane.models.certificate.readout import readout_of, states_apart
-from wane.models.manifest import Architecture, Readout
-from wane.models.weights import Weights
+from wane.models.layer_registry import LayerSpec
+from wane.models.manifest import Readout
+from wane.models.reference import Reference
+from wane.models.weights import Affine, CellWeights, Weights
+
+FINITE_ROUNDING = 2.0**-36
+"""The assumed error of a float64 evaluation of layers with finite memory that are not front blocks, relative to the
+greatest 2-norm of their output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ class RequestBound:
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
         """layers: the layers of these weights, if the caller has already built them."""
         self._architecture = architecture
-        layers = layers or build_layers(architecture, weights)
+        layers = build_layers(architecture, weights) if layers is None else layers
         self.readout: Readout | None = None
         """The rounding of the answers of float32 runs, None if no theorem bounds it."""
         self.states_apart: Vector | None = None
@@ -108,13 +114,20 @@ class RequestBound:
         if has_readout(architecture) and layers[0].bound.factor < 1:
             self.readout, self.states_apart = readout_of(architecture, weights, layers), states_apart(layers[0])
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
-        self._residual = architecture.block == "residual"
+        self._residual = architecture.residual
         self.largest_gain = float(np.abs(self._weights["norm.weight"]).max()) if self._residual else 1.0
-        front = 0 if architecture.front is None else architecture.front.blocks
-        self._front = [FrontBlock(architecture, self._of(f"front.{block}.")) for block in range(front)]
+        finite, fading = (architecture.placed(finite=each) for each in (True, False))
+        self._front: list[FrontBlock] = []
+        self._whole: Reference | None = None
+        if all(placed.layer.block == "front" for placed in finite):
+            self._front = [FrontBlock(architecture, self._of(f"{placed.name}.")) for placed in finite]
+        else:
+            self._whole = Reference(architecture, weights)
+            longest = norm_above(furthest_stream(architecture, weights))
+            self._anything, self._finite_rounding = 2 * longest, FINITE_ROUNDING * longest
         self.layers = [
-            Block(architecture, index, self._of(f"layers.{index}."), layer.bound.reach)
-            for index, layer in enumerate(layers)
+            Block(architecture, placed.layer, self._of(f"{placed.name}."), layer.bound.reach)
+            for placed, layer in zip(fading, layers, strict=True)
         ]
         if self.readout is not None and self.readout.slope is not None:
             self.layers[0].slope = self.readout.slope
@@ -124,10 +137,17 @@ class RequestBound:
         assert windows.ndim == 2 and windows.shape[1] >= 1, "windows have no tokens: this is a bug"
         batch = len(windows)
         seen = [block.nothing(batch) for block in self._front]
+        whole = {} if self._whole is None else self._whole.zero_state(batch)
         before = [layer.start(batch) for layer in self.layers]
+        x: Matrix
         for position, tokens in enumerate(windows.T):
-            x: Matrix = self._weights["embedding.weight"][tokens]
-            ball = np.zeros(batch)
+            if self._whole is not None:
+                x, whole = self._whole.stream(tokens, whole)
+                reached = position >= self._architecture.reach
+                ball = np.full(batch, self._finite_rounding if reached else self._anything)
+            else:
+                x = self._weights["embedding.weight"][tokens]
+                ball = np.zeros(batch)
             for index, block in enumerate(self._front):
                 x, ball, seen[index] = block(x, ball, seen[index])
             stream, below, steps = x, ball, []
@@ -161,7 +181,7 @@ class RequestBound:
 
         `hidden` is computed from these arrays in float64, and may differ from the graph's.
         """
-        reach = 0 if self._architecture.front is None else self._architecture.front.reach
+        reach = self._architecture.reach
         x, ball = stream, np.where(lengths > reach, rounding, FAR)
         below, steps = ball, []
         for layer, state, error in zip(self.layers, states, errors, strict=True):
@@ -195,14 +215,13 @@ class Block:
     lack the layer's prefix."""
 
     def __init__(
-        self, architecture: Architecture, index: int, weights: dict[str, Matrix], reach: tuple[Vector, ...]
+        self, architecture: Architecture, spec: LayerSpec, weights: dict[str, Matrix], reach: tuple[Vector, ...]
     ) -> None:
-        self._residual = architecture.block == "residual"
+        self._residual = architecture.residual
         self._epsilon = architecture.norm_epsilon
-        cell = CELLS[architecture.cell]
 
-        def read(names: tuple[str, str], norm: str) -> list[Linear]:
-            weight, bias = (np.split(weights[f"cell.{name}"], cell.gates) for name in names)
+        def read(affine: Affine, norm: str) -> list[Linear]:
+            weight, bias = (np.split(tensor, spec.gates) for tensor in affine)
             parts = zip(weight, bias, strict=True)
             if not norm:
                 return [Linear(matrix, part) for matrix, part in parts]
@@ -210,14 +229,17 @@ class Block:
             return [Linear.behind_norm(matrix, part, gain, shift) for matrix, part in parts]
 
         norm = "norm" if self._residual else ""
-        inflow = read(cell.input_tensors, norm)
-        recurrent = [] if cell.recurrent_tensors is None else read(cell.recurrent_tensors, "")
-        self.cell = CellStep(architecture.cell, architecture.gate_cap(index), inflow, recurrent, reach)
+        of_cell = "cell."
+        tensors = {name.removeprefix(of_cell): each for name, each in weights.items() if name.startswith(of_cell)}
+        cell = CellWeights(spec, tensors)
+        inflow = read(cell.input, norm)
+        recurrent = [] if spec.recurrent_tensors is None else read(cell.recurrent, "")
+        self.cell = CellStep(spec, inflow, recurrent, reach, tensors)
         self.feed_forward: FeedForward | None = None
         self.slope = np.inf  # a Lipschitz constant of the feed-forward part, if a readout has one
         if self._residual:
             self.mix = Linear(weights["mix.weight"])
-            if architecture.feed_forward:
+            if spec.feed_forward:
                 self.feed_forward = _feed_forward(weights, "feed_forward_norm")
                 self._between = Between(self.feed_forward.inner, self.mix)
 

@@ -23,14 +23,14 @@ from typing import Literal
 
 import numpy as np
 
-from wane.models.cell_registry import CELLS
+from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import FUNCTION
 from wane.models.certificate.interval_rounding import Matrix, Vector, norm_above
 from wane.models.certificate.layer_bound import Errors, Layer
 from wane.models.certificate.layers import inputs_of
 from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.stack import BlockNoise, Noise, Stack
-from wane.models.manifest import Architecture, StateError
+from wane.models.manifest import StateError
 from wane.models.weights import CellWeights, Weights
 
 DType = Literal["float32", "float64"]
@@ -115,8 +115,8 @@ def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) 
 
 def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype: DType) -> float | None:
     """Bounds the 2-norm distance between the `hidden` of two runs that differ only in rounding. Returns None if the
-    model has convolution blocks."""
-    if architecture.front is not None:
+    model has layers with finite memory."""
+    if architecture.finite:
         return None
     noise = _Writer(architecture, weights, stack.layers, UNITS[dtype]).noise()
     errors = stack.at_rest()
@@ -139,7 +139,7 @@ class _Writer:
 
     def noise(self) -> Noise:
         """Returns the rounding errors that one step adds at each position in the network."""
-        architecture, residual = self.architecture, self.architecture.block == "residual"
+        architecture, residual = self.architecture, self.architecture.residual
         states, normalised, blocks = [], [], []
         stream = float(np.linalg.norm(self._tensor("embedding.weight"), axis=1).max())
         for index, layer in enumerate(self.layers):
@@ -158,11 +158,11 @@ class _Writer:
     def _before_gates(self, index: int, at_norm: float) -> Vector:
         """Returns the error that rounding adds to a layer's pre-activations, (G H). For the first layer, the error
         includes `at_norm`, the 2-norm error of its LayerNorm."""
-        cell = CellWeights.of(self.architecture, index, self.weights)
+        cell = CellWeights.of(self.architecture.placed(finite=False)[index], self.weights)
         into, bias = cell.input
         sizes = inputs_of(self.architecture, self.weights, index, self.layers).magnitude(into) + np.abs(bias)
         terms = into.shape[1] + 4
-        if not CELLS[cell.cell].input_gated:
+        if cell.layer.recurrent_tensors is not None:
             again, bias = cell.recurrent
             sizes = sizes + np.abs(bias) + np.abs(again) @ self.layers[index].bound.reach[0]
             terms += again.shape[1]
@@ -174,7 +174,7 @@ class _Writer:
     def _block(self, index: int, reach: Vector, stream: float) -> tuple[BlockNoise, float]:
         """Returns the rounding errors of a block whose input has a 2-norm of at most `stream`, and a bound of the
         output's 2-norm."""
-        prefix, width = f"layers.{index}.", self.architecture.feed_forward
+        prefix, width = f"layers.{index}.", self.architecture.fading[index].feed_forward
         mix = self._tensor(prefix + "mix.weight")
         mixed = np.abs(mix) @ reach
         stream += norm_above(mixed)

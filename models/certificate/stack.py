@@ -5,7 +5,8 @@ reached from zero. From the cut on, the window and the run read the same k token
 token by token. A layer's error after a token is bounded by its error before the token and by the distance of its
 inputs, which the layers below determine. Errors never exceed the largest distance of two reachable states.
 
-The cut affects the convolution blocks only within their receptive field. For the tokens within the receptive field, the
+The cut affects layers with finite memory only within their reach. If there are no other layers, nothing is left beyond
+it. For the tokens within the receptive field, the
 first layer's input after its LayerNorm may be any output of a LayerNorm. For later tokens, this input is equal in the
 window and in the run. Between the layers, the effect of a matrix is bounded by the norms of its rows and by its
 spectral norm, and the slope of relu by 1. `layer_norm.py` bounds the effect of a LayerNorm. Differences are considered
@@ -25,12 +26,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import Normalised
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, roundoff
 from wane.models.certificate.layer_bound import Errors, Layer
 from wane.models.certificate.layer_norm import normalised_apart, normalised_furthest
+from wane.models.certificate.layers import furthest_stream
 from wane.models.certificate.perturbation import LinearMap, Perturbation
-from wane.models.manifest import Architecture
 from wane.models.weights import Weights
 
 MAX_TOKENS = 1024
@@ -79,10 +81,12 @@ class Stack:
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer]) -> None:
         self.layers = layers
         self.architecture = architecture
-        self.residual = architecture.block == "residual"
-        self.reach = 0
+        self.residual = architecture.residual
+        self.reach = architecture.reach
+        self.below = (
+            furthest_stream(architecture, weights) if architecture.finite and not self.residual else np.zeros(0)
+        )
         if self.residual:
-            self.reach = architecture.front.reach if architecture.front else 0
             least = 0.0 if self.reach else _least_length(weights["embedding.weight"].astype(np.float64))
             self.blocks = []
             for index, layer in enumerate(layers):
@@ -105,10 +109,11 @@ class Stack:
         """Returns the errors one token later, with the rounding `noise` added, and the 2-norm bound of the distance of
         `hidden`."""
         if errors[0].steps < self.reach:
-            anything = Perturbation.of_ball(normalised_furthest(self.architecture.hidden), self.architecture.hidden)
-            return [
-                layer.step(before, anything) for layer, before in zip(self.layers, errors, strict=True)
-            ], self.furthest()
+            after = [
+                layer.step(before, anything)
+                for layer, before, anything in zip(self.layers, errors, self._anything(), strict=True)
+            ]
+            return after, self.furthest()
         apart: Perturbation | None = None
         stream: Perturbation | None = None
         after = []
@@ -131,6 +136,14 @@ class Stack:
         top = self._normalised(apart, len(self.layers)) + (noise.top if noise else 0.0)
         return after, (float(self.gain.max()) * top + (noise.hidden if noise else 0.0)) * UP
 
+    def _anything(self) -> list[Perturbation]:
+        """Returns the greatest distances of each layer's inputs."""
+        if self.residual:
+            hidden = self.architecture.hidden
+            return [Perturbation.of_ball(normalised_furthest(hidden), hidden)] * len(self.layers)
+        inputs = [self.below, *(layer.bound.reach[0] for layer in self.layers)]
+        return [Perturbation.within(2 * each) for each in inputs[:-1]]
+
     def hidden_apart(self, errors: list[Errors]) -> float:
         """Returns the 2-norm bound of the distance of `hidden` after a token, from the states' errors after the same
         token."""
@@ -146,7 +159,7 @@ class Stack:
         """Returns the largest possible 2-norm distance of `hidden`."""
         if self.residual:
             return normalised_furthest(self.architecture.hidden) * float(self.gain.max()) * UP
-        return 2 * norm_above(self.layers[-1].bound.reach[0])
+        return 2 * norm_above(self.layers[-1].bound.reach[0] if self.layers else self.below)
 
     def _normalised(self, apart: Perturbation, above: int) -> float:
         """Returns the 2-norm bound of the distance of normalised vectors, for the LayerNorm above the first `above`
@@ -171,7 +184,7 @@ class _Block:
         self.mix = _centred(tensor("mix.weight"))
         self.between = self.least = max(0.0, least - self.mix(Perturbation.within(reach)).ball * UP)
         self.wide = None
-        if architecture.feed_forward:
+        if architecture.fading[layer].feed_forward:
             normalised = Normalised(tensor("feed_forward_norm.weight"), tensor("feed_forward_norm.bias"))
             self.wide = normalised.seen_by(tensor("feed_forward_in.weight"))
             self.narrow = _centred(tensor("feed_forward_out.weight"))
@@ -210,6 +223,8 @@ def _centred(matrix: Matrix) -> LinearMap:
 
 def state_error_curve(stack: Stack, max_window: int) -> Vector:
     """Returns the curve e_k for k = 1 to max_window, (max_window). It never increases and is rounded up."""
+    if not stack.layers:
+        return np.where(np.arange(1, max_window + 1) <= stack.reach, stack.furthest(), 0.0)
     errors, curve = stack.start(), []
     before = np.concatenate([each.flat() for each in errors])
     while True:

@@ -29,13 +29,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.deviation import BEYOND, MARGIN, TINY
 from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 from wane.models.certificate.logit_margins import LogitMargins
 from wane.models.certificate.mixture import LogitMoves, first_is_proved
 from wane.models.certificate.request import RequestBound, WindowBound
 from wane.models.certificate.total_variation import variation_by_token
-from wane.models.manifest import Architecture
 from wane.models.weights import Weights, head_weight
 
 PAIRS_AT_ONCE = 4096
@@ -48,7 +48,7 @@ class Top1:
     computed."""
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
-        self.mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
+        self.mixes = [layer.mix for layer in request.layers] if architecture.residual else []
         """The mixing matrices, by layer. Empty for a plain network."""
         self.rows = head_weight(weights).astype(np.float64)
         """The output matrix: (V, H)."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from wane.models.cell_registry import CELLS, load
 from wane.models.constraints.layer import ConstrainedLayer
 from wane.models.constraints.spectral_limit import limit_spectral_norms
+from wane.models.layer_registry import load
 from wane.models.networks import Network
 
 Constrain = Callable[[ConstrainedLayer, float], Tensor | None]
@@ -34,14 +34,17 @@ def project(network: Network, contraction: Sequence[float] | None, spectral_limi
     because the constraint by `contraction` then only shrinks rows of these matrices, so their norms stay within the
     limit.
     """
-    architecture = network.architecture
+    fading = network.architecture.fading
     if spectral_limit is not None:
         limit_spectral_norms(network, spectral_limit * (1 - MARGIN))
-    if contraction is None or "constraint" in CELLS[architecture.cell].missing:
+    if contraction is None:
         return
-    constrain: Constrain = load("constraint", architecture.cell).constrain
-    below, reads_embeddings = None, architecture.front is None
-    for index, (layer, factor_asked) in enumerate(zip(network.layers, contraction, strict=True)):
+    below, reads_embeddings = None, len(network.front) == 0
+    for index, (layer, spec, factor_asked) in enumerate(zip(network.layers, fading, contraction, strict=True)):
+        if "constraint" in spec.missing:
+            below = None
+            continue
+        constrain: Constrain = load("constraint", spec.kind).constrain
         target = factor_asked * (1 - MARGIN)
         vocabulary = network.embedding.weight if index == 0 and reads_embeddings else None
         below = constrain(ConstrainedLayer(layer, vocabulary, below), target)

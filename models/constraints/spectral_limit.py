@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.layer_registry import LayerSpec
 from wane.models.networks import Network
 
 TOUCHED = 1e-6
@@ -55,16 +55,16 @@ def limit_spectral_norms(network: Network, limit: float) -> None:
     In each block, the limited matrices are the cell's input matrix of each gate, `feed_forward_in`, `mix` and
     `feed_forward_out`. The cell's input matrices and `feed_forward_in` include the gain of the LayerNorm before them.
     """
-    for layer in network.layers:
-        for matrix, gain in limited_matrices(layer, network.architecture.cell):
+    for layer, spec in zip(network.layers, network.architecture.fading, strict=True):
+        for matrix, gain in limited_matrices(layer, spec):
             clip_singular_values(matrix, limit, gain)
 
 
-def limited_matrices(layer: nn.Module, cell: Cell) -> Iterator[tuple[Tensor, Tensor | None]]:
+def limited_matrices(layer: nn.Module, spec: LayerSpec) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yields the limited matrices of one residual block, each with its gain."""
-    (name, _), gates = CELLS[cell].input_tensors, CELLS[cell].gates
+    name, _ = spec.input_tensors
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    for matrix in parameters[f"cell.{name}"].chunk(gates):
+    for matrix in parameters[f"cell.{name}"].split(spec.units):
         yield matrix, parameters["norm.weight"]
     yield parameters["mix.weight"], None
     if "feed_forward_in.weight" in parameters:

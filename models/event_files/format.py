@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from wane.models.event_files.faults import EventFileError
-from wane.models.manifest import Frozen
+from wane.models.layer_registry import Frozen
 
 Column = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=1, strict=True)]
 """A column's name, or its number from 1."""

@@ -11,19 +11,19 @@ import numpy as np
 import onnx
 from pydantic import ValidationError
 
+from wane.models.architecture import Architecture
 from wane.models.bundle import QUANTISED, Bundle, write_bundle
-from wane.models.cell_registry import CELLS
 from wane.models.certificate import certify
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.total_variation import head_diameter
 from wane.models.export.graph import OPSET
 from wane.models.export.parity import ExportError, OnnxGraphs, check_bundle
+from wane.models.export.radius import has_radius
 from wane.models.export.roles import build_graphs
 from wane.models.export.rounding import measure_rounding
 from wane.models.manifest import (
     SCHEMA_VERSION,
-    Architecture,
     CacheModel,
     Manifest,
     Precision,
@@ -209,9 +209,9 @@ def _has_radius(bundle: Bundle) -> bool:
 def _may_have_radius(architecture: Architecture) -> bool:
     """Returns whether a `window` graph of the architecture can have a radius that also bounds the rounding. In a
     residual network with several layers, rounding changes the gates of the higher layers."""
-    if architecture.block == "residual" and architecture.layers > 1:
+    if architecture.residual and len(architecture.fading) > 1:
         return False
-    return CELLS[architecture.cell].input_gated
+    return has_radius(architecture)
 
 
 def _vocabulary_info(vocabulary: Vocabulary) -> VocabularyInfo:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wane.models.cell_registry import CELLS
+from wane.models.architecture import Architecture, Placed
 from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.request import RequestBound
-from wane.models.export.cell_writer import InputGatedWriter, build_cell
-from wane.models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
+from wane.models.export.blocks import feed_forward, layer_norm, layer_norm_by
+from wane.models.export.cell_writer import InputGatedWriter, Times, build_cell, build_finite_cell
 from wane.models.export.graph import GraphWriter
 from wane.models.export.linear import linear
 from wane.models.export.radius import RadiusWriter
-from wane.models.manifest import Architecture
+from wane.models.layer_registry import Finite
 
 TABLE_ELEMENTS = 1 << 22
 """The largest number of floats (16 MiB) in a table of the first layer's `drive` for every token. onnxruntime computes
@@ -47,21 +47,29 @@ class NetworkWriter:
     def __init__(self, graph: GraphWriter, architecture: Architecture) -> None:
         self._graph = graph
         self._architecture = architecture
-        self._residual = architecture.block == "residual"
-        self._states = len(CELLS[architecture.cell].states)
-        self._front = FrontWriter(graph, architecture)
-        self._cells = [build_cell(graph, architecture, layer) for layer in range(architecture.layers)]
+        self._residual = architecture.residual
+        self._finite = [(placed, build_finite_cell(graph, placed)) for placed in architecture.placed(finite=True)]
+        self._placed = architecture.placed(finite=False)
+        self._cells = [build_cell(graph, placed) for placed in self._placed]
         self._has_readout = has_readout(architecture) and graph.precision == "float32"
         self._statistics: list[str] = []
 
     def step(self, tokens: str, state: list[str]) -> tuple[str, list[str], str]:
         """Adds one step. tokens: (B). Returns hidden (B, H), the next state, and `norms` (see `SequenceRun`)."""
         x = self._graph.node("Gather", self._embedding(), tokens)
-        x, after = self._front.step(x, state)
+        after: list[str] = []
+        skips: list[tuple[Placed, str]] = []
+        for placed, finite in self._finite:
+            y, new = finite.step(self._input(placed, x), self._state_of(placed, after, state))
+            after += new
+            x = self._above_finite(placed, x, y)
+            skips.append((placed, y))
+        x = self._skipped(x, skips)
         for layer, cell in enumerate(self._cells):
             driven = self._drive(layer, tokens, x)
-            after += cell.step(self._graph, self._state_of(layer, state), driven)
-            x, _ = self._above_cell(layer, x, after[-self._states], "", None)
+            new = cell.step(self._graph, self._state_of(cell.placed, after, state), driven)
+            after += new
+            x, _ = self._above_cell(layer, x, new[0], "", None)
         if self._residual:
             x, _ = self._normalise_off("norm", x, "", None)
         return x, after, self._norms()
@@ -89,13 +97,24 @@ class NetworkWriter:
         if state is None:
             state = self._zeros(shape)
         x = graph.node("Gather", self._embedding(), flat)
-        x, after = self._front.sequence(x, by_time, lengths, state)
+        after: list[str] = []
+        times = Times(graph, by_time, lengths)
+        skips: list[tuple[Placed, str]] = []
+        for placed, finite in self._finite:
+            y, new = finite.sequence(self._input(placed, x), times, self._state_of(placed, after, state))
+            after += new
+            x = self._above_finite(placed, x, y)
+            skips.append((placed, y))
+        if not self._cells and not every:
+            x = graph.node("Gather", x, last)
+            skips = [(placed, graph.node("Gather", y, last)) for placed, y in skips]
+        x = self._skipped(x, skips)
         radius = None if request is None else RadiusWriter(graph, self._architecture, request, shape, lengths)
         stream = "" if radius is None else graph.node("Gather", x, last)
         r, errors = "", []
         for layer, cell in enumerate(self._cells):
             top = layer == len(self._cells) - 1
-            before = self._state_of(layer, state)
+            before = self._state_of(cell.placed, after, state)
             rho, candidate = "", ""
             if radius is None or layer == 0:
                 driven = self._drive(layer, flat, x)
@@ -149,9 +168,31 @@ class NetworkWriter:
         architecture = self._architecture
         return self._graph.weight("embedding.weight", architecture.vocabulary_size, architecture.embedding)
 
-    def _input(self, layer: int, x: str) -> str:
+    def _input(self, placed: Placed, x: str) -> str:
         """Returns the cell's input: x, or LayerNorm(x) in a residual network."""
-        return self._normalise(f"layers.{layer}.norm", x) if self._residual else x
+        return self._normalise(f"{placed.name}.norm", x) if self._residual else x
+
+    def _skipped(self, x: str, outputs: list[tuple[Placed, str]]) -> str:
+        """Adds the skip connections to the output layer's input. outputs: the cells' outputs."""
+        for placed, y in outputs:
+            if isinstance(placed.layer, Finite) and placed.layer.skip:
+                weight = self._graph.weight(f"{placed.name}.skip.weight", self._architecture.hidden, placed.layer.units)
+                x = linear(self._graph, y, weight, x)
+        return x
+
+    def _above_finite(self, placed: Placed, x: str, y: str) -> str:
+        """Adds the part of a block above a cell with finite memory. x: the block's input, (N, H). y: the cell's output.
+        Returns the block's output."""
+        graph, hidden, layer = self._graph, self._architecture.hidden, placed.layer
+        if layer.block == "plain":
+            return y
+        if layer.block == "residual":
+            mix = graph.weight(f"{placed.name}.mix.weight", hidden, layer.units)
+            x = linear(graph, y, mix, x)
+            if not layer.feed_forward:
+                return x
+            y = self._normalise(f"{placed.name}.feed_forward_norm", x)
+        return graph.node("Add", x, feed_forward(graph, f"{placed.name}.", y, hidden, layer.feed_forward))
 
     def _drive(self, layer: int, tokens: str, x: str) -> list[str]:
         """Returns the results of the cell's `drive`, N rows each. If a first layer reads the embeddings directly, these
@@ -160,20 +201,20 @@ class NetworkWriter:
         cell = self._cells[layer]
         if (
             layer == 0
-            and self._architecture.front is None
+            and not self._finite
             and self._architecture.vocabulary_size * cell.gates * cell.hidden <= TABLE_ELEMENTS
         ):
-            tables = cell.drive(self._input(layer, self._embedding()))
+            tables = cell.drive(self._input(cell.placed, self._embedding()))
             return [self._graph.node("Gather", table, tokens) for table in tables]
-        return cell.drive(self._input(layer, x))
+        return cell.drive(self._input(cell.placed, x))
 
     def _above_cell(self, layer: int, x: str, y: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
         """Adds the part of a block above the cell. x: the block's input, (N, H). y: the cell's output, (N, units). r:
         the bound of the error of `x + mix(y)`. Returns the block's output and the bound of its error."""
         if not self._residual:
             return y, r
-        graph, hidden, width = self._graph, self._architecture.hidden, self._architecture.feed_forward
-        units = self._architecture.cell_units
+        graph, hidden, spec = self._graph, self._architecture.hidden, self._placed[layer].layer
+        units, width = spec.units, spec.feed_forward
         prefix = f"layers.{layer}."
         x = linear(graph, y, graph.weight(prefix + "mix.weight", hidden, units), x)
         off = ""
@@ -204,9 +245,10 @@ class NetworkWriter:
         """Returns the statistics of the LayerNorms above the cell, (N, columns), or "" without a `Readout`."""
         return self._graph.node("Concat", *self._statistics, axis=1) if self._has_readout else ""
 
-    def _state_of(self, layer: int, state: list[str]) -> list[str]:
-        first = len(self._architecture.front_tensors()) + layer * self._states
-        return state[first : first + self._states]
+    @staticmethod
+    def _state_of(placed: Placed, after: list[str], state: list[str]) -> list[str]:
+        """Returns the state tensors of a layer. after: the next states of the layers below it."""
+        return state[len(after) : len(after) + len(placed.layer.states)]
 
     def _by_time(self, rows: str, shape: str) -> str:
         """Reshapes (T * B, width) to (T, B, width)."""

@@ -30,11 +30,10 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from wane.models.cell_registry import CELLS
+from wane.models.architecture import Architecture
 from wane.models.certificate.interval_rounding import Vector
 from wane.models.certificate.request import RequestBound
 from wane.models.export.graph import GraphWriter
-from wane.models.manifest import Architecture
 
 GROWTH = 1 + 2.0**-16
 SMALLEST = 2.0**-6
@@ -46,6 +45,12 @@ FAR = 1e9
 UP = 1 + 2.0**-17
 
 
+def has_radius(architecture: Architecture) -> bool:
+    """Returns whether a `window` graph of the architecture can have a radius: all layers with fading memory are
+    input-gated, and there is at least one."""
+    return bool(architecture.fading) and all(layer.input_gated for layer in architecture.fading)
+
+
 class RadiusWriter:
     """Adds the error bounds of windows from the zero state to a graph, layer by layer."""
 
@@ -54,14 +59,15 @@ class RadiusWriter:
     ) -> None:
         """shape: int64 (2), T and B. lengths: int64 (B). With `request.readout`, all bounds include the float32
         rounding of both runs."""
-        assert CELLS[architecture.cell].input_gated, "only input-gated cells have a radius: this is a bug"
+        assert has_radius(architecture), "only input-gated cells have a radius: this is a bug"
         self._graph = graph
         self._architecture = architecture
         self._request = request
         self._readout = request.readout
         self._shape = shape
         self._lengths = lengths
-        self._reach = 0 if architecture.front is None else architecture.front.reach
+        self._reach = architecture.reach
+        self._units = [layer.units for layer in architecture.fading]
         time = graph.node("Gather", shape, graph.integer(0))
         self._growth = graph.node("Pow", graph.number(GROWTH), graph.node("Cast", time, to=TensorProto.FLOAT))
         self._times = graph.node("Range", graph.integer(0), time, graph.integer(1))
@@ -108,7 +114,7 @@ class RadiusWriter:
             return [body.node("Mul", slices[0], state[0])]
 
         errors = graph.scan(step, [self._start(states)], [kept])[0]
-        return self._ended(self._at(errors, last)), self._length(errors, self._early)
+        return self._ended(self._at(errors, last, 0)), self._length(errors, self._early)
 
     def further(
         self, layer: int, gates: tuple[str, str], before: str, states: str, rho: str, last: str
@@ -119,7 +125,7 @@ class RadiusWriter:
         graph, cell, (f, z) = self._graph, self._request.layers[layer].cell, gates
         gate, candidate = (linear.rows for linear in cell.inflow)
         rho = graph.node("Reshape", rho, graph.node("Concat", self._shape, graph.integers(1), axis=0))
-        df = graph.node("Mul", rho, self._up(f"gate {layer}", gate * (self._architecture.gate_cap(layer) / 4)))
+        df = graph.node("Mul", rho, self._up(f"gate {layer}", gate * (self._architecture.fading[layer].cap / 4)))
         dz = graph.node("Mul", rho, self._up(f"candidate {layer}", candidate))
         shorter = graph.node("Slice", states, graph.integers(0), graph.integers(-1))
         earlier = graph.node("Concat", graph.node("Unsqueeze", before, graph.integers(0)), shorter, axis=0)
@@ -136,7 +142,7 @@ class RadiusWriter:
 
         start = graph.node("Add", graph.node("Abs", before), reach)
         errors = graph.scan(step, [start], [kept, driven, most])[0]
-        return self._grown(self._at(errors, last)), self._length(errors, "")
+        return self._grown(self._at(errors, last, layer)), self._length(errors, "")
 
     def normalised(self, r: str, inverse: str) -> str:
         """Bounds the error of a LayerNorm's normalised vector, before its gain. r: the bound of its input's error, (N,
@@ -190,7 +196,7 @@ class RadiusWriter:
         within the window: (B, units)."""
         graph, reach = self._graph, self._up("reach 0", self._request.layers[0].cell.reach[0])
         if not self._reach:
-            units = graph.integers(self._architecture.cell_units)
+            units = graph.integers(self._units[0])
             batch = graph.node("Slice", self._shape, graph.integers(1), graph.integers(2))
             return graph.node("Expand", reach, graph.node("Concat", batch, units, axis=0))
         latest = graph.node("Sub", graph.node("Gather", self._shape, graph.integer(0)), graph.integer(1))
@@ -221,11 +227,9 @@ class RadiusWriter:
     def _grown(self, error: str) -> str:
         return self._graph.node("Mul", error, self._growth)
 
-    def _at(self, errors: str, last: str) -> str:
+    def _at(self, errors: str, last: str, layer: int) -> str:
         graph = self._graph
-        return graph.node(
-            "Gather", graph.node("Reshape", errors, graph.integers(-1, self._architecture.cell_units)), last
-        )
+        return graph.node("Gather", graph.node("Reshape", errors, graph.integers(-1, self._units[layer])), last)
 
     def _number(self, flags: str) -> str:
         return self._graph.node("Cast", flags, to=TensorProto.FLOAT)

@@ -28,12 +28,13 @@ from collections.abc import Mapping
 
 from onnx import TensorProto
 
+from wane.models.architecture import Architecture
 from wane.models.bundle_checks import MANY, ROLES, TOP, TOP_OF_MANY
-from wane.models.cell_registry import CELLS
 from wane.models.certificate.request import RequestBound
 from wane.models.export.graph import GraphWriter
 from wane.models.export.network import NetworkWriter
-from wane.models.manifest import Architecture, Precision, Role
+from wane.models.export.radius import has_radius
+from wane.models.manifest import Precision, Role
 
 ROWS_AT_ONCE = 256
 """The largest number of rows of logits that `scan` computes at once. They need 2 MiB for a vocabulary of 2,048 tokens.
@@ -84,13 +85,13 @@ def build_graph(
         assert state is not None, "step has no state: this is a bug"
         hidden, after, norms = network.step(tokens, state)
     else:
-        bounded = role == "window" and CELLS[architecture.cell].input_gated
+        bounded = role == "window" and has_radius(architecture)
         run = network.sequence(tokens, lengths, state, role == "scan", request if bounded else None)
         hidden, after, norms = run.last, run.state, run.norms
         if run.radius:
             graph.output("radius", run.radius, ["B"])
             graph.output("stream", run.stream, ["B", architecture.embedding])
-            for tensor, error in zip(tensors[-architecture.layers :], run.errors, strict=True):
+            for tensor, error in zip(tensors[-len(run.errors) :], run.errors, strict=True):
                 graph.output(f"error.{tensor.name}", error, ["B", *tensor.shape])
     if role == "scan":
         logprobs = _logprobs(graph, network, run.every, targets, lengths)

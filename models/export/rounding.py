@@ -35,12 +35,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.interval_rounding import Matrix
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.rounding import carry
 from wane.models.certificate.stack import Stack
-from wane.models.manifest import Architecture, Rounding, StateError
+from wane.models.manifest import Rounding, StateError
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
 from wane.models.weights import Weights
@@ -87,7 +88,7 @@ def measure_rounding(
 
     `run` runs a graph. diameter: the largest distance D of two rows of the output matrix. given: real tokens.
     """
-    factor = max(layer.bound.factor for layer in layers)
+    factor = max((layer.bound.factor for layer in layers), default=1.0)
     if not factor < 1 or has_readout(architecture):
         return None
     return _Measuring(architecture, weights, layers, run, diameter).rounding(given, factor)
@@ -116,7 +117,7 @@ class _Measuring:
         self._diameter = max(diameter, 1e-30)
         self._reference = Reference(architecture, weights)
         self._random = np.random.default_rng(2)
-        self._residual = architecture.block == "residual"
+        self._residual = architecture.residual
         self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         self._flat = [name for names in self._names for name in names]
         self._seen = _Seen()

@@ -105,7 +105,7 @@ def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
             {"name": engine.name, "kind": "KIND_CPU" if engine.device == "cpu" else "KIND_GPU", "count": 1}
         ],
         "parameters": {
-            "family": {"string_value": manifest.architecture.cell},
+            "family": {"string_value": manifest.architecture.family},
             "vocabulary": {"string_value": manifest.vocabulary.kind},
             "window": {"string_value": str(manifest.window)},
             "certified": {"string_value": str(manifest.certificate.certified).lower()},

@@ -224,7 +224,7 @@ class ChunkedRunner:
         self._batcher = batcher
         self._pool = pool
         self._throughput = throughput
-        self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
+        self._reach = manifest.architecture.reach
 
     def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
         """Returns the layout of the next segment of a sequence that has `tokens` tokens left to run. None: a run in

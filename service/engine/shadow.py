@@ -21,7 +21,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import StateTensor
+from wane.models.architecture import StateTensor
 from wane.service.batching.batcher import Batcher
 from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult

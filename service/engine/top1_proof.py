@@ -291,7 +291,7 @@ class DirectionProof:
         self._rows: Matrix = self._top1.rows
         self._longest = float(np.sqrt((self._rows**2).sum(axis=1).max())) * OUTWARD
         self._bias = weights["head.bias"].astype(np.float64)
-        self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
+        self._names = [tensor.name for tensor in self._architecture.state_tensors()[-len(self._architecture.fading) :]]
         rounding, self._readout = manifest.certificate.rounding, manifest.certificate.readout
         self._diameter = manifest.certificate.head_diameter
         self._hopeless = HOPELESS * math.sqrt(self._architecture.hidden)

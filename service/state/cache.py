@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import StateTensor
+from wane.models.architecture import StateTensor
 from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import Array, MakeMemory
 from wane.service.state.pool import RESERVED, StatePool

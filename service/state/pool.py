@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import StateTensor
+from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
 from wane.service.runners.runner import HIDDEN, NORMS, Array, Feeds, MakeMemory, Slots, StateMemory

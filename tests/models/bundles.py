@@ -9,11 +9,13 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.models.random_models import architecture as of_kind
 from tests.models.random_models import random_weights
+from wane.models.architecture import Architecture
 from wane.models.bundle import write_bundle
-from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
-from wane.models.manifest import SCHEMA_VERSION, Architecture, Manifest, Provenance, Quality, VocabularyInfo
+from wane.models.layer_registry import Kind
+from wane.models.manifest import SCHEMA_VERSION, Manifest, Provenance, Quality, VocabularyInfo
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import encode_weights
 
@@ -43,10 +45,10 @@ PROVENANCE = Provenance(
 )
 
 
-def small_architecture(cell: Cell = "lstm", **fields: object) -> Architecture:
+def small_architecture(cell: Kind = "lstm", **fields: object) -> Architecture:
     """Returns an architecture with the vocabulary of eleven words."""
-    sizes = {"vocabulary_size": len(WORDS), "embedding": 6, "hidden": 6, "layers": 2}
-    return Architecture.model_validate(sizes | {"cell": cell} | fields)
+    chosen: dict[str, Any] = {"layers": 2, "vocabulary_size": len(WORDS)} | fields
+    return of_kind(cell, **chosen)
 
 
 def write_small_bundle(

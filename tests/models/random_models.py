@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from wane.models.cell_registry import Cell
-from wane.models.manifest import Architecture
+from wane.models.architecture import Architecture
+from wane.models.layer_registry import Kind
 from wane.models.weights import weight_shapes
 
 BLOCKS = ("plain", "residual")
 
 
-def architecture(cell: Cell, block: str = "plain", layers: int = 1, **fields: object) -> Architecture:
-    """Returns a small architecture with 11 tokens and 6 units."""
-    sizes: dict[str, object] = {"vocabulary_size": 11, "embedding": 6, "hidden": 6}
-    return Architecture.model_validate(sizes | {"cell": cell, "block": block, "layers": layers} | fields)
+def architecture(cell: Kind, block: str = "plain", layers: int = 1, **fields: object) -> Architecture:
+    """Returns a small architecture with 11 tokens and layers of 6 units of one kind.
+
+    fields: further fields of the architecture or of its layers. hidden: the width of the layers' outputs. units: the
+    cells' units, by default `hidden`. gate_caps: one for each layer. front: the fields of convolutions in front blocks,
+    and `blocks`, their number.
+    """
+    hidden = fields.pop("hidden", 6)
+    assert isinstance(hidden, int)
+    sizes: dict[str, object] = {"vocabulary_size": 11, "embedding": hidden}
+    caps = fields.pop("gate_caps", ())
+    assert isinstance(caps, tuple)
+    units = fields.pop("units", None) or hidden
+    assert isinstance(units, int)
+    if cell == "lru" and units % 2:  # real and imaginary parts
+        units += 1
+        if block == "plain":
+            fields["embedding"] = units
+    each = {"kind": cell, "block": block, "units": units}
+    each["feed_forward"] = fields.pop("feed_forward", 0)
+    stack = [each | ({"gate_cap": caps[layer]} if caps else {}) for layer in range(layers)]
+    front = fields.pop("front", None)
+    if isinstance(front, dict):
+        shared = {name: value for name, value in front.items() if name != "blocks"}
+        stack = [{"kind": "convolution", "block": "front", "units": hidden} | shared] * front["blocks"] + stack
+    return Architecture.model_validate(sizes | {"layers": stack} | fields)
 
 
 def random_weights(

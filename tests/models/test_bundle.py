@@ -77,7 +77,7 @@ def test_the_error_names_a_missing_file(path: Path, name: str) -> None:
 def test_a_newer_manifest_is_refused(path: Path) -> None:
     edit_manifest(path, "schema_version", value=7)
     edit_manifest(path, "a_field_of_the_future", value=True)
-    refused(path, "written by a newer version of Wane: schema_version is 7, but this version reads up to 5")
+    refused(path, "written by a newer version of Wane: schema_version is 7, but this version reads up to 6")
 
 
 def test_a_manifest_of_schema_3_is_read(path: Path) -> None:
@@ -109,7 +109,7 @@ def test_what_becomes_of_unknown_events_must_fit_the_vocabulary(path: Path) -> N
 def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path) -> None:
     edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
-    refused(path, "schema_version is 2, but this version reads 3 to 5: export the bundle again")
+    refused(path, "schema_version is 2, but this version reads 3 to 6: export the bundle again")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path
         (("quality", "window_within_half_percent"), 0, "Input should be greater than or equal to 1"),
         (("window",), 9, "window 9 is larger than max_window 8"),
         (("surprise",), 1, "surprise: Extra inputs are not permitted"),
-        (("architecture", "cell"), "tape", "architecture.cell: Input should be 'linear', 'rnn_tanh'"),
+        (("architecture", "layers", 0, "kind"), "tape", "architecture.layers.0: Input tag 'tape' found using 'kind'"),
         (("vocabulary", "sha256"), "0" * 64, "vocabulary.sha256: the manifest says 000000"),
         (("vocabulary", "eos_id"), 5, "vocabulary.eos_id: the manifest says 5, the file has 1"),
         (("opset",), 99, "opset: 99 is newer than 21"),
@@ -386,7 +386,7 @@ def test_an_interrupt_between_the_two_moves_restores_the_old_bundle(
 def test_replacing_a_bundle_leaves_no_file_of_the_previous_bundle(path: Path) -> None:
     (path / "left over.txt").write_text("of the previous bundle")
     write_small_bundle(path, small_architecture("gru"), replace=True)
-    assert Bundle.read(path).manifest.architecture.cell == "gru"
+    assert Bundle.read(path).manifest.architecture.family == "gru"
     assert {entry.name for entry in path.iterdir()} == {*FILES, "manifest.json"}
     assert [entry.name for entry in path.parent.iterdir()] == ["small"]
 
@@ -417,7 +417,7 @@ def test_a_bundle_behind_a_link_is_replaced_at_the_target(path: Path) -> None:
     link.symlink_to(path)
     write_small_bundle(link, small_architecture("gru"), replace=True)
     assert link.is_symlink()
-    assert Bundle.read(path).manifest.architecture.cell == "gru"
+    assert Bundle.read(path).manifest.architecture.family == "gru"
     assert [entry.name for entry in link.parent.iterdir()] == ["link"]
 
 

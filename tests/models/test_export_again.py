@@ -34,7 +34,7 @@ def test_an_exported_bundle_has_the_same_weights_certificate_and_quality(old: Bu
     manifest = export_again(tmp_path / "new", old, version="3")
     bundle = Bundle.read(tmp_path / "new")
     assert bundle.manifest == manifest
-    assert (manifest.schema_version, manifest.version, manifest.name) == (5, "3", "rnn-stable")
+    assert (manifest.schema_version, manifest.version, manifest.name) == (6, "3", "rnn-stable")
     assert manifest.certificate.certified
     for field in ("certificate", "quality", "provenance", "architecture", "window"):
         assert getattr(manifest, field) == getattr(old.manifest, field)

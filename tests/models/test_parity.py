@@ -10,8 +10,8 @@ import pytest
 
 from tests.models.random_models import BLOCKS, architecture, random_weights
 from tests.models.rounding import rounding
-from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate import certify
+from wane.models.layer_registry import FADING, Kind
 from wane.models.manifest import Role
 from wane.models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, compare_bits, log_softmax
 from wane.models.reference import Reference
@@ -57,8 +57,8 @@ def check(run: Run, reference: Reference) -> float:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("cell", CELLS)
-def test_correct_graphs_pass(cell: Cell, block: str) -> None:
+@pytest.mark.parametrize("cell", FADING)
+def test_correct_graphs_pass(cell: Kind, block: str) -> None:
     model = architecture(cell, block, layers=2)
     reference = Reference(model, random_weights(model, seed=0, recurrent=0.5))
     assert 0 < check(graphs_of(reference), reference) < 1e-5

@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.models.random_models import architecture, random_weights
+from wane.models.architecture import Architecture
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture
 from wane.models.reference import Reference
 from wane.models.weights import Weights, encode_weights, tensor_extents
 

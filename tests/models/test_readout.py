@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import architecture, random_weights
 from tests.models.rounding import rounding
+from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.certificate import certify
 from wane.models.certificate.admissible import SUMS, UNIT_FLOAT32
@@ -28,7 +29,7 @@ from wane.models.export import export_bundle
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.parity import OnnxGraphs
 from wane.models.export.roles import build_graph
-from wane.models.manifest import Architecture, StateError
+from wane.models.manifest import StateError
 from wane.models.reference import Reference
 from wane.models.weights import encode_weights, tensor_extents
 from wane.service.engine.engine import Engine

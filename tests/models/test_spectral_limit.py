@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.architecture import Architecture
 from wane.models.constraints import project
 from wane.models.constraints.spectral_limit import clip_singular_values
-from wane.models.manifest import Architecture
+from wane.models.layer_registry import FADING, Kind, read_layer
 from wane.models.networks import Network
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -71,27 +71,23 @@ def test_a_matrix_within_the_limit_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("feed_forward", [0, 5, 20])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", FADING)
 @settings(max_examples=10, deadline=None)
 @given(seed=SEEDS, limit=st.floats(0.1, 10))
 def test_project_meets_the_spectral_limit_and_the_contraction(
-    cell: Cell, feed_forward: int, seed: int, limit: float
+    cell: Kind, feed_forward: int, seed: int, limit: float
 ) -> None:
     torch.manual_seed(seed)
     hidden = 8
-    architecture = Architecture(
-        cell=cell, vocabulary_size=20, embedding=hidden, hidden=hidden, layers=2, block="residual",
-        feed_forward=feed_forward,
-    )  # fmt: skip
-    network = Network(architecture)
+    spec = read_layer({"kind": cell, "units": hidden, "block": "residual", "feed_forward": feed_forward})
+    network = Network(Architecture(vocabulary_size=20, embedding=hidden, layers=(spec, spec)))
     with torch.no_grad():
         for number, tensor in enumerate(network.parameters()):
             tensor.copy_(ill_conditioned(seed + number, tuple(tensor.shape), 1.0))
     project(network, (0.7, 0.9), limit)
     weights = network.weights()
-    parameter, gates = {"gru": ("weight_ih_l0", 3), "lstm": ("weight_ih_l0", 4), "gated": ("weight", 2)}.get(
-        cell, ("weight_ih_l0", 1)
-    )
+    parameter, _ = spec.input_tensors
+    gates = {"gru": 3, "lstm": 4, "gated": 2}.get(cell, 1)
     for layer in range(2):
         prefix = f"layers.{layer}."
         held = [weights[prefix + "mix.weight"]]

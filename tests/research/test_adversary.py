@@ -10,9 +10,9 @@ from research.adversary import Adversary
 from research.bound_check import reachable
 from research.histories import distances, distances_from, random_histories
 from tests.models.random_models import architecture, random_weights
-from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.stack import Stack, state_error_curve
+from wane.models.layer_registry import FADING, Kind
 from wane.models.reference import Reference
 
 PAST, LAST, COUNT = 12, 6, 8
@@ -20,8 +20,8 @@ FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
 FLOAT32 = 1e-5  # the relative error of the gates and convolutions, which the adversary computes in float32
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_the_adversary_s_changes_increase_the_distance(cell: Cell) -> None:
+@pytest.mark.parametrize("cell", FADING)
+def test_the_adversary_s_changes_increase_the_distance(cell: Kind) -> None:
     model = architecture(cell, "residual", layers=2, feed_forward=5, norm_epsilon=0.25)
     weights = random_weights(model, seed=0, recurrent=0.3)
     reference, adversary = Reference(model, weights), Adversary(model, weights)
@@ -32,8 +32,10 @@ def test_the_adversary_s_changes_increase_the_distance(cell: Cell) -> None:
 
     flipped = adversary.flipped(start, PAST, 6)
     assert (ends(flipped) >= ends(start) * (1 - FLOAT32)).all()
-    assert np.median(ends(flipped) / ends(start)) > 2
-    assert np.median(ends(adversary.softened(start, PAST, 8)) / ends(start)) > 1.2
+    # The gates of leaky units are constant, so no token after the cut slows the forgetting.
+    least, least_softened = (1.02, 1.1) if cell == "leaky" else (2, 1.2)
+    assert np.median(ends(flipped) / ends(start)) > least
+    assert np.median(ends(adversary.softened(start, PAST, 8)) / ends(start)) > least_softened
 
 
 def test_the_adversary_changes_only_the_past_of_a_fixed_window() -> None:
@@ -87,6 +89,6 @@ def test_a_convolution_starts_from_outputs_of_a_layer_norm() -> None:
 
 
 @pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
-def test_cells_without_a_box_have_no_reachable_states(cell: Cell) -> None:
+def test_cells_without_a_box_have_no_reachable_states(cell: Kind) -> None:
     model = architecture(cell)
     assert reachable(model, build_layers(model, random_weights(model, seed=0, recurrent=0.1))) is None

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models.rounding import rounding
+from wane.models.architecture import Architecture
 from wane.models.bundle_checks import TOP
 from wane.models.certificate.total_variation import head_diameter, total_variation
-from wane.models.manifest import SCHEMA_VERSION, Architecture, Certificate, Manifest, Provenance, Role
+from wane.models.layer_registry import Lstm
+from wane.models.manifest import SCHEMA_VERSION, Certificate, Manifest, Provenance, Role
 from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.service.batching.cost_model import CostModel
 from wane.service.chunked.layout import ThroughputProfile
@@ -80,7 +82,7 @@ def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read"
 def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
     """Returns the manifest of an LSTM. In its certificate, `contractive` is true and `certified` is false. The manifest
     lists no files."""
-    architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
+    architecture = Architecture(vocabulary_size=vocabulary.size, embedding=HIDDEN, layers=(Lstm(units=HIDDEN),))
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "name": "fake",

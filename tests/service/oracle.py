@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from tests.models.random_models import architecture, random_weights
 from tests.models.rounding import rounding
 from tests.service.engine_harness import InOrder, make_manifest, name_vocabulary
-from wane.models.cell_registry import Cell
+from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.certificate.admissible import has_readout
 from wane.models.certificate.request import RequestBound
-from wane.models.manifest import Architecture, Manifest, Role
+from wane.models.layer_registry import Kind
+from wane.models.manifest import Manifest, Role
 from wane.models.reference import Reference, State
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import head_weight
@@ -46,7 +47,7 @@ class OracleRunner:
     def __init__(self, architecture: Architecture, weights: Mapping[str, NDArray[np.float32]], beside: bool) -> None:
         self._reference = Reference(architecture, weights)
         self._radius = RequestBound(architecture, weights) if beside else None
-        self._gated = architecture.cell == "gated"
+        self._gated = architecture.fading[-1].input_gated
         self._weights = weights
         self._has_readout = has_readout(architecture)
         self._names = [tensor.name for tensor in architecture.state_tensors()]
@@ -110,8 +111,8 @@ class OracleRunner:
         x = stream + state @ self._weights["layers.0.mix.weight"].T
         epsilon = self._reference.architecture.norm_epsilon
         found = [x.mean(), 1 / np.sqrt(x.var() + epsilon)]
-        if self._reference.architecture.feed_forward:
-            x = self._reference._above_cell(0, stream, state)
+        if self._reference.architecture.layers[0].feed_forward:
+            x = self._reference._above_cell(self._reference.architecture.placed()[0], stream, state)
             found.append(1 / np.sqrt(x.var() + epsilon))
         return _float32(np.array(found))
 
@@ -123,7 +124,7 @@ class Small:
 
     def __init__(
         self,
-        cell: Cell,
+        cell: Kind,
         block: str,
         layers: int,
         seed: int,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wane.models.cell_registry import Cell
+from wane.models.layer_registry import Kind
 from wane.models.manifest import Start
 from wane.training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
 from wane.training.data import Corpus, load_corpus
@@ -51,7 +51,7 @@ def event_corpus(count: int = 120, start: Start = "token", unknown: int = 0) -> 
         return load_corpus(DataConfig(kind="events", path=path, start=start, valid_share=0.2, test_share=0.2))
 
 
-def event_experiment(cell: Cell = "gru", cache: int | None = None, **training: object) -> Experiment:
+def event_experiment(cell: Kind = "gru", cache: int | None = None, **training: object) -> Experiment:
     """Returns a tiny experiment on events. `training`: keys of the table `[training]` that replace the defaults of this
     function."""
     keys = {"steps": 8, "batch": 4, "chunk": 5, "warmup": 2, "evaluate_every": 4, "checkpoint_every": 2, "threads": 1}

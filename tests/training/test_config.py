@@ -58,7 +58,7 @@ def test_a_truncated_twin_differs_from_its_recurrent_model_only_in_the_regime() 
         (("steps = 3", "steps = 3\npatience = 2"), r"training: .*belong to schedule = 'plateau'"),
         (("steps = 3", "steps = "), r"not TOML"),
         (("hidden = 8", "hidden = 8\nembedding = 5"), r"file: .*tied weights need embedding == hidden, not 5 and 8"),
-        (("hidden = 8", "hidden = 8\nfeed_forward = 4"), r"file: .*feed_forward needs block = 'residual'"),
+        (("hidden = 8", "hidden = 8\nfeed_forward = 4"), r"model: .*feed_forward needs block = 'residual'"),
         (("hidden = 8", "hidden = 8\nspectral_limit = 2.0"), r"model: .*spectral_limit needs block = 'residual'"),
         (("hidden = 8", "hidden = 8\nspectral_limit = 0"), r"model\.spectral_limit: .*greater than 0"),
         (("hidden = 8", "hidden = true"), r"model\.hidden: Input should be a valid integer"),

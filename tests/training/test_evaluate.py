@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.corpora import text_corpus
-from wane.models.cell_registry import Cell
+from wane.models.layer_registry import Kind
 from wane.models.networks import Network
 from wane.training.config import ModelConfig
 from wane.training.evaluate import (
@@ -23,7 +23,7 @@ from wane.training.evaluate import (
 from wane.training.plots import plot_quality
 
 
-def network(cell: Cell = "lstm") -> Network:
+def network(cell: Kind = "lstm") -> Network:
     torch.manual_seed(3)
     return Network(ModelConfig(cell=cell, hidden=12, layers=2).architecture(300)).eval()
 
@@ -39,7 +39,7 @@ def token_by_token(model: Network, stream: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize("cell", ["gated", "lstm", "linear"])
-def test_recurrent_losses_match_single_steps_across_pieces(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_losses_match_single_steps_across_pieces(cell: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.training.evaluate.PIECE", 7)
     model, stream = network(cell), text_corpus().streams["valid"][:40]
     assert recurrent_losses(model, stream).tolist() == pytest.approx(token_by_token(model, stream), abs=1e-5)

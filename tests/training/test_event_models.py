@@ -15,7 +15,7 @@ from rich.console import Console
 from examples.clickstream import Shop, generate, optimum, write
 from tests.training.corpora import write_events
 from wane.cli import main
-from wane.models.cell_registry import Cell
+from wane.models.layer_registry import Kind
 from wane.models.manifest import Certificate, Start
 from wane.training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
 from wane.training.evaluate_events import evaluate_events
@@ -58,7 +58,7 @@ def rankings(run: Trained) -> tuple[float, Rankings]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["gated", "gru"])
-def test_recurrent_models_beat_every_baseline_where_memory_matters(tmp_path: Path, cell: Cell) -> None:
+def test_recurrent_models_beat_every_baseline_where_memory_matters(tmp_path: Path, cell: Kind) -> None:
     data, best_recall, best_perplexity = shop(tmp_path, Shop.leave)
     block: Literal["plain", "residual"] = "residual" if cell == "gated" else "plain"
     run = trained(tmp_path / "run", data, ModelConfig(cell=cell, hidden=48, block=block), steps=400)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.training.corpora import experiment, text_corpus
-from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate import certify
+from wane.models.layer_registry import FADING, KINDS, Kind
 from wane.models.networks import Network
 from wane.training.config import Experiment, ModelConfig, TrainingConfig
 from wane.training.data import Corpus
@@ -51,8 +51,8 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(tmp_path: Path, re
 
 @pytest.mark.parametrize("regime", ["recurrent", "truncated"])
 @pytest.mark.parametrize("contraction", [None, 0.9], ids=["unconstrained", "stable"])
-@pytest.mark.parametrize("cell", CELLS)
-def test_every_cell_learns_in_both_regimes(tmp_path: Path, cell: Cell, contraction: float | None, regime: str) -> None:
+@pytest.mark.parametrize("cell", FADING)
+def test_every_cell_learns_in_both_regimes(tmp_path: Path, cell: Kind, contraction: float | None, regime: str) -> None:
     model = ModelConfig(cell=cell, hidden=24, layers=2, contraction=contraction)
     seldom = {"evaluate_every": 60, "checkpoint_every": 60, "project_every": 4}
     chosen = experiment(model, regime=regime, steps=60, learning_rate=2e-2, **seldom)
@@ -61,8 +61,8 @@ def test_every_cell_learns_in_both_regimes(tmp_path: Path, cell: Cell, contracti
     assert sum(losses[-5:]) / 5 < uniform - 1.0
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell != "gated"])
-def test_the_certificate_bounds_the_best_weights_of_a_stable_cell(tmp_path: Path, cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [cell for cell in FADING if not KINDS[cell].input_gated])
+def test_the_certificate_bounds_the_best_weights_of_a_stable_cell(tmp_path: Path, cell: Kind) -> None:
     model = ModelConfig(cell=cell, hidden=24, layers=2, contraction=0.8)
     chosen = experiment(model, steps=60, learning_rate=2e-2, evaluate_every=30, checkpoint_every=60, project_every=7)
     trainer = Trainer(chosen, text_corpus(), RunFolder(tmp_path))

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from wane.models.architecture import Architecture
 from wane.models.cells.gated import GatedCell
 from wane.models.certificate.request import RequestBound
-from wane.models.manifest import Architecture, Front
+from wane.models.layer_registry import Convolution, Gated
 from wane.models.networks import Network
 from wane.training.config import Experiment, ProofConfig
 from wane.training.proof import ProofPressure
@@ -22,16 +23,12 @@ def network(gate_bias: float) -> Network:
     it. The gates are closer to 1 if `gate_bias` is larger."""
     torch.manual_seed(3)
     architecture = Architecture(
-        cell="gated",
         vocabulary_size=20,
         embedding=8,
-        hidden=8,
-        layers=1,
-        block="residual",
-        feed_forward=6,
-        front=Front(blocks=1, kernel_size=3, feed_forward=5),
-        units=6,
-        gate_caps=(0.98,),
+        layers=(
+            Convolution(units=8, block="front", kernel_size=3, feed_forward=5),
+            Gated(units=6, block="residual", feed_forward=6, gate_cap=0.98),
+        ),
     )
     built = Network(architecture)
     with torch.no_grad():

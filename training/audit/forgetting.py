@@ -20,7 +20,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import functional_call
 
-from wane.models.manifest import Frozen, Perplexity, Positive
+from wane.models.layer_registry import Frozen
+from wane.models.manifest import Perplexity, Positive
 from wane.models.networks import Network
 from wane.training.data import Corpus
 from wane.training.evaluate import ROWS, Advance, SplitLosses, recurrent_pieces, spread_positions, window_hidden

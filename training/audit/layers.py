@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.layer_registry import KINDS, Kind
 from wane.training.audit.tensor_map import Array, TensorMap
 from wane.training.audit.tensor_names import PART, PARTS
 
-TORCH_CELLS: dict[int, Cell] = {
-    info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
+TORCH_CELLS: dict[int, Kind] = {
+    info.gates: cell for cell, info in reversed(KINDS.items()) if "audit" not in info.missing
 }
 """The cells that also exist in `torch.nn`, by the number of row blocks of the recurrent matrix. An RNN has one block,
 whether its nonlinearity is tanh or relu. The key 1 maps to the tanh cell."""
@@ -30,7 +30,7 @@ class Layers:
     """The recurrent layers, bottom to top. `sizes`: each layer's number of units. `inputs`: the number of input
     features of the bottom layer."""
 
-    cell: Cell
+    cell: Kind
     names: list[Names]
     sizes: list[int]
     inputs: int
@@ -132,13 +132,13 @@ def _place(key: tuple[str, int]) -> tuple[list[int], int]:
 def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -> Layers:
     """Checks that the shapes of each layer's tensors fit together and fit the layer below, and that all layers have the
     same cell. Returns the layers."""
-    cells: list[Cell] = []
+    cells: list[Kind] = []
     sizes: list[int] = []
     for layer in names:
         name = layer["weight_hh"]
         rows, hidden = tensors.matrix(name)
         if hidden == 0 or rows % hidden or rows // hidden not in TORCH_CELLS:
-            known = ", ".join(f"{n * hidden} ({CELLS[cell].module.upper()})" for n, cell in sorted(TORCH_CELLS.items()))
+            known = ", ".join(f"{n * hidden} ({KINDS[cell].module.upper()})" for n, cell in sorted(TORCH_CELLS.items()))
             raise tensors.error(f"{name} has shape [{rows}, {hidden}]: {hidden} units need {known} rows")
         fed = tensors.matrix(layer["weight_ih"])
         expected = (rows, sizes[-1] if sizes else fed[1])
@@ -160,8 +160,8 @@ def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -
     return Layers(_cell(tensors, cells[0], nonlinearity), names, sizes, tensors.matrix(names[0]["weight_ih"])[1])
 
 
-def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
-    if CELLS[cell].module != "rnn":
+def _cell(tensors: TensorMap, cell: Kind, nonlinearity: str | None) -> Kind:
+    if KINDS[cell].module != "rnn":
         if nonlinearity is not None:
             raise tensors.error(
                 f"--nonlinearity is for an RNN, but the rows of the recurrent matrix are those of a {cell.upper()}"
@@ -180,7 +180,7 @@ def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
     Padding units have only zero weights. Their state starts at 0, stays at 0 in every kind of cell (tanh(0) = 0), and
     contributes 0 to other units. The padding therefore changes no output.
     """
-    hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
+    hidden, gates = max(layers.sizes), KINDS[layers.cell].gates
     if len(set(layers.sizes)) > 1:
         tensors.notes.append(
             f"layers of {', '.join(map(str, layers.sizes))} units: narrower layers are padded to {hidden} with units "

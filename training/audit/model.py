@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from pydantic import ValidationError
 
-from wane.models.manifest import Architecture
+from wane.models.architecture import Architecture
+from wane.models.layer_registry import read_layer
 from wane.training.audit.checkpoint import Checkpoint
 from wane.training.audit.embedding_and_head import find_embedding_and_head, outer_weights
 from wane.training.audit.layers import find_layers, layer_weights
@@ -63,12 +64,11 @@ def import_model(
     outer_weights(tensors, outer, layers, weights)
     tensors.note_conversions()
     try:
+        layer = {"kind": layers.cell, "units": max(layers.sizes)}
         architecture = Architecture(
-            cell=layers.cell,
             vocabulary_size=len(weights["embedding.weight"]),
             embedding=weights["embedding.weight"].shape[1],
-            hidden=max(layers.sizes),
-            layers=len(layers.names),
+            layers=(read_layer(layer),) * len(layers.names),
             tied="head.weight" not in weights,
         )
     except ValidationError as error:

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wane.models.manifest import Architecture, Certificate, Frozen, Perplexity, Positive, Sha256
+from wane.models.architecture import Architecture
+from wane.models.layer_registry import Frozen
+from wane.models.manifest import Certificate, Perplexity, Positive, Sha256
 from wane.training.audit.forgetting import AtLag, AtWindow, Quantiles
 
 
@@ -127,8 +129,8 @@ def show(report: AuditReport, console: Console) -> None:
     model, text = report.model, report.text
     architecture = model.architecture
     console.print(
-        f"[bold]{escape(model.file)}[/]: {architecture.cell}, {architecture.layers} layer(s) of {architecture.hidden}, "
-        f"vocabulary {architecture.vocabulary_size:,}, {model.parameters:,} weights",
+        f"[bold]{escape(model.file)}[/]: {architecture.family}, {len(architecture.layers)} layer(s) of "
+        f"{architecture.hidden}, vocabulary {architecture.vocabulary_size:,}, {model.parameters:,} weights",
         highlight=False,
     )
     for note in model.notes:

@@ -10,8 +10,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle, BundleError
-from wane.models.manifest import Architecture, Rounding
+from wane.models.manifest import Rounding
 from wane.models.weights import Weights
 from wane.training.audit.check import NOT_CHECKED, check_logits
 from wane.training.audit.checkpoint import read_checkpoint

@@ -1,7 +1,8 @@
-"""The proofs about the cells. Each cell has one file, which `models/cell_registry.py` imports. This package imports
-neither torch nor onnx.
+"""The proofs about the layers' cells. Each kind has one file, which `models/layer_registry.py` imports. This package
+imports neither torch nor onnx.
 
-Each file states its theorems and defines two functions:
+Each file states its theorems. A file of a kind with finite memory defines `furthest(cell, inputs)`, which bounds the
+cell's output. The others define two functions:
 
 - `build_layer(cell, inputs)` returns the `Layer` (`models/certificate/layer_bound.py`) with the bounds of a cell, for
   every input that a token can cause.

@@ -41,6 +41,7 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector
 from wane.models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from wane.models.certificate.norm import Norm
 from wane.models.certificate.perturbation import Perturbation
+from wane.models.layer_registry import InputGated
 from wane.models.reference.functions import sigmoid
 from wane.models.weights import CellWeights
 
@@ -58,15 +59,16 @@ of the table's entries (32 MB) for which the maximum is computed."""
 
 class GatedLayer:
     """The proofs of one layer of the gated cell. weight: (2H, I) and bias: (2H), with the gates' rows first. cap: the
-    greatest value of a gate."""
+    greatest value of a gate. identity: whether z is the pre-activation itself, and not its tanh."""
 
-    def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float) -> None:
+    def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float, identity: bool = False) -> None:
         self.hidden = len(bias) // 2
         reach = inputs.reach(weight, bias)
         gate, candidate = reach[: self.hidden], reach[self.hidden :]
         self.computed = isinstance(inputs, ComputedRows | ComputedNormalised)
-        self.low = np.minimum(0.0, np.tanh(candidate.low) * np.where(candidate.low < 0, UP, 1))
-        self.high = np.maximum(0.0, np.tanh(candidate.high) * np.where(candidate.high > 0, UP, 1))
+        low, high = (candidate.low, candidate.high) if identity else (np.tanh(candidate.low), np.tanh(candidate.high))
+        self.low = np.minimum(0.0, low * np.where(candidate.low < 0, UP, 1))
+        self.high = np.maximum(0.0, high * np.where(candidate.high > 0, UP, 1))
         self.gate = np.minimum(cap * sigmoid(gate.high) * UP, cap)
         if self.computed:
             if self.gate.max() >= NEAR_1:
@@ -76,7 +78,7 @@ class GatedLayer:
         self.width = (self.high - self.low) * UP
         self.kept = np.maximum(self.gate, SMALLEST_GATE)
         self.pieces = GatePieces.of(gate, cap)
-        self.tanh_slope = candidate.tanh_slope() * UP
+        self.tanh_slope = np.ones(self.hidden) if identity else candidate.tanh_slope() * UP
         self.into = None
         if not isinstance(inputs, Rows):
             gates, candidates = inputs.seen_by(weight[: self.hidden]), inputs.seen_by(weight[self.hidden :])
@@ -146,17 +148,22 @@ def _growth(gate: float) -> float:
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
     """Builds the proofs of a layer for all admissible inputs."""
-    return GatedLayer(*cell.input, inputs, cell.gate_cap)
+    assert isinstance(cell.layer, InputGated)
+    return GatedLayer(*cell.input, inputs, cell.layer.cap, cell.layer.candidate == "identity")
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
     """Computes the cell's next state in a window, and bounds of the distance between this state and the uninterrupted
     run's state (see `Moved`)."""
     gate, candidate = pre
-    f, df = step.gate_cap * sigmoid(gate.value), step.gate_cap * sigmoid_rise(gate.value, gate.radius)
-    z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)
-    turning = step.gate_cap * sigmoid_slope(gate.value, gate.radius)
-    slope = tanh_slope(candidate.value, candidate.radius)
+    f, df = step.layer.cap * sigmoid(gate.value), step.layer.cap * sigmoid_rise(gate.value, gate.radius)
+    assert isinstance(step.layer, InputGated)
+    identity = step.layer.candidate == "identity"
+    z, dz = candidate.value, candidate.radius
+    if not identity:
+        z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)
+    turning = step.layer.cap * sigmoid_slope(gate.value, gate.radius)
+    slope = np.ones_like(z) if identity else tanh_slope(candidate.value, candidate.radius)
     return mixed(
         (state[0], error[0]),
         (f, df, z, dz),

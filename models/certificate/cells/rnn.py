@@ -40,7 +40,7 @@ class TanhLayer(RecurrentLayer):
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
     """Builds the proofs of a layer for all admissible inputs."""
-    return TanhLayer(cell, inputs) if cell.cell == "rnn_tanh" else RecurrentLayer(cell, inputs)
+    return TanhLayer(cell, inputs) if cell.layer.kind == "rnn_tanh" else RecurrentLayer(cell, inputs)
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
@@ -48,7 +48,7 @@ def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> M
     run's state (see `Moved`)."""
     both = pre[0] + Pre.of(step.recurrent[0], state[0], error[0])
     p, radius = both.value, both.radius
-    if step.cell == "rnn_tanh":
+    if step.layer.kind == "rnn_tanh":
         return (np.tanh(p),), (tanh_rise(p, radius),), (both.ball(tanh_slope(p, radius)),)
     live = (p + radius > 0).astype(np.float64)
     return (np.maximum(p, 0),), (np.minimum(radius, np.maximum(0, p + radius)),), (both.ball(live),)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from wane.models.architecture import Placed
 from wane.models.export.cell_writer import InputGatedWriter
 from wane.models.export.graph import GraphWriter
 from wane.models.export.linear import linear
-from wane.models.manifest import Architecture
+from wane.models.layer_registry import InputGated
 
 
 class GatedWriter(InputGatedWriter):
@@ -20,9 +21,13 @@ class GatedWriter(InputGatedWriter):
             linear(graph, x, self._block("weight", i, self.inputs), self._block("bias", i)) for i in range(2)
         )
         gate = graph.node("Sigmoid", gate)
-        if self.gate_cap != 1.0:
-            gate = graph.node("Mul", gate, graph.number(self.gate_cap))
-        return gate, graph.node("Tanh", candidate)
+        if self.layer.cap != 1.0:
+            gate = graph.node("Mul", gate, graph.number(self.layer.cap))
+        return gate, self._candidate(candidate)
+
+    def _candidate(self, value: str) -> str:
+        assert isinstance(self.layer, InputGated)
+        return self._graph.node("Tanh", value) if self.layer.candidate == "tanh" else value
 
     def enter(self, gate: str, candidate: str) -> list[str]:
         graph = self._graph
@@ -32,6 +37,6 @@ class GatedWriter(InputGatedWriter):
         return [graph.node("Add", graph.node("Mul", driven[0], state[0]), driven[1])]
 
 
-def build(graph: GraphWriter, architecture: Architecture, layer: int) -> GatedWriter:
+def build(graph: GraphWriter, placed: Placed) -> GatedWriter:
     """Builds the writer of one layer's cell."""
-    return GatedWriter(graph, architecture, layer)
+    return GatedWriter(graph, placed)

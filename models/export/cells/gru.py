@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from wane.models.architecture import Placed
 from wane.models.export.cell_writer import CellWriter
 from wane.models.export.graph import GraphWriter
 from wane.models.export.linear import linear
-from wane.models.manifest import Architecture
 
 
 class GruWriter(CellWriter):
@@ -34,6 +34,6 @@ class GruWriter(CellWriter):
         return [graph.node("Add", candidate, graph.node("Mul", update, graph.node("Sub", h, candidate)))]
 
 
-def build(graph: GraphWriter, architecture: Architecture, layer: int) -> GruWriter:
+def build(graph: GraphWriter, placed: Placed) -> GruWriter:
     """Builds the writer of one layer's cell."""
-    return GruWriter(graph, architecture, layer)
+    return GruWriter(graph, placed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from wane.models.architecture import Placed
 from wane.models.export.cell_writer import CellWriter
 from wane.models.export.graph import GraphWriter
-from wane.models.manifest import Architecture
 
 
 class LinearWriter(CellWriter):
@@ -14,6 +14,6 @@ class LinearWriter(CellWriter):
         return [self._recalled(graph, state[0], driven[0])]
 
 
-def build(graph: GraphWriter, architecture: Architecture, layer: int) -> LinearWriter:
+def build(graph: GraphWriter, placed: Placed) -> LinearWriter:
     """Builds the writer of one layer's cell."""
-    return LinearWriter(graph, architecture, layer)
+    return LinearWriter(graph, placed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from wane.models.architecture import Placed
 from wane.models.export.cell_writer import CellWriter
 from wane.models.export.graph import GraphWriter
-from wane.models.manifest import Architecture
 
 
 class LstmWriter(CellWriter):
@@ -23,6 +23,6 @@ class LstmWriter(CellWriter):
         return [graph.node("Mul", show, graph.node("Tanh", c)), c]
 
 
-def build(graph: GraphWriter, architecture: Architecture, layer: int) -> LstmWriter:
+def build(graph: GraphWriter, placed: Placed) -> LstmWriter:
     """Builds the writer of one layer's cell."""
-    return LstmWriter(graph, architecture, layer)
+    return LstmWriter(graph, placed)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from wane.models.architecture import Placed
 from wane.models.export.cell_writer import CellWriter
 from wane.models.export.graph import GraphWriter
-from wane.models.manifest import Architecture
 
 
 class RnnWriter(CellWriter):
     """`h' = rho(W h + U x + b)`, rho = tanh or relu."""
 
     def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
-        function = "Tanh" if self.cell == "rnn_tanh" else "Relu"
+        function = "Tanh" if self.layer.kind == "rnn_tanh" else "Relu"
         return [graph.node(function, self._recalled(graph, state[0], driven[0]))]
 
 
-def build(graph: GraphWriter, architecture: Architecture, layer: int) -> RnnWriter:
+def build(graph: GraphWriter, placed: Placed) -> RnnWriter:
     """Builds the writer of one layer's cell."""
-    return RnnWriter(graph, architecture, layer)
+    return RnnWriter(graph, placed)

@@ -11,4 +11,4 @@ from wane.models.weights import CellWeights
 def step(cell: CellWeights, x: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
     """Returns the state after one token."""
     pre = affine(x, *cell.input) + affine(state[0], *cell.recurrent)
-    return (np.tanh(pre) if cell.cell == "rnn_tanh" else np.maximum(pre, 0),)
+    return (np.tanh(pre) if cell.layer.kind == "rnn_tanh" else np.maximum(pre, 0),)

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.models.random_models import BLOCKS, architecture, random_weights
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.certificate.layer_bound import LayerBound
 from wane.models.certificate.layers import build_layers
-from wane.models.manifest import Architecture, Certificate
+from wane.models.layer_registry import FADING, KINDS, Kind
+from wane.models.manifest import Certificate
 from wane.models.reference import Reference, State
 from wane.models.reference.functions import sigmoid
 
@@ -41,7 +42,7 @@ class TopLayer:
     def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         self._reference = Reference(model, weights)
         self._generator = generator
-        self._names = model.layer_states(model.layers - 1)
+        self._names = model.layer_states(len(model.layers) - 1)
         self._vocabulary = model.vocabulary_size
         self.bound: LayerBound = layer_bounds(model, weights)[-1]
         self.proof = self.bound.best
@@ -124,9 +125,9 @@ def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
     hidden=st.integers(1, 8),
 )
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", FADING)
 def test_every_token_reduces_the_distance_of_every_pair_of_states_by_the_factor(
-    cell: Cell, block: str, seed: int, recurrent: float, driven: float, recalled: float, layers: int, hidden: int
+    cell: Kind, block: str, seed: int, recurrent: float, driven: float, recalled: float, layers: int, hidden: int
 ) -> None:
     caps = (0.9,) * layers if cell == "gated" and seed % 2 else ()
     model = architecture(cell, block, layers, hidden=hidden, embedding=hidden, gate_caps=caps)
@@ -143,7 +144,7 @@ def test_every_token_reduces_the_distance_of_every_pair_of_states_by_the_factor(
 
 
 def one_unit(
-    cell: Cell, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
+    cell: Kind, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
 ) -> TopLayer:
     """Returns a layer with one unit and a vocabulary of two tokens, whose inputs are -1 and 1. `driven`, `recurrent`,
     `bias` and `recalled` are the values of weight_ih, weight_hh, bias_ih and bias_hh, one for each gate."""
@@ -197,8 +198,8 @@ def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
     assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_states_stay_in_their_box(cell: Cell) -> None:
+@pytest.mark.parametrize("cell", FADING)
+def test_states_stay_in_their_box(cell: Kind) -> None:
     model = architecture(cell, "plain", layers=2)
     weights = random_weights(model, seed=5, recurrent=0.4)
     reference, generator = Reference(model, weights), np.random.default_rng(5)
@@ -208,7 +209,7 @@ def test_states_stay_in_their_box(cell: Cell) -> None:
         _, _, state = reference.step(generator.integers(model.vocabulary_size, size=500), state)
         largest = {name: np.maximum(largest[name], np.abs(value).max(axis=0)) for name, value in state.items()}
     for layer, bound in enumerate(bounds):
-        for name, reach in zip(CELLS[cell].states, bound.reach, strict=True):
+        for name, reach in zip(KINDS[cell].states, bound.reach, strict=True):
             assert np.all(largest[f"layers.{layer}.{name}"] <= reach)
 
 
@@ -306,8 +307,8 @@ def test_an_lstm_s_certificate_contains_the_weights_of_its_norm() -> None:
     np.testing.assert_allclose(norm.distance(h, c), expected)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell != "lstm"])
-def test_the_norm_of_a_single_state_tensor_has_no_weights(cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [cell for cell in FADING if cell != "lstm"])
+def test_the_norm_of_a_single_state_tensor_has_no_weights(cell: Kind) -> None:
     model = architecture(cell)
     assert contraction(model, random_weights(model, seed=4)).layers[0].weights == ()
 

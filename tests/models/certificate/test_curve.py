@@ -15,7 +15,7 @@ from research.bound_check import reachable
 from research.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
 from tests.models.random_models import BLOCKS, architecture, random_weights
 from tests.models.rounding import rounding
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layer_norm import normalised_apart
@@ -23,7 +23,7 @@ from wane.models.certificate.layers import build_layers
 from wane.models.certificate.rounding import worst_case
 from wane.models.certificate.stack import Stack, state_error_curve
 from wane.models.certificate.total_variation import head_diameter, total_variation
-from wane.models.manifest import Architecture
+from wane.models.layer_registry import FADING, Kind
 from wane.models.parity import log_softmax
 from wane.models.reference import Reference, State
 from wane.models.reference.functions import layer_norm
@@ -72,9 +72,9 @@ def bad_states(
     feed_forward=st.sampled_from([0, 5]),
 )
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", FADING)
 def test_every_history_stays_below_the_curve_with_rounding(
-    cell: Cell,
+    cell: Kind,
     block: str,
     seed: int,
     recurrent: float,
@@ -107,9 +107,9 @@ def test_every_history_stays_below_the_curve_with_rounding(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", FADING)
 def test_every_float32_history_stays_below_the_curve_with_the_worst_case_rounding(
-    cell: Cell, block: str, seed: int
+    cell: Kind, block: str, seed: int
 ) -> None:
     fields: dict[str, Any] = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
     model = architecture(cell, block, hidden=4, embedding=4, vocabulary_size=5, **fields)
@@ -132,8 +132,8 @@ def test_every_float32_history_stays_below_the_curve_with_the_worst_case_roundin
     )
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_every_history_over_a_front_stays_below_the_curve(cell: Cell) -> None:
+@pytest.mark.parametrize("cell", FADING)
+def test_every_history_over_a_front_stays_below_the_curve(cell: Kind) -> None:
     model = architecture(cell, "residual", layers=2, front=FRONT, units=4, feed_forward=5, norm_epsilon=0.25)
     weights = random_weights(model, seed=1, recurrent=0.1, driven=0.2)
     certificate, exact = certify(model, weights, LAST, None), Reference(model, weights)
@@ -192,8 +192,8 @@ def test_the_first_layer_is_bounded_by_the_gates_of_single_tokens() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_curve_never_rises_and_bounds_every_longer_window(cell: Cell, block: str) -> None:
+@pytest.mark.parametrize("cell", FADING)
+def test_a_curve_never_rises_and_bounds_every_longer_window(cell: Kind, block: str) -> None:
     model = architecture(cell, block, layers=2)
     weights = random_weights(model, seed=3, recurrent=0.05, driven=0.1)
     short, long = (certify(model, weights, window, None) for window in (8, 300))

@@ -8,10 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.models.random_models import architecture, random_weights
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.architecture import Architecture
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.propagation import Propagation
-from wane.models.manifest import Architecture, StateError
+from wane.models.layer_registry import FADING, Kind
+from wane.models.manifest import StateError
 from wane.models.reference import Reference, State
 
 LENGTH = 48
@@ -25,7 +26,7 @@ def rounded(of: Architecture, error: float) -> dict[str, StateError]:
     return {name: StateError(box=2 * error, ball=2 * error) for name in names}
 
 
-def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
+def contractive(cell: Kind, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
     """Returns the oracle and the `Propagation` of a random model in which every layer is contractive."""
     of = architecture(cell, block, layers, **fields)
     scale = 0.6
@@ -41,7 +42,7 @@ def moved(state: State, by: Mapping[str, np.ndarray]) -> State:
     return {name: value + by.get(name, 0.0) for name, value in state.items()}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", FADING)
 @settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
@@ -50,7 +51,7 @@ def moved(state: State, by: Mapping[str, np.ndarray]) -> State:
     same=st.booleans(),
 )
 def test_every_run_with_state_errors_at_chunk_boundaries_is_within_the_bound(
-    cell: Cell, seed: int, size: float, block: str, same: bool
+    cell: Kind, seed: int, size: float, block: str, same: bool
 ) -> None:
     reference, propagation = contractive(cell, block, seed)
     random = np.random.default_rng(seed)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from research.adversary import Adversary
 from tests.models.random_models import BLOCKS, architecture, random_weights
-from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
+from wane.models.layer_registry import FADING, Kind
 from wane.models.reference import Array, Reference
 
 PASTS = 48
@@ -73,9 +73,9 @@ def worst_pasts(
     length=st.integers(1, 30),
 )
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", FADING)
 def test_every_past_is_within_the_radius(
-    cell: Cell,
+    cell: Kind,
     block: str,
     seed: int,
     recurrent: float,
@@ -125,7 +125,7 @@ def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
-def test_states_that_may_grow_without_limit_are_unbounded(cell: Cell, block: str) -> None:
+def test_states_that_may_grow_without_limit_are_unbounded(cell: Kind, block: str) -> None:
     """Uses cells whose states grow without limit, before the window and within the window, so they have no finite
     bound.
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from research.adversary import Adversary
 from tests.models.certificate.test_request import after, run, worst_pasts
 from tests.models.random_models import architecture, random_weights
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.architecture import Architecture
 from wane.models.certificate.logit_margins import NEGLIGIBLE
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
 from wane.models.certificate.total_variation import head_diameter
-from wane.models.manifest import Architecture
+from wane.models.layer_registry import FADING, Kind
 from wane.models.reference import Array, Reference
 
 FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 4}
@@ -69,9 +69,9 @@ def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.ran
     front=st.sampled_from((None, FRONT)),
     length=st.integers(1, 16),
 )
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", FADING)
 def test_every_past_changes_a_lead_within_its_directional_bound(
-    cell: Cell,
+    cell: Kind,
     seed: int,
     recurrent: float,
     driven: float,

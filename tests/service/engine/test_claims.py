@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.models.random_models import BLOCKS
 from tests.service.oracle import Small
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.layer_registry import FADING, Kind
 from wane.service.engine.agreement import FLOAT32_ROUNDING
 from wane.service.types import Answer, Filter, Mode, PredictRequest, StepRequest
 
@@ -117,7 +117,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
 
 @settings(deadline=None, max_examples=40)
 @given(
-    cell=st.sampled_from(tuple(CELLS)),
+    cell=st.sampled_from(FADING),
     block=st.sampled_from(BLOCKS),
     layers=st.integers(1, 2),
     seed=st.integers(0, 10_000),
@@ -126,7 +126,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
     actions=st.lists(st.sampled_from(ACTIONS), min_size=5, max_size=30),
 )
 def test_every_error_bound_holds_against_the_uninterrupted_model(
-    cell: Cell, block: str, layers: int, seed: int, recurrent: float, beside: bool, actions: list[str]
+    cell: Kind, block: str, layers: int, seed: int, recurrent: float, beside: bool, actions: list[str]
 ) -> None:
     small = Small(cell, block, layers, seed, recurrent, beside=beside)
     asyncio.run(drive(small, actions, np.random.default_rng(seed), Tally()))
@@ -136,7 +136,7 @@ def test_every_error_bound_holds_against_the_uninterrupted_model(
 def test_the_bounds_and_proofs_of_fast_forgetting_models_hold(beside: bool) -> None:
     tally = Tally()
     for seed in range(2 if beside else 6):
-        for cell in CELLS:
+        for cell in FADING:
             small = Small(cell, "plain", 1, seed, 0.05, beside=beside)
             random = np.random.default_rng(seed)
             asyncio.run(drive(small, [*random.choice(ACTIONS, size=30)], random, tally))
@@ -203,7 +203,7 @@ def test_the_proofs_of_filtered_lists_hold(beside: bool) -> None:
         return found
 
     proved = 0
-    cells: tuple[Cell, ...] = ("gated", "lstm")
+    cells: tuple[Kind, ...] = ("gated", "lstm")
     for cell in cells:
         for seed in range(3):
             small = Small(cell, "plain", 1, seed, 0.05, beside=beside, kind="events")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness
-from wane.models.manifest import StateTensor
+from wane.models.architecture import StateTensor
 from wane.service.runners.runner import HIDDEN, NEXT, Array
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import RECENT, ResidentSessions

@@ -11,7 +11,7 @@ from tests.service.engine.test_claims import ALL, EVERYTHING, Tally
 from tests.service.engine.test_step import expected, ranked
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.oracle import ROUNDING, Small
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.layer_registry import FADING, Kind
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
 from wane.service.types import History, Mode, NewSession, Owner, PredictRequest, SessionView, StateSource, StepRequest
 
@@ -198,8 +198,8 @@ async def test_a_session_does_not_continue_from_the_state_of_an_earlier_session_
 
 
 @settings(deadline=None, max_examples=20)
-@given(cell=st.sampled_from(tuple(CELLS)), seed=st.integers(0, 2**16), lost=st.integers(1, 40), beside=st.booleans())
-async def test_the_bounds_of_a_restored_session_hold(cell: Cell, seed: int, lost: int, beside: bool) -> None:
+@given(cell=st.sampled_from(FADING), seed=st.integers(0, 2**16), lost=st.integers(1, 40), beside=st.booleans())
+async def test_the_bounds_of_a_restored_session_hold(cell: Kind, seed: int, lost: int, beside: bool) -> None:
     small, tally, random = Small(cell, "plain", 1, seed, 0.5, beside=beside), Tally(), np.random.default_rng(seed)
     tokens = random.integers(EVERYTHING, size=42).tolist()
     view = await small.engine.create_session("s", history=History(tuple(tokens[lost:]), 42))

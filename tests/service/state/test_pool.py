@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.service.engine_harness import host_arrays
-from wane.models.manifest import StateTensor
+from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
 

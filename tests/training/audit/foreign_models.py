@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wane.models.cell_registry import CELLS, Cell
+from wane.models.layer_registry import KINDS, Kind
 from wane.models.networks import Network
 from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import ForeignModel, import_model
 
-TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in CELLS.items() if "audit" not in info.missing}
+TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in KINDS.items() if "audit" not in info.missing}
 """For each cell that an audit supports, the class of torch.nn that implements it. It is torch.nn.RNN for both
 `rnn_tanh` and `rnn_relu`. A checkpoint of torch.nn.RNN does not record the nonlinearity."""
 
@@ -26,7 +26,7 @@ class Plain(nn.Module):
 
     def __init__(
         self,
-        cell: Cell = "lstm",
+        cell: Kind = "lstm",
         names: tuple[str, str, str] = ("embedding", "rnn", "fc"),
         width: int = 6,
         hidden: int = 6,

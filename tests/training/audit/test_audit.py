@@ -21,8 +21,8 @@ from tests.training.audit.test_vocabulary import byte_level
 from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
 from wane.cli import main
 from wane.models.bundle import Bundle
-from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
+from wane.models.layer_registry import Kind
 from wane.service.runners.onnx import OnnxRunner
 from wane.training.audit.report import AuditReport
 from wane.training.audit.vocabulary import read_names
@@ -77,7 +77,7 @@ def test_the_largest_window_may_be_shorter_than_eight_tokens(folder: Path) -> No
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
-def test_an_exported_bundle_predicts_like_the_torch_model(folder: Path, cell: Cell) -> None:
+def test_an_exported_bundle_predicts_like_the_torch_model(folder: Path, cell: Kind) -> None:
     module = Plain(cell, num_layers=2)
     saved(folder / "model.pt", {"state_dict": module.state_dict()})
     report = audited(folder, "--export", str(folder / "bundles"))

@@ -8,8 +8,8 @@ import torch
 
 from tests.models.random_models import random_weights
 from tests.training.corpora import text_corpus
-from wane.models.cell_registry import Cell
-from wane.models.manifest import Architecture
+from wane.models.architecture import Architecture
+from wane.models.layer_registry import Kind
 from wane.models.networks import Network
 from wane.models.reference import Array, Reference
 from wane.training.audit.forgetting import (
@@ -39,7 +39,7 @@ def short_corpus(tokens: int = 90) -> Corpus:
     return Corpus(CORPUS.vocabulary, CORPUS.tokenizer_json, {"audit": CORPUS.streams["train"][:tokens]}, {}, {})
 
 
-def model(cell: Cell = "lstm", **fields: object) -> tuple[Network, Reference]:
+def model(cell: Kind = "lstm", **fields: object) -> tuple[Network, Reference]:
     """Returns a random network, and its float64 reference implementation (the oracle) with the same weights."""
     sizes: dict[str, object] = {"vocabulary_size": CORPUS.vocabulary.size, "embedding": 6, "hidden": 6, "layers": 2}
     architecture = Architecture.model_validate({"cell": cell, **sizes, **fields})
@@ -74,7 +74,7 @@ def summary(spread: Quantiles) -> list[float]:
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "gated"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_figure_matches_single_steps_in_float64(cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_figure_matches_single_steps_in_float64(cell: Kind, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.training.evaluate.PIECE", 7)
     monkeypatch.setattr("wane.training.audit.forgetting.ROWS", 4)
     network, oracle = model(cell, tied=tied)
@@ -102,7 +102,7 @@ def test_every_figure_matches_single_steps_in_float64(cell: Cell, tied: bool, mo
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gradient_matches_finite_differences(cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_matches_finite_differences(cell: Kind, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.training.audit.forgetting.GRADIENT_ROWS", 2)
     monkeypatch.setattr("wane.training.audit.forgetting.GRADIENT_POSITIONS", 3)
     network, _ = model(cell, tied=tied)

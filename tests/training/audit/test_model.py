@@ -24,7 +24,7 @@ from tests.training.audit.foreign_models import (
     saved,
     some_tokens,
 )
-from wane.models.cell_registry import Cell
+from wane.models.layer_registry import Kind
 from wane.training.audit.check import check_logits
 from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.tensor_names import parse_mapping
@@ -46,14 +46,14 @@ def assert_same(path: Path, module: nn.Module, **options: Any) -> tuple[str, ...
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_imported_checkpoint_computes_the_logits_of_torch(
-    tmp_path: Path, cell: Cell, layers: int, bias: bool, tied: bool
+    tmp_path: Path, cell: Kind, layers: int, bias: bool, tied: bool
 ) -> None:
     module = Plain(cell, num_layers=layers, bias=bias, tied=tied, head_bias=bias)
     path = saved(tmp_path / "model.pt", module.state_dict())
     options = {"nonlinearity": "relu"} if cell == "rnn_relu" else {}
     notes = " ".join(assert_same(path, module, **options))
     architecture = imported(path, **options).architecture
-    assert (architecture.cell, architecture.layers, architecture.tied) == (cell, layers, tied)
+    assert (architecture.family, len(architecture.layers), architecture.tied) == (cell, layers, tied)
     assert ("biases missing from the file are zeros" in notes) is not bias
     assert ("the head has no bias" in notes) is not bias
     assert ("tied" in notes) is tied
