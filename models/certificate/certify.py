@@ -57,7 +57,7 @@ def certify(
     if rounding:
         states, carried = carry(stack, rounding.step)
         carried, worst = carried + rounding.output, worst_case(architecture, weights, stack, "float32")
-        if architecture.block == "residual":
+        if architecture.residual:
             # No measured step shows the rounding at a LayerNorm whose input nearly vanishes.
             carried = max(carried, stack.furthest() if worst is None else worst / 2)
         rounding = rounding.model_copy(
