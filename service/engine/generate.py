@@ -18,11 +18,11 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.ticket import Ticket
+from wane.service.batching.turns import Turns
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import FORBID, Preferences, Sampler, log_softmax, most_probable
-from wane.service.engine.turns import Turns
 from wane.service.types import (
     Finish,
     FinishReason,

@@ -13,6 +13,7 @@ from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
+from wane.service.batching.turns import Turns
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
@@ -20,7 +21,6 @@ from wane.service.engine.bounds import meets
 from wane.service.engine.forward import Forward, sequence, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource, generate
 from wane.service.engine.limits import Limits
-from wane.service.engine.turns import Turns
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import StatePool
 from wane.service.types import (

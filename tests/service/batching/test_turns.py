@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.service.engine_harness import MakeHarness, name_vocabulary
+from wane.service.batching.turns import HEAVY_TOKENS, Turns
 from wane.service.engine import generate
 from wane.service.engine.logits import Rankings
 from wane.service.engine.logits import log_softmax as log_softmax_of
-from wane.service.engine.turns import HEAVY_TOKENS, Turns
 from wane.service.types import Filter, GenerateRequest, PredictRequest
 
 SAMPLES = 8
