@@ -4,7 +4,7 @@ shutdown."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from itertools import chain
@@ -121,9 +121,11 @@ class Application(FastAPI):
             self.openapi_schema = complete(super().openapi(), self.settings)
         return self.openapi_schema
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
-        app = self._hot if self._hot.matches(scope) else super().__call__
-        return app(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._hot.matches(scope):
+            await self._hot(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def create_app(

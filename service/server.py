@@ -118,7 +118,6 @@ def configured(app: Application, **options: Any) -> uvicorn.Config:
         app,
         http="httptools",
         ws="websockets-sansio",
-        interface="asgi3",
         # WebSocket messages are short, so compressing a message would take longer than answering it.
         ws_per_message_deflate=False,
         ws_max_size=settings.max_body_bytes,
