@@ -24,7 +24,7 @@ READY = {"playground": "#fact-bound", "forgetting": "#measure", "models": ".vers
 WIDTHS, THEMES = (1100, 390), ("light", "dark")
 LIVE_S = 60
 """The time for which the panel Live is watched."""
-COLOURS = 56
+COLOURS = 64
 TIMEOUT_MS = 120_000
 TEXT = "The railway reached the town in 1871"
 
@@ -93,9 +93,12 @@ async def opened(browser: Browser, url: str, panel: str, width: int, theme: str)
 async def take(page: Page, name: str) -> None:
     """Writes a picture of the whole page with few colours, and closes the page."""
     taken = Image.open(BytesIO(await page.screenshot(full_page=True))).convert("RGB")
-    taken.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-        FIGURES / name, optimize=True
-    )
+    counted = taken.getcolors(taken.width * taken.height)
+    assert counted is not None
+    most = [colour for _, colour in sorted(counted, reverse=True)[:COLOURS]]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([channel for colour in most for channel in colour])
+    taken.quantize(palette=palette, dither=Image.Dither.NONE).save(FIGURES / name, optimize=True)
     await page.close()
 
 

@@ -56,13 +56,20 @@ function choose(id) {
 
 // ---------------------------------------------------------------- the connection
 
+async function isAlive() {
+  try {
+    const response = await fetch(url("healthz"), { cache: "no-store", signal: AbortSignal.timeout(HEALTH_MS) });
+    await response.text();
+    return response.ok;
+  } catch {
+    return false;
+  }
+}
+
 async function watch() {
   clearTimeout(watch.timer);
   if (!document.hidden) {
-    const alive = await fetch(url("healthz"), { cache: "no-store", signal: AbortSignal.timeout(HEALTH_MS) }).then(
-      async (response) => (await response.text()) !== "" && response.ok,
-      () => false,
-    );
+    const alive = await isAlive();
     if (alive !== state.connected) {
       state.connected = alive;
       update();

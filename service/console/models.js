@@ -3,7 +3,7 @@
 import { Failure, call } from "./api.js";
 import { html, nothing } from "./vendor/lit-html.js";
 import { state, update } from "./state.js";
-import { count, small } from "./words.js";
+import { count } from "./words.js";
 
 const here = { versions: [], problem: null };
 
@@ -66,14 +66,9 @@ function one(model, choose) {
   `;
 }
 
-// The measures of quality that the bundle has: perplexity for text, recall and others for events.
+// The perplexity on the test part, per word where the vocabulary has words or parts of words.
 function quality({ quality: found }) {
-  const perWord = found?.recurrent?.test?.per_word;
-  if (perWord) return [["Perplexity, test", html`${perWord.toFixed(1)} <span class="muted">per word</span>`]];
-  const perToken = found?.recurrent?.test?.per_token ?? found?.recurrent?.valid?.per_token;
-  const ranks = Object.entries(found?.ranking?.test ?? found?.test ?? {}).filter(([, value]) => typeof value === "number");
-  return [
-    ...ranks.slice(0, 2).map(([name, value]) => [name, small(value)]),
-    ...(perToken ? [["Perplexity", html`${perToken.toFixed(1)} <span class="muted">per token</span>`]] : []),
-  ];
+  const { per_word: perWord, per_token: perToken } = found?.recurrent?.test ?? found?.recurrent?.valid ?? {};
+  const [value, unit] = perWord ? [perWord, "per word"] : [perToken, "per token"];
+  return value ? [["Perplexity", html`${value.toFixed(1)} <span class="muted">${unit}</span>`]] : [];
 }

@@ -249,6 +249,8 @@ function keys(event) {
 
 // ---------------------------------------------------------------- the view
 
+const units = () => (isEvents() ? "events" : "tokens");
+
 export function view() {
   const model = card();
   return html`
@@ -264,7 +266,7 @@ export function view() {
       <section class="card input" aria-label="Input">
         ${isEvents() ? eventInput() : textInput()} ${model ? actions(model) : nothing}
       </section>
-      <section class="card output" aria-label="Next ${isEvents() ? "events" : "tokens"}" aria-busy=${here.busy}>
+      <section class="card output" aria-label="Next ${units()}" aria-busy=${here.busy}>
         ${columns()}
       </section>
     </div>
@@ -297,7 +299,7 @@ const textInput = () => html`
 
 const eventInput = () => html`
   <div class="head">
-    <span id="events-label">The session's events</span>
+    <b id="events-label">The session’s events</b>
     <span class="muted">${state.events.length ? `${count(state.events.length)} events` : ""}</span>
   </div>
   <ol class="chips" aria-labelledby="events-label">
@@ -327,7 +329,7 @@ function actions(model) {
   return html`
     <div class="field">
       <div class="head">
-        <label for="k">Window: the last <b class="in-window">${count(state.k)}</b> tokens</label>
+        <label for="k">Window: the last <b class="in-window">${count(state.k)}</b> ${units()}</label>
         <span class="muted">k, 1 to ${count(model.max_window)}</span>
       </div>
       <input
@@ -337,7 +339,7 @@ function actions(model) {
         max=${choices.length - 1}
         step="1"
         .value=${String(place)}
-        aria-valuetext="${state.k} tokens"
+        aria-valuetext="${state.k} ${units()}"
         @input=${(event) => moveWindow(choices[event.target.value])}
       />
     </div>
@@ -373,7 +375,7 @@ function columns() {
       <p>${verdict(agreement)}</p>
     </div>
     <dl class="facts">
-      ${fact("position", "Position", count(here.both.position), "tokens in the session")}
+      ${fact("position", "Position", count(here.both.position), `${units()} in the session`)}
       ${fact("latency-recurrent", "Recurrent", ms(here.step?.total_ms), "latency of the last step", "in-recurrent")}
       ${fact("latency-window", "Window", ms(window.latency.total_ms), "latency of its run", "in-window")}
       ${fact("distance", "Measured", small(agreement.total_variation), "total variation, this text")}
@@ -387,7 +389,7 @@ function verdict(agreement) {
   const model = card();
   const same = agreement.top1_match;
   if (agreement.top1_proved)
-    return `From the last ${state.k} tokens alone it is proved that the full model has the same first ${isEvents() ? "event" : "token"}, whatever came before.`;
+    return `From the last ${state.k} ${units()} alone it is proved that the full model has the same first ${isEvents() ? "event" : "token"}, whatever came before.`;
   const seen = same ? "Both modes have the same first token here, but that was seen, not proved." : "The two modes have different first tokens here.";
   if (agreement.error_bound == null) return `${seen} This model has no bound${model?.certificate.reason ? ": it is not proved to forget" : ""}.`;
   return `${seen} ${agreement.error_bound >= 1 ? "A bound of 1 promises nothing: use a longer window." : ""}`;
@@ -405,7 +407,7 @@ function column(mode, title, reach, predictions, others, most) {
   const other = new Map(others.map((one) => [one.token_id, one.probability]));
   return html`
     <div class="column ${mode}">
-      <h2 class="in-${mode}">${title} <small>${reach} ${isEvents() ? "events" : "tokens"}</small></h2>
+      <h2 class="in-${mode}">${title} <small>${reach} ${units()}</small></h2>
       <ol>
         ${predictions.map((one) => {
           const there = other.get(one.token_id);
@@ -440,13 +442,13 @@ function recovery({ before, after, kept, of }) {
     <section class="card recovery" id="recovery" aria-label="After the loss of the state">
       <h2>The state was lost, and came back</h2>
       <p>
-        The session and its state were deleted. It was created again from its last ${count(kept)} of ${count(of)} tokens.
-        The answer moved by at most <b>${small(largest)}</b> among the listed tokens; the server had promised
+        The session and its state were deleted. It was created again from its last ${count(kept)} of ${count(of)} ${units()}.
+        The answer moved by at most <b>${small(largest)}</b> among the listed ${units()}; the server had promised
         <b id="recovered-bound">${bound(after.error_bound)}</b> for the whole distribution.
       </p>
       <div class="scroll" tabindex="0" role="region" aria-label="Answers before and after">
         <table>
-          <thead><tr><th>Token</th><th class="number">Before</th><th class="number">After</th></tr></thead>
+          <thead><tr><th>Next</th><th class="number">Before</th><th class="number">After</th></tr></thead>
           <tbody>
             ${rows.map((one) => html`<tr>
               <td>${token(one)}</td>

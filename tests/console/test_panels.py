@@ -77,7 +77,10 @@ def test_forgetting_of_a_model_without_a_bound_says_so(console: OpenConsole) -> 
 
 
 def test_live_counts_what_other_clients_ask_and_pauses_while_hidden(console: OpenConsole) -> None:
-    page = console("#live")
+    page = console()
+    page.page.clock.install()  # of the next page
+    page.page.goto("about:blank")
+    page.open("#live")
     page.page.wait_for_selector(".tile")
 
     def answers() -> int:
@@ -99,7 +102,8 @@ def test_live_counts_what_other_clients_ask_and_pauses_while_hidden(console: Ope
     page.page.evaluate(hide, True)
     page.page.wait_for_load_state("networkidle")
     asked = len([url for url in page.requests if url.endswith("/v1/report")])
-    page.page.evaluate("() => new Promise(resolve => setTimeout(resolve, 4500))")  # two intervals of the panel
+    page.page.clock.run_for(10_000)  # milliseconds: five intervals of the panel
+    page.page.wait_for_load_state("networkidle")
     assert len([url for url in page.requests if url.endswith("/v1/report")]) == asked
     with page.page.expect_request("**/v1/report"):
         page.page.evaluate(hide, False)
