@@ -245,7 +245,7 @@ def test_a_table_of_clicks_is_compared_as_it_is_trained_on(
     assert (found["sequences"], found["steps"], found["unknown"]) == (2, 4, {})
     assert "read 4 events of 2 sessions from 4 lines" in capsys.readouterr().out
     assert main(["compare", shop.url, *files]) == 2
-    assert "no column 'session' in the header" in capsys.readouterr().err
+    assert "no columns 'session', 'time' and 'item' in the header" in capsys.readouterr().err
     experiment.write_text("[data.columns]\nsession = 0\n")
     assert main(["compare", shop.url, *files, "--experiment", str(experiment)]) == 2
     assert "data.columns.session.constrained-int: Input should be greater" in capsys.readouterr().err
