@@ -227,7 +227,7 @@ def test_each_field_of_an_answer_is_declared_once() -> None:
     answer = declared("service/types.py", "Answer")
     assert len(answer) >= 18
     again = [
-        (name_of(path), node.lineno)
+        (name_of(path), ast.unparse(node)[:60])
         for path in sources()
         if name_of(path).startswith("service/")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

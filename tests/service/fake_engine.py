@@ -203,7 +203,7 @@ class FakeEngine:
             0.0,
             None,
             False,
-            session=request.session,
+            session=id_of(request.session),
             position=len(request.tokens),
             replayed=False,
         )
