@@ -83,7 +83,7 @@ def _descend(architecture: Architecture, weights: dict[str, np.ndarray], at_top:
         x = weights["embedding.weight"][-1:].astype(np.float64)
         y = after["layers.0.s"]
         x = (
-            exact._above_cell(architecture.placed()[0], x, y)
+            exact._above_cell(architecture.placed(finite=False)[0], x, y)
             if at_top
             else x + y @ weights["layers.0.mix.weight"].T.astype(np.float64)
         )
