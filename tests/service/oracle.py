@@ -111,8 +111,8 @@ class OracleRunner:
         x = stream + state @ self._weights["layers.0.mix.weight"].T
         epsilon = self._reference.architecture.norm_epsilon
         found = [x.mean(), 1 / np.sqrt(x.var() + epsilon)]
-        if self._reference.architecture.layers[0].feed_forward:
-            x = self._reference._above_cell(self._reference.architecture.placed()[0], stream, state)
+        if self._reference.architecture.fading[0].feed_forward:
+            x = self._reference._above_cell(self._reference.architecture.placed(finite=False)[0], stream, state)
             found.append(1 / np.sqrt(x.var() + epsilon))
         return _float32(np.array(found))
 

@@ -104,6 +104,8 @@ async def test_a_path_with_a_control_character_is_checked_like_an_unknown_path(
     for method, path in every_route(guarded):
         lacks_scope = key == SCRAPER or (key == ALICE and path.startswith("/v2/repository/models/"))
         expected = 401 if key is None else 403 if lacks_scope else 404
+        if path.startswith("/console/"):
+            expected = 404  # every path in this folder is open, and this one names no file
         for character in ("%0a", "%0A%0a", "%0d", "%00", "%7f", "%C2%85"):
             response = await client.request(method, path + character, headers=headers)
             assert response.status_code == expected, (method, path, character)
