@@ -16,9 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from wane.models.bundle_checks import read_manifest
+from wane.models.bundle_checks import MANIFEST
 from wane.models.layer_registry import Frozen
-from wane.models.manifest import Manifest
 
 WIDTH = 120
 """The largest width of a line of JSON."""
@@ -81,18 +80,18 @@ weights file."""
 
 
 def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:
-    """Returns, for each shipped bundle, the first 16 digits of a SHA-256 over the manifest's MEASURED_FIELDS.
+    """Returns, for each shipped bundle, the first 16 digits of a SHA-256 over MEASURED_FIELDS in the manifest's file.
 
     Two versions of a bundle that compute the same function have the same hash. `names` are the names of the hashed
     bundles; None for all shipped bundles.
     """
     found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json")) if names is None else sorted(names)
-    return {name: _bundle_hash(read_manifest(BUNDLES / name)) for name in found}
+    return {name: _bundle_hash(json.loads((BUNDLES / name / MANIFEST).read_text(encoding="utf-8"))) for name in found}
 
 
-def _bundle_hash(manifest: Manifest) -> str:
-    fields = manifest.model_dump(mode="json", include=set(MEASURED_FIELDS))
-    fields["weights"] = manifest.files[manifest.weights]
+def _bundle_hash(manifest: dict[str, Any]) -> str:
+    fields = {name: manifest[name] for name in MEASURED_FIELDS}
+    fields["weights"] = manifest["files"][manifest["weights"]]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
