@@ -1,4 +1,4 @@
-"""The registry of the kinds of layers (GRU, LSTM, convolution, ...), and of the modules that implement them.
+"""The registry of the kinds of layers (GRU, LSTM, convolution, ...).
 
 A layer is causal: its output at a token depends on this token, the tokens before it, and nothing else. The part of a
 layer that has a state is its cell. The memory of a layer is fading or finite. A layer with fading memory (a recurrent
@@ -6,31 +6,19 @@ layer) depends on all earlier tokens; its certificate states the factor by which
 token. A layer with finite memory depends on the last `reach + 1` tokens; its state consists of its last inputs.
 
 To add a kind, add its class and its entry of `AnyLayer` here, and a file to each folder of `PARTS`. The file's name is
-`LayerSpec.module`. The docstring of each of these folders describes what its files define. `load` imports a part on
-demand. Therefore a manifest can be read without torch.
+`LayerSpec.module`. The docstring of each of these folders describes what its files define. `models/layer_parts.py`
+imports a part on demand. Therefore a manifest can be read without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from types import ModuleType
 from typing import Annotated, ClassVar, Literal, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-Part = Literal["torch", "oracle", "certificate", "constraint", "export"]
-
-PARTS: dict[Part, str] = {
-    "torch": "wane.models.cells",
-    "oracle": "wane.models.reference.cells",
-    "certificate": "wane.models.certificate.cells",
-    "constraint": "wane.models.constraints.cells",
-    "export": "wane.models.export.cells",
-}
-"""The package of each part of the layers' implementation. Each package has one module for each kind. The parts "oracle"
-and "certificate" need only numpy."""
+from wane.models.layer_parts import Part
 
 Block = Literal["plain", "residual", "front"]
 
@@ -363,8 +351,3 @@ def read_layer(fields: object) -> AnyLayer:
     """Returns a layer from its fields, of which `kind` is one. Raises pydantic.ValidationError."""
     layer: AnyLayer = _READER.validate_python(fields)
     return layer
-
-
-def load(part: Part, kind: str) -> ModuleType:
-    """Imports the module that implements one part of a kind of layers."""
-    return import_module(f"{PARTS[part]}.{KINDS[kind].module}")  # type: ignore[index]

@@ -6,20 +6,24 @@ Its `state_dict` has the names of the bundle's weights file.
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wane.models.architecture import Architecture, Placed
 from wane.models.cells import State
 from wane.models.cells.lstm import LstmCell
-from wane.models.layer_registry import Block, Finite, load
+from wane.models.layer_parts import load
+
+if TYPE_CHECKING:
+    from wane.models.architecture import Architecture, Placed
+    from wane.models.layer_registry import Block
 
 
 def build_cell(placed: Placed) -> nn.Module:
     """Builds the cell of one layer. `models/cells/__init__.py` describes its interface."""
-    cell: nn.Module = load("torch", placed.layer.kind).build(placed)
+    cell: nn.Module = load("torch", placed.layer.module).build(placed)
     return cell
 
 
@@ -78,7 +82,7 @@ class ResidualLayer(nn.Module):
         self.norm = nn.LayerNorm(hidden, epsilon)
         self.cell = build_cell(placed)
         self.mix = nn.Linear(placed.layer.units, hidden, bias=False)
-        if isinstance(placed.layer, Finite) and placed.layer.skip:
+        if getattr(placed.layer, "skip", False):
             self.skip = nn.Linear(placed.layer.units, hidden, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.has_feed_forward = width > 0
@@ -161,7 +165,7 @@ class Network(nn.Module):
         for placed, block in zip(self.architecture.placed(), [*self.front, *self.layers], strict=True):
             count = len(placed.layer.states)
             before = tuple(state[len(after) : len(after) + count])
-            if isinstance(placed.layer, Finite) and placed.layer.skip:
+            if getattr(placed.layer, "skip", False):
                 y, layer_state = block.cell(block.norm(x), before)
                 x, skipped = block.above(x, y), skipped + block.skip(y)
             else:

@@ -58,6 +58,7 @@ LIGHT_MODELS = (
     "wane.models.cache_mixture",
     "wane.models.cache_statistics",
     "wane.models.architecture",
+    "wane.models.layer_parts",
     "wane.models.layer_registry",
     "wane.models.event_files",
     "wane.models.manifest",

@@ -50,19 +50,27 @@ SMALL: dict[str, dict[str, Any]] = {
 """The keys of the experiment that a rehearsal changes."""
 
 
+class PlainLayer(SimpleNamespace):
+    """What training needs of a front block's convolution or of a residual gated layer."""
+
+    def tensors(self, _inputs: int) -> dict[str, tuple[int, int]]:
+        return {"weight": (self.kernel_size, self.units)}
+
+
 class PlainArchitecture(SimpleNamespace):
-    """What the network needs of an `Architecture` of residual gated layers with convolution blocks."""
+    """What training needs of an `Architecture` of front blocks and residual gated layers."""
 
-    def cell_inputs(self, _layer: int) -> int:
-        return int(self.hidden)
+    residual = True
 
-    def gate_cap(self, layer: int) -> float:
-        return float(np.float32(self.gate_caps[layer]))
+    @property
+    def fading(self) -> list[PlainLayer]:
+        return [layer for layer in self.layers if not layer.finite]
+
+    def placed(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(layer=layer, inputs=self.hidden) for layer in self.layers]
 
     def state_tensors(self) -> list[SimpleNamespace]:
-        earlier = (self.front.kernel_size - 1, self.hidden)
-        shapes = [earlier] * self.front.blocks + [(self.cell_units,)] * self.layers
-        return [SimpleNamespace(shape=shape) for shape in shapes]
+        return [SimpleNamespace(shape=layer.shape) for layer in self.layers]
 
 
 class PlainModel(SimpleNamespace):
@@ -73,16 +81,42 @@ class PlainModel(SimpleNamespace):
         return (float(self.contraction),) * int(self.layers)
 
     def architecture(self, vocabulary_size: int) -> PlainArchitecture:
+        reach = self.front["kernel_size"] - 1
+        convolution = PlainLayer(
+            module="convolution",
+            kind="convolution",
+            block="front",
+            finite=True,
+            units=self.hidden,
+            rows=self.hidden,
+            feed_forward=self.front["feed_forward"],
+            states=("inputs",),
+            shape=(reach, self.hidden),
+            kernel_size=reach + 1,
+            dilation=1,
+            channels="depthwise",
+            activation="none",
+        )
+        gated = PlainLayer(
+            module="gated",
+            kind="gated",
+            block="residual",
+            finite=False,
+            units=self.units,
+            feed_forward=self.feed_forward,
+            states=("s",),
+            shape=(self.units,),
+            candidate="tanh",
+            cap=float(np.float32(self.contraction)),
+            missing=("constraint", "audit"),
+        )
         return PlainArchitecture(
             vocabulary_size=vocabulary_size,
             embedding=self.hidden,
-            cell_units=self.units,
-            gate_caps=self.contractions,
-            front=SimpleNamespace(**self.front),
-            **{
-                name: getattr(self, name)
-                for name in ("cell", "hidden", "layers", "block", "feed_forward", "tied", "norm_epsilon")
-            },
+            hidden=self.hidden,
+            tied=self.tied,
+            norm_epsilon=self.norm_epsilon,
+            layers=[convolution] * self.front["blocks"] + [gated] * self.layers,
         )
 
 

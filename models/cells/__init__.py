@@ -1,4 +1,4 @@
-"""The layers' cells in torch. Each kind has one file, which `models/layer_registry.py` imports.
+"""The layers' cells in torch. Each kind has one file, which `models/layer_parts.py` imports.
 
 Each file defines `build(placed)`, which returns the cell of one layer. A cell is a torch module. Its input
 is time-major, and its state is an argument and a result:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wane.models.architecture import Placed
 from wane.models.cells import State
-from wane.models.layer_registry import Convolution
+
+if TYPE_CHECKING:
+    from wane.models.architecture import Placed
+    from wane.models.layer_registry import Convolution
 
 
 class CausalConvolution(nn.Module):
@@ -59,5 +62,4 @@ def _activated(y: Tensor, activation: str) -> Tensor:
 
 def build(placed: Placed) -> CausalConvolution:
     """Builds the cell of one layer."""
-    assert isinstance(placed.layer, Convolution)
-    return CausalConvolution(placed.layer, placed.inputs)
+    return CausalConvolution(cast("Convolution", placed.layer), placed.inputs)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wane.models.architecture import Placed
 from wane.models.cells import State
-from wane.models.layer_registry import InputGated
 from wane.models.parallel_scan import linear_recurrence
 
 if TYPE_CHECKING:
-    pass
+    from wane.models.architecture import Placed
+    from wane.models.layer_registry import InputGated
 
 
 class GatedCell(nn.Module):
@@ -54,6 +53,5 @@ class GatedCell(nn.Module):
 
 def build(placed: Placed) -> GatedCell:
     """Builds the cell of one layer."""
-    spec = placed.layer
-    assert isinstance(spec, InputGated)
+    spec = cast("InputGated", placed.layer)
     return GatedCell(placed.inputs, spec.units, spec.cap, spec.candidate)

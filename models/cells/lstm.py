@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wane.models.architecture import Placed
 from wane.models.cells import State
+
+if TYPE_CHECKING:
+    from wane.models.architecture import Placed
 
 
 class LstmCell(nn.LSTM):

@@ -14,7 +14,8 @@ import numpy as np
 
 from wane.models.certificate.deviation import FAR, ULP, Deviation, Linear, longest
 from wane.models.certificate.interval_rounding import Matrix, Vector
-from wane.models.layer_registry import LayerSpec, load
+from wane.models.layer_parts import load
+from wane.models.layer_registry import LayerSpec
 
 States = tuple[Matrix, ...]
 """A layer's state tensors in the manifest's order, (B, H) each."""
@@ -85,7 +86,7 @@ class CellStep:
         self.tensors = tensors
         self.inflow = inflow
         self.recurrent = recurrent
-        self._moved: Step = load("certificate", layer.kind).moved
+        self._moved: Step = load("certificate", layer.module).moved
         self.reach = tuple(np.minimum(each, FAR) for each in reach)
         self._reaches_far = not all(np.isfinite(each).all() for each in reach)
 

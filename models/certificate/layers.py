@@ -28,7 +28,7 @@ from wane.models.certificate.admissible import (
 )
 from wane.models.certificate.interval_rounding import UP, Matrix, Vector, product_above
 from wane.models.certificate.layer_bound import Layer
-from wane.models.layer_registry import load
+from wane.models.layer_parts import load
 from wane.models.weights import CellWeights, Weights
 
 BuildLayer = Callable[[CellWeights, Inputs], Layer]
@@ -40,7 +40,7 @@ def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
     inputs."""
     layers: list[Layer] = []
     for index, placed in enumerate(architecture.placed(finite=False)):
-        build_layer: BuildLayer = load("certificate", placed.layer.kind).build_layer
+        build_layer: BuildLayer = load("certificate", placed.layer.module).build_layer
         inputs = inputs_of(architecture, weights, index, layers)
         layers.append(build_layer(CellWeights.of(placed, weights), inputs))
     return layers
@@ -83,7 +83,7 @@ def furthest_stream(architecture: Architecture, weights: Weights) -> Vector:
         fed = bound
         if layer.block != "plain":
             fed = (tensor(f"{name}.norm.weight") * root + tensor(f"{name}.norm.bias")) * UP
-        of_cell: Furthest = load("certificate", layer.kind).furthest
+        of_cell: Furthest = load("certificate", layer.module).furthest
         y = of_cell(CellWeights.of(placed, weights), fed)
         if layer.block == "plain":
             bound = y

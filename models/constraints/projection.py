@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wane.models.constraints.layer import ConstrainedLayer
 from wane.models.constraints.spectral_limit import limit_spectral_norms
-from wane.models.layer_registry import load
+from wane.models.layer_parts import load
 from wane.models.networks import Network
 
 Constrain = Callable[[ConstrainedLayer, float], Tensor | None]
@@ -44,7 +44,7 @@ def project(network: Network, contraction: Sequence[float] | None, spectral_limi
         if "constraint" in spec.missing:
             below = None
             continue
-        constrain: Constrain = load("constraint", spec.kind).constrain
+        constrain: Constrain = load("constraint", spec.module).constrain
         target = factor_asked * (1 - MARGIN)
         vocabulary = network.embedding.weight if index == 0 and reads_embeddings else None
         below = constrain(ConstrainedLayer(layer, vocabulary, below), target)

@@ -8,12 +8,15 @@ gain of the preceding LayerNorm is part of the matrix. Smaller norms give tighte
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from wane.models.layer_registry import LayerSpec
 from wane.models.networks import Network
+
+if TYPE_CHECKING:
+    from wane.models.layer_registry import LayerSpec
 
 TOUCHED = 1e-6
 """A matrix is changed if its norm exceeds the limit by more than this relative amount, which is larger than float32

@@ -20,7 +20,7 @@ from typing import ClassVar
 from wane.models.architecture import Placed
 from wane.models.export.graph import GraphWriter
 from wane.models.export.linear import linear
-from wane.models.layer_registry import load
+from wane.models.layer_parts import load
 
 
 class CellWriter(ABC):
@@ -159,11 +159,11 @@ class Times:
 
 def build_cell(graph: GraphWriter, placed: Placed) -> CellWriter:
     """Builds the writer of the cell of one layer with fading memory."""
-    writer: CellWriter = load("export", placed.layer.kind).build(graph, placed)
+    writer: CellWriter = load("export", placed.layer.module).build(graph, placed)
     return writer
 
 
 def build_finite_cell(graph: GraphWriter, placed: Placed) -> FiniteWriter:
     """Builds the writer of the cell of one layer with finite memory."""
-    writer: FiniteWriter = load("export", placed.layer.kind).build(graph, placed)
+    writer: FiniteWriter = load("export", placed.layer.module).build(graph, placed)
     return writer

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.architecture import Architecture, Placed
-from wane.models.layer_registry import Finite, load
+from wane.models.layer_parts import load
+from wane.models.layer_registry import Finite
 from wane.models.reference.functions import Array, affine, layer_norm
 from wane.models.weights import CellWeights, Weights, head_weight
 
@@ -132,5 +133,5 @@ class _Cell:
     def __init__(self, network: Reference, placed: Placed, dtype: type[np.float64 | np.float32]) -> None:
         self.placed = placed
         self.weights = CellWeights.of(placed, network._weights, dtype)
-        self.step: Step = load("oracle", placed.layer.kind).step
+        self.step: Step = load("oracle", placed.layer.module).step
         self.states = [tensor.name for tensor in placed.state_tensors()]

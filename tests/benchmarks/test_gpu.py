@@ -225,11 +225,18 @@ def test_the_part_train_has_the_experiment_and_the_vocabulary_of_the_trainer(tmp
     assert EXPERIMENT.read_text(encoding="utf-8") == chosen.model_dump_json(indent=2) + "\n"
     document = json.loads(EXPERIMENT.read_text(encoding="utf-8"))
     plain, whole = PlainModel(**document["model"]).architecture(50), chosen.model.architecture(50)
-    for name in set(vars(plain)) - {"front"}:
+    for name in (set(vars(plain)) | {"residual"}) - {"layers"}:
         assert getattr(plain, name) == getattr(whole, name)
-    assert vars(plain.front) == (whole.front.model_dump() if whole.front else None)
+    assert [layer.kind for layer in plain.fading] == [layer.kind for layer in whole.fading]
+    for found, place in zip(plain.placed(), whole.placed(), strict=True):
+        assert found.inputs == place.inputs
+        for name in set(vars(found.layer)) - {"shape", "missing"}:
+            assert getattr(found.layer, name) == getattr(place.layer, name)
+        if place.layer.finite:
+            assert found.layer.tensors(found.inputs) == place.layer.tensors(place.inputs)
+        else:
+            assert set(found.layer.missing) == set(place.layer.missing)
     assert [tensor.shape for tensor in plain.state_tensors()] == [tensor.shape for tensor in whole.state_tensors()]
-    assert (plain.gate_cap(0), plain.cell_inputs(0)) == (whole.gate_cap(0), whole.cell_inputs(0))
     assert Network(cast(Any, plain)).weights().keys() == Network(whole).weights().keys()
     text = ROOT / "LICENSE"
     data = DataConfig(kind="text", path=text, vocabulary="words", vocabulary_size=100)

@@ -20,7 +20,8 @@ from wane.models.certificate import certify
 from wane.models.constraints import project
 from wane.models.export import export_bundle
 from wane.models.export.parity import OnnxGraphs
-from wane.models.layer_registry import FADING, KINDS, PARTS, Kind, Part, load
+from wane.models.layer_parts import PARTS, Part, load
+from wane.models.layer_registry import FADING, KINDS, Kind
 from wane.models.networks import Network
 from wane.models.reference import Reference
 from wane.training.audit.checkpoint import read_checkpoint
@@ -54,7 +55,7 @@ def test_a_cell_has_each_part_or_a_reason_why_not(cell: Kind, part: Part) -> Non
         assert find_spec(f"{PARTS[part]}.{KINDS[cell].module}") is None
     else:
         for function in ("furthest",) if part == "certificate" and KINDS[cell].finite else DEFINED[part]:
-            assert callable(getattr(load(part, cell), function))
+            assert callable(getattr(load(part, KINDS[cell].module), function))
 
 
 @pytest.mark.parametrize("part", PARTS)

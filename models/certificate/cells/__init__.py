@@ -1,4 +1,4 @@
-"""The proofs about the layers' cells. Each kind has one file, which `models/layer_registry.py` imports. This package
+"""The proofs about the layers' cells. Each kind has one file, which `models/layer_parts.py` imports. This package
 imports neither torch nor onnx.
 
 Each file states its theorems. A file of a kind with finite memory defines `furthest(cell, inputs)`, which bounds the

@@ -1,4 +1,4 @@
-"""The numpy oracle of the layers' cells. Each kind has one file, which `models/layer_registry.py` imports.
+"""The numpy oracle of the layers' cells. Each kind has one file, which `models/layer_parts.py` imports.
 
 Each file states the cell's equations and defines `step(cell, x, state)`, which computes one token for a batch. Its
 arguments are the cell's weights, the input x (B, I) and the state tensors. It returns the next state. The output of a
