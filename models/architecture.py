@@ -14,6 +14,9 @@ from wane.models.layer_registry import KINDS, AnyLayer, Frozen, LayerSpec
 LARGEST_REACH = 65_535
 """The largest number of earlier tokens on which layers with finite memory may depend."""
 
+SMALLEST_NORMAL = 2.0**-126
+"""The smallest positive number that float32 represents with full precision."""
+
 LARGEST_STATE = 1 << 26
 """The largest size, in bytes, of a session's state."""
 
@@ -45,7 +48,7 @@ class Architecture(Frozen):
     embedding: int = Field(ge=1)
     layers: tuple[AnyLayer, ...] = Field(min_length=1, max_length=1024)
     tied: bool = True
-    norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
+    norm_epsilon: float = Field(default=1e-5, ge=SMALLEST_NORMAL, le=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -181,7 +184,7 @@ class _Cells(Frozen):
     tied: bool = True
     front: Front | None = None
     units: int | None = Field(default=None, ge=1)
-    norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
+    norm_epsilon: float = Field(default=1e-5, ge=SMALLEST_NORMAL, le=1)
     gate_caps: tuple[float, ...] = ()
 
     @model_validator(mode="after")

@@ -175,8 +175,7 @@ class Rounding(Frozen):
         the logits, divided by `head_diameter`.
     `states`: the errors of a whole run of any length, by state tensor.
     `carried`: the 2-norm error of `hidden` in a whole run of any length, including `output`. In residual networks, in
-        which a LayerNorm may amplify rounding without limit, it is at least half of `worst_case`, and the largest
-        possible distance if `worst_case` is null.
+        which a LayerNorm may amplify rounding without limit, it is the largest possible distance.
     `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
         enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
         `models/certificate/rounding.py` states. It is null if the architecture has layers with finite memory.

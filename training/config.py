@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from wane.models.architecture import Architecture, Front
+from wane.models.architecture import SMALLEST_NORMAL, Architecture, Front
 from wane.models.event_files.format import EventFormat
 from wane.models.layer_registry import KINDS, AnyLayer, Convolution, Frozen, Gated, Kind, read_layer
 from wane.models.manifest import LARGEST_CACHE, Start
@@ -78,7 +78,7 @@ class ModelConfig(Frozen):
         description="contraction factor that training enforces: one number, or one for each layer, bottom to top; "
         "absent: unconstrained, and not certified",
     )
-    norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="epsilon of the LayerNorms")
+    norm_epsilon: float = Field(default=1e-5, ge=SMALLEST_NORMAL, le=1, description="epsilon of the LayerNorms")
     spectral_limit: Finite | None = Field(
         default=None,
         gt=0,

@@ -32,9 +32,9 @@ def certify(
 
     `rounding`, if given, is the measured rounding of the float32 graphs. The errors of a whole run are computed from
     the measured errors of one step. `rounding.worst_case` is computed, too. In a residual network, the error of the
-    output is at least half of it. The certificate of a model that is not
-    contractive has no rounding. Neither has that of a model whose rounding is bounded without measurements
-    (`models/certificate/readout.py`). `layers` are the layers of these weights, if the caller has already built them.
+    output is the largest possible distance. The certificate of a model that is not contractive has no rounding. Neither
+    has that of a model whose rounding is bounded without measurements (`models/certificate/readout.py`). `layers` are
+    the layers of these weights, if the caller has already built them.
     """
     layers = build_layers(architecture, weights) if layers is None else layers
     bounds = [layer.bound for layer in layers]
@@ -58,8 +58,9 @@ def certify(
         states, carried = carry(stack, rounding.step)
         carried, worst = carried + rounding.output, worst_case(architecture, weights, stack, "float32")
         if architecture.residual:
-            # No measured step shows the rounding at a LayerNorm whose input nearly vanishes.
-            carried = max(carried, stack.furthest() if worst is None else worst / 2)
+            # No measured step shows the rounding at a LayerNorm whose input nearly vanishes, or that of a gate which is
+            # closed in exact arithmetic and which the rounding of its input opens.
+            carried = max(carried, stack.furthest())
         rounding = rounding.model_copy(
             update={"sequences": "all", "worst_case": worst, "states": states, "carried": carried}
         )

@@ -30,7 +30,8 @@ certificate's curve bounds this effect for all vectors, so the two bounds are ad
   sums of magnitudes `|W| |x| + |b|`. This is not true of all matrices: the a priori bound has the number of terms
   instead of SUMS, and sums of equal terms come near it, because almost all their roundings have the same sign. So
   `roundoffs` tries each matrix on inputs that make its sums as regular as possible. If an error exceeds SUMS, the a
-  priori bound is used. The loader compares the outputs with exact arithmetic.
+  priori bound is used. A matrix that is made to pass these trials may break the assumption. The loader
+  compares the outputs with exact arithmetic.
 - A LayerNorm subtracts the mean before it squares. Its error is at most that of an input that is NORM u |x| away, plus
   NORM u times the 2-norm of its result.
 - exp, tanh and the sigmoid are within FUNCTION u of their values.
@@ -81,7 +82,7 @@ def readout_of(architecture: Architecture, weights: Weights, layers: list[Layer]
     mix, box = tensor("layers.0.mix.weight"), states_apart(layer)
     magnitudes = norm_above(np.abs(mix) @ reach)
     # |x| is one of the magnitudes of the sum y = x + mix s. It is at most |y| + |mix s|.
-    mixed, relative = UNIT * (roundoffs(mix) + 2) * magnitudes, UNIT * (2 + NORM)
+    mixed, relative = UNIT * (roundoffs(mix, reach) + 2) * magnitudes, UNIT * (2 + NORM)
     slope, fed = _fed(tensor, root) if architecture.fading[0].feed_forward else (None, 0.0)
     gain, shift = np.abs(tensor("norm.weight")), norm_above(tensor("norm.bias"))
     widest = float(gain.max()) * root + shift
@@ -115,20 +116,25 @@ def _fed(tensor: Callable[[str], Matrix], root: float) -> tuple[float, float]:
     # |W| |gain n + shift| with |n|_2 <= root: by Cauchy-Schwarz in each row.
     sizes = (np.linalg.norm(into * gain, axis=1) * root + np.abs(into) @ shift + bias) * ROOM
     normalised = UNIT * (NORM + 3) * (inner * root + norm_above(np.abs(into) @ shift))
-    wide = UNIT * roundoffs(into * gain) * norm_above(sizes) + normalised
+    wide = UNIT * roundoffs(into * gain, np.ones(into.shape[1])) * norm_above(sizes) + normalised
     # z, the inner units' values, is at most `sizes`, and at most `longest` in the 2-norm.
     longest = inner * root + norm_above(into @ tensor(f"{prefix}_norm.bias") + tensor(f"{prefix}_in.bias"))
     rows = np.minimum(np.linalg.norm(out, axis=1) * longest * ROOM, np.abs(out) @ sizes) + out_bias
     # The values of relu differ by D (W_1 (n - n~)) with a diagonal matrix D = (I + S) / 2, where |S| <= 1.
     slope = (spectral_norm(out @ (into * gain)) * ROOM + inner * outer) / 2
-    return slope, outer * wide + UNIT * (roundoffs(out) + 1 + NORM) * norm_above(rows)
+    return slope, outer * wide + UNIT * (roundoffs(out, sizes) + 1 + NORM) * norm_above(rows)
 
 
-def roundoffs(weight: Matrix) -> float:
+def roundoffs(weight: Matrix, sizes: Vector) -> float:
     """Returns the number c for the assumption that the errors of a float32 product with `weight` (R, I) are at most c
-    units of roundoff: SUMS, or the a priori bound. Sums in order, of inputs whose entries have one absolute value, must
-    have errors of at most SUMS. The inputs' signs are equal, or those of the singular vectors with the largest values,
-    which add up most."""
+    units of roundoff: SUMS, or the a priori bound. `sizes`: the largest absolute values of the inputs, (I). Sums in
+    order, of inputs whose entries have one absolute value or are proportional to `sizes`, must have errors of at most
+    SUMS. The inputs' signs are equal, or those of the singular vectors with the largest values, which add up most."""
+    return max(_tried(weight), _tried(weight * sizes))
+
+
+def _tried(weight: Matrix) -> float:
+    """Returns the number of `roundoffs` for inputs whose entries have one absolute value."""
     rows, terms = weight.astype(np.float32), weight.shape[1] + 2
     if terms <= SUMS:
         return float(terms)

@@ -22,9 +22,9 @@ ones.
 
 **A whole run.** The error of a run of any length is bounded by one step's error, by a theorem that holds for all token
 sequences (`models/certificate/rounding.py`). In residual networks, the measured error does not bound the output's: a
-LayerNorm amplifies rounding without limit if its input nearly vanishes. So their bound is a priori, and mostly too
-large to be of use. Residual networks with one layer of an input-gated cell need no measurement
-(`models/certificate/readout.py`).
+LayerNorm amplifies rounding without limit if its input nearly vanishes, and rounding may open a gate that is closed in
+exact arithmetic. So their bound is the largest possible distance. Residual networks with one layer of an input-gated
+cell need no measurement (`models/certificate/readout.py`).
 """
 
 from __future__ import annotations

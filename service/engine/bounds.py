@@ -118,6 +118,9 @@ def _after(certificate: Certificate, k: int, position: int, radius: float | None
     if not states:
         return None
     state = min(states)
+    if not certificate.layers and state:
+        # The memory is finite, the curve is of exact arithmetic, and nothing bounds the rounding.
+        return Bound(state, 1.0, None)
     return Bound(state, _variation(certificate, state), state)
 
 

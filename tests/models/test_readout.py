@@ -277,8 +277,12 @@ def test_a_matrix_whose_sums_are_rounded_in_one_direction_has_the_a_priori_bound
     random = np.random.default_rng(0)
     regular = random.choice([-0.75, 0.75], size=(32, 1)) * np.ones((32, terms))
     usual = random.normal(size=(32, terms))
-    assert roundoffs(usual) == SUMS
-    assert roundoffs(regular) == roundoffs(np.concatenate([usual, regular])) == terms + 2
+    ones = np.ones(terms)
+    assert roundoffs(usual, ones) == SUMS
+    assert roundoffs(regular, ones) == roundoffs(np.concatenate([usual, regular]), ones) == terms + 2
+    # Large columns with small inputs do not hide the others.
+    hidden = np.concatenate([regular, 1e4 * random.normal(size=(32, 64))], axis=1)
+    assert roundoffs(hidden, np.concatenate([ones, np.full(64, 1e-9)])) == terms + 66
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], ["y"])],
         "product",
