@@ -25,7 +25,7 @@ from playwright.async_api import Page, ViewportSize, async_playwright
 
 from docs.console_pictures import FIGURES, TIMEOUT_MS, drain, ready
 
-SIZE: ViewportSize = {"width": 920, "height": 660}
+SIZE: ViewportSize = {"width": 920, "height": 566}
 SCROLL = 136
 """The panel's introduction is scrolled out of sight by this number of pixels."""
 BAR, TEXT_SIZE = 40, 17
