@@ -8,7 +8,7 @@ const here = { language: "curl", copied: false };
 
 function body() {
   const given = isEvents() ? { events: state.events } : { input: state.text };
-  return { model: state.model, ...given, mode: "both", window: state.k, prove: true };
+  return { ...given, model: state.model, mode: "both", window: state.k, prove: true };
 }
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
@@ -26,17 +26,17 @@ export function recipe(language) {
     const key = state.key ? ` \\\n  -H "authorization: Bearer $WANE_API_KEY"` : "";
     return `curl -s ${base}/v1/predict -H 'content-type: application/json'${key} \\\n  -d ${quoted(JSON.stringify(body()))}`;
   }
-  const lines = Object.entries(body()).map(([name, value]) => `    "${name}": ${python(value)},`);
-  const key = state.key ? `, headers={"authorization": f"Bearer {os.environ['WANE_API_KEY']}"}` : "";
+  const [[, given], ...options] = Object.entries(body());
   return [
-    ...(state.key ? ["import os", ""] : []),
-    "import httpx",
+    "from wane_client import Wane  # pip install ./client",
     "",
-    "request = {",
-    ...lines,
-    "}",
-    `answer = httpx.post("${base}/v1/predict", json=request${key}).raise_for_status().json()`,
-    `print(answer["modes"]["recurrent"]["predictions"][0], answer["agreement"])`,
+    ...(state.key ? ["# The client reads the key from the environment variable WANE_API_KEY."] : []),
+    `wane = Wane("${base}")`,
+    "answer = wane.predict(",
+    `    ${python(given)},`,
+    ...options.map(([name, value]) => `    ${name}=${python(value)},`),
+    ")",
+    "print(answer.modes[\"recurrent\"].predictions[0], answer.agreement)",
   ].join("\n");
 }
 

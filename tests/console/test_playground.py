@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.console.conftest import HOSTILE, SHOP, TEXT, Console, OpenConsole, listed
+from wane.client import Agreement
 
 HISTORY = "The history of the town goes back to the twelfth century , when a small church was built on the hill"
 
@@ -184,9 +185,11 @@ def test_the_request_can_be_copied_and_run(console: OpenConsole) -> None:
     assert copied == page.page.inner_text("#recipe")
     page.page.click("text=Python")
     program = page.page.inner_text("#recipe")
+    assert "from wane_client import Wane" in program
     answer = page.predict(input="It's the town's \"river\"\n<b>", mode="both", window=64, prove=True)
     assert json.loads(run("bash", "-c", copied))["agreement"] == answer["agreement"]
-    assert run(sys.executable, "-c", program).strip().endswith(str(answer["agreement"]))
+    printed = run(sys.executable, "-c", program.replace("wane_client", "wane.client")).strip()
+    assert printed.endswith(repr(Agreement(**answer["agreement"])))
     page.check()
 
 
