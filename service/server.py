@@ -121,6 +121,9 @@ def configured(app: Application, **options: Any) -> uvicorn.Config:
         # WebSocket messages are short, so compressing a message would take longer than answering it.
         ws_per_message_deflate=False,
         ws_max_size=settings.max_body_bytes,
+        # A client's pong may wait behind its unanswered messages. TCP_USER_TIMEOUT ends the connection to a dead
+        # client, because pings are sent in any case.
+        ws_ping_timeout=None,
         proxy_headers=settings.trusted_proxies is not None,
         forwarded_allow_ips=settings.trusted_proxies or "",
         server_header=False,

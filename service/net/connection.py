@@ -34,6 +34,10 @@ READ_S = 30  # the time after `close` in which the client can read the rest of a
 POLICY, TRY_AGAIN, CLOSE_FRAME, DATA_FRAMES = 1008, 1013, 0x88, (0x81, 0x82)
 INVALID = (b"\x03\xea", b"\x03\xef")  # the close codes 1002 (an invalid frame) and 1007 (text that is not UTF-8)
 # uvicorn refuses a longer number, and Python cannot convert one with thousands of digits
+PAUSES_BYTES = 65_536
+"""uvicorn pauses reading when it has this many bytes of a body, until the application receives them. A connection that
+is not read does not notice that its client left."""
+
 LENGTH = re.compile(rb"\ncontent-length:[ \t]*0*([0-9]{1,20})[ \t]*\r")
 TO_WEBSOCKET = re.compile(rb"\nupgrade:[ \t]*websocket[ \t]*\r")
 TRAILING_SPACE = re.compile(rb"(?<=\S)[ \t]+(?=\r\n)")
@@ -272,7 +276,7 @@ class Connection(asyncio.Protocol):
             self.check(head)
         elif length is not None and len(self.waiting) >= length:
             content = self.waiting[:length]
-            self.content = None if self.expects else content
+            self.content = None if self.expects or length > PAUSES_BYTES else content
             head, self.waiting, self.unanswered_bytes = head + content, self.waiting[length:], length
             self.stop_timer()
         else:

@@ -303,14 +303,16 @@ class ModelLifecycle:
         assert self.store is not None, "a model is loaded before the store is open: this is a bug"
         self.loading = found
         try:
-            async with asyncio.timeout(self._settings.load_timeout_s):
-                opened = await loader.read_and_open(partial(self.read, found), found.name)
+            limit_s = self._settings.load_timeout_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    opened = await loader.read_and_open(partial(self.read, found), found.name)
+            except TimeoutError as error:
+                why = f"its bundle was not read within load_timeout_s, {limit_s:g} s"
+                raise LoadFailed(found.name, why) from error
             longest = opened.bundle.manifest.history_tokens
             self.store.session_history_tokens = max(self.store.session_history_tokens, longest)
             return await loader.start(opened, self.store, self._settings, self._metrics)
-        except TimeoutError as error:
-            limit = self._settings.load_timeout_s
-            raise LoadFailed(found.name, f"its bundle was not read within load_timeout_s, {limit:g} s") from error
         except (BundleError, DeviceError, ValueError) as error:
             raise LoadFailed(found.name, tell(error, found.path, found.folder)) from error
         except Exception as error:

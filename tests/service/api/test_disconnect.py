@@ -34,6 +34,8 @@ async def send(server: tuple[str, int], path: str, body: object, method: str = "
         ("/v1/predict", {"tokens": [1]}),
         ("/v1/predict", {"inputs": [[1], [2]]}),
         ("/v1/predict", {"session": "s"}),
+        ("/v1/predict", {"tokens": [1] * 40_000}),
+        ("/v1/sessions/s/tokens", {"tokens": [1] * 40_000}),
         ("/v1/compare", {"tokens": [1]}),
         ("/v1/score", {"tokens": [1]}),
         ("/v1/generate", {"tokens": [1]}),
@@ -41,7 +43,7 @@ async def send(server: tuple[str, int], path: str, body: object, method: str = "
         ("/v1/sessions/s/tokens", {"tokens": [1]}),
         ("/v1/sessions/s/rewind", {"position": 0}),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 async def test_a_disconnection_cancels_the_wait_for_the_engine(
     server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture, path: str, body: object
