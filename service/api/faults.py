@@ -215,7 +215,9 @@ def _extremes(one: type, values: list[Any], kinds: list[inspect.Type]) -> Iterab
         return (next(filterfalse(math.isfinite, values), values[0]),)
     if one is str and any(isinstance(kind, inspect.EnumType | inspect.LiteralType) for kind in kinds):
         return set(values)
-    return (max(values, key=len),) if one is str else values[:1]
+    if one is str and any(getattr(kind, "max_length", None) is not None for kind in kinds):
+        return (max(values, key=len),)
+    return values[:1]
 
 
 def _choices(kind: inspect.Type) -> Iterator[inspect.Type]:

@@ -116,8 +116,8 @@ LONG: list[tuple[type[Body], dict[str, object], str]] = [
     (CompletionBody, {"model": "m", "prompt": [*[[5]] * 8000, [5, "x"]]}, "prompt[8000][1]"),
     (
         CompletionBody,
-        {"model": "m", "prompt": "a", "logit_bias": dict.fromkeys(map(str, range(300)), 1), "n": "x"},
-        "n",
+        {"model": "m", "prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1000)), 1) | {"x": None}},
+        "logit_bias",
     ),
     (StepsBody, {"steps": [*[{"session": "s", "tokens": [5] * 40}] * 200, {"tokens": [5]}]}, "steps[200].session"),
 ]
@@ -142,7 +142,7 @@ def test_the_values_of_a_long_list_are_not_compared_one_by_one(
     assert 0 < compared < 250
 
 
-@pytest.mark.parametrize("value", ["NaN", '["x"]', "[1.5]"])
+@pytest.mark.parametrize("value", ["NaN", '["x"]'])
 def test_a_rewind_excludes_a_repeated_field_whose_first_value_is_invalid(decoder: Decoder, value: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^`rewind` excludes other fields; found `tokens`$"):
         decoder.decode_now(f'{{"rewind": 0, "tokens": {value}, "tokens": null}}', StreamBody)
