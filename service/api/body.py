@@ -21,6 +21,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -171,8 +172,11 @@ class Decoder:
             body = read_again(raw, model, self._settings)
         check_lengths(lambda name: getattr(body, name), model, self._settings)
         if model.alone is not None and getattr(body, model.alone) is not None:
-            others = reader(dict[str, msgspec.Raw]).decode(raw).keys() - {model.alone}
-            if others:
+            try:
+                names = reader(dict[str, msgspec.Raw]).decode(raw).keys()
+            except FAILURES:  # a body that only `read_again` accepts
+                names = from_json(raw).keys()
+            if others := names - {model.alone}:
                 raise InvalidRequest(f"`{model.alone}` excludes other fields; found `{min(others)}`")
         return body
 

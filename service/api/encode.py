@@ -59,16 +59,29 @@ async def encode_long(document: Mapping[str, object]) -> bytes:
     parts: list[bytes] = []
     for name, value in document.items():
         parts += (b"," if parts else b"{", json_bytes(name), b":")
-        if not isinstance(value, list | tuple) or len(value) <= VALUES_AT_ONCE:
+        if not isinstance(value, list | tuple) or len(value) <= (rows := _rows_at_once(value)):
             parts.append(json_bytes(value))
             continue
-        for start in range(0, len(value), VALUES_AT_ONCE):
+        for start in range(0, len(value), rows):
             await asyncio.sleep(0)
-            piece = json_bytes(value[start : start + VALUES_AT_ONCE])
+            piece = json_bytes(value[start : start + rows])
             parts += (b"," if start else b"[", piece[1:-1])
         parts.append(b"]")
     parts.append(b"}" if parts else b"{}")
     return b"".join(parts)
+
+
+def _rows_at_once(values: Sequence[object]) -> int:
+    """Returns how many items of a list have VALUES_AT_ONCE values together, if each has as many as the first item that
+    is not null."""
+    item = next((one for one in values if one is not None), None)
+    count = 1
+    while isinstance(item, list | tuple) and item:
+        count *= len(item)
+        item = item[0]
+    if isinstance(item, msgspec.Struct):
+        count *= len(item.__struct_fields__)
+    return max(1, VALUES_AT_ONCE // count)
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

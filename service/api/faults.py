@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import chain, filterfalse
 from typing import Any, TypeVar, cast
 
 from msgspec import ValidationError, convert, inspect
@@ -48,6 +49,9 @@ PYTHON: dict[type, tuple[type, ...]] = {
     inspect.LiteralType: (str,),
 }
 """The types of Python that a JSON value of each type has before the decoder converts it."""
+
+type_info = cache(inspect.type_info)
+"""Returns the description of a type. Makes it once for each type."""
 
 Fault = tuple[str, str]
 """The path of an invalid value, such as `.steps[0].tokens[1]`, and what is wrong with it."""
@@ -111,7 +115,7 @@ def check(raw: bytes | str, model: type[Body], settings: Settings, *, partial: b
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object")
     check_lengths(document.get, model, settings, partial=partial)
-    fault = next(faults(document, inspect.type_info(model), "", partial=partial), None)
+    fault = next(faults(document, type_info(model), "", partial=partial), None)
     if fault is not None:
         field = fault[0].removeprefix(".")
         raise InvalidRequest(field + fault[1], field)
@@ -119,8 +123,8 @@ def check(raw: bytes | str, model: type[Body], settings: Settings, *, partial: b
 
 
 def faults(value: object, kind: inspect.Type, path: str, *, partial: bool) -> Iterator[Fault]:
-    """Yields what is wrong with a value and with the values in it. Without `partial`, a missing field and a list that
-    is too short are wrong, too."""
+    """Yields what is wrong with a value and with the values in it. Describes only the first invalid value in a list.
+    Without `partial`, a missing field and a list that is too short are wrong, too."""
     kinds = [*_choices(kind)]
     fitting = next((one for one in kinds if _fits(value, one)), None)
     match fitting:
@@ -138,13 +142,82 @@ def faults(value: object, kind: inspect.Type, path: str, *, partial: bool) -> It
         case inspect.VarTupleType(min_length=int() as least) if len(cast(list[object], value)) < least and not partial:
             yield path, f" holds {len(cast(list[object], value))} values, but must hold at least {least}"
         case inspect.VarTupleType() | inspect.ListType():
-            for index, item in enumerate(cast(list[object], value)):
-                yield from faults(item, fitting.item_type, f"{path}[{index}]", partial=partial)
+            items = cast(list[object], value)
+            index = _first_invalid(items, fitting.item_type, partial=partial)
+            if index is not None:
+                yield from faults(items[index], fitting.item_type, f"{path}[{index}]", partial=partial)
         case inspect.DictType():
-            for item in cast(dict[str, object], value).values():
-                yield from faults(item, fitting.value_type, path, partial=partial)
+            items = [*cast(dict[str, object], value).values()]
+            index = _first_invalid(items, fitting.value_type, partial=partial)
+            if index is not None:
+                yield from faults(items[index], fitting.value_type, path, partial=partial)
         case inspect.StructType():
             yield from _object_faults(cast(dict[str, object], value), fitting, path, partial=partial)
+
+
+def _first_invalid(items: list[object], kind: inspect.Type, *, partial: bool) -> int | None:
+    """Returns the index of the first item that has a fault, or None. Halves the list repeatedly, so that no item is
+    checked on its own before the invalid one is found."""
+    if _all_valid(items, kind, partial=partial):
+        return None
+    first, end = 0, len(items)
+    while end - first > 1:
+        middle = (first + end) // 2
+        if _all_valid(items[first:middle], kind, partial=partial):
+            first = middle
+        else:
+            end = middle
+    return first
+
+
+def _all_valid(values: list[object], kind: inspect.Type, *, partial: bool) -> bool:
+    """Returns whether `faults` finds nothing in any of the values. Checks the lists among them as one list, and each
+    field of the objects as one list, because a call for each value of a large body takes too long."""
+    kinds = [*_choices(kind)]
+    found = set(map(type, values))
+    for one in found:
+        same: list[Any] = values if len(found) == 1 else [value for value in values if type(value) is one]
+        if one not in (list, dict):
+            if any(next(faults(value, kind, "", partial=partial), None) for value in _extremes(one, same, kinds)):
+                return False
+            continue
+        match next((fitting for fitting in kinds if _fits(same[0], fitting)), None):
+            case None:
+                return False
+            case inspect.VarTupleType(min_length=int() as least) if min(map(len, same)) < least and not partial:
+                return False
+            case inspect.VarTupleType(item_type=inner) | inspect.ListType(item_type=inner):
+                columns = [([*chain.from_iterable(same)], inner)]
+            case inspect.DictType(value_type=inner):
+                columns = [([*chain.from_iterable(value.values() for value in same)], inner)]
+            case inspect.StructType(fields=fields):
+                if not {field.name for field in fields}.issuperset(chain.from_iterable(same)):
+                    return False
+                columns = [
+                    ([value[field.name] for value in same if field.name in value], field.type) for field in fields
+                ]
+                if not partial and any(
+                    field.required and len(given) < len(same) for field, (given, _) in zip(fields, columns, strict=True)
+                ):
+                    return False
+            case _:  # a field that holds any value
+                continue
+        if not all(_all_valid(column, inner, partial=partial) for column, inner in columns):
+            return False
+    return True
+
+
+def _extremes(one: type, values: list[Any], kinds: list[inspect.Type]) -> Iterable[object]:
+    """Returns those of the scalar values of the type `one` that are invalid if any of the values is invalid."""
+    if one is int:
+        return min(values), max(values)
+    if one is float:
+        return (next(filterfalse(math.isfinite, values), values[0]),)
+    if one is str and any(isinstance(kind, inspect.EnumType | inspect.LiteralType) for kind in kinds):
+        return set(values)
+    if one is str and any(getattr(kind, "max_length", None) is not None for kind in kinds):
+        return (max(values, key=len),)
+    return values[:1]
 
 
 def _choices(kind: inspect.Type) -> Iterator[inspect.Type]:

@@ -24,6 +24,7 @@ from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
 from wane.service.api.exchange import RequestContext
 from wane.service.api.schemas.common import Body
 from wane.service.api.schemas.compare import CompareBody
+from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.models import UnloadBody
 from wane.service.api.schemas.predict import PredictBody
@@ -103,6 +104,48 @@ async def test_a_body_with_a_thousand_faults_is_described_up_to_the_first(
     assert refused.field == field
     # A body with a thousand faults must not be described more than once.
     assert len(described) <= 1
+
+
+LONG: list[tuple[type[Body], dict[str, object], str]] = [
+    (ScoreBody, {"tokens": [5] * 8000, "tolerance": "x"}, "tolerance"),
+    (ScoreBody, {"tokens": [*[5] * 8000, "x"]}, "tokens[8000]"),
+    (PredictBody, {"events": ["a", 5] * 4000, "top_k": "x"}, "top_k"),
+    (PredictBody, {"events": [*["a", 5] * 4000, 2**63]}, "events[8000]"),
+    (PredictBody, {"inputs": [*[[5] * 40] * 200, {"events": [*["a"] * 40, None]}]}, "inputs[200].events[40]"),
+    (CompletionBody, {"model": "m", "prompt": [[5]] * 8000, "n": "x"}, "n"),
+    (CompletionBody, {"model": "m", "prompt": [*[[5]] * 8000, [5, "x"]]}, "prompt[8000][1]"),
+    (
+        CompletionBody,
+        {"model": "m", "prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1000)), 1) | {"x": None}},
+        "logit_bias",
+    ),
+    (StepsBody, {"steps": [*[{"session": "s", "tokens": [5] * 40}] * 200, {"tokens": [5]}]}, "steps[200].session"),
+]
+
+
+@pytest.mark.parametrize(("model", "document", "field"), LONG, ids=[field for *_, field in LONG])
+def test_the_values_of_a_long_list_are_not_compared_one_by_one(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, model: type[Body], document: dict[str, object], field: str
+) -> None:
+    compared = 0
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return fits(*arguments)
+
+    fits = faults._fits
+    monkeypatch.setattr(faults, "_fits", counted)
+    with pytest.raises(InvalidRequest) as refused:
+        decoder.decode_now(to_json(document), model)
+    assert refused.value.field == field
+    assert 0 < compared < 250
+
+
+@pytest.mark.parametrize("value", ["NaN", '["x"]'])
+def test_a_rewind_excludes_a_repeated_field_whose_first_value_is_invalid(decoder: Decoder, value: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^`rewind` excludes other fields; found `tokens`$"):
+        decoder.decode_now(f'{{"rewind": 0, "tokens": {value}, "tokens": null}}', StreamBody)
 
 
 MakeBody = Callable[[], bytes]

@@ -17,6 +17,7 @@ from tests.service.live_server import TIMEOUT_S
 from tests.service.problems import assert_problem
 from wane.service.api import encode
 from wane.service.errors import Unavailable
+from wane.service.types import Prediction
 
 
 def events(text: str) -> list[tuple[str, Any]]:
@@ -70,6 +71,25 @@ async def test_encoding_in_pieces_does_not_change_the_bytes(
 ) -> None:
     monkeypatch.setattr(encode, "VALUES_AT_ONCE", 2)
     assert await encode.encode_long(document) == encode.json_bytes(document)
+
+
+@pytest.mark.parametrize(("listed", "rows"), [(1, 8), (2, 4), (4, 2), (16, 1)])
+async def test_a_piece_of_a_list_of_predictions_has_fewer_rows_if_the_rows_are_longer(
+    monkeypatch: pytest.MonkeyPatch, listed: int, rows: int
+) -> None:
+    one = Prediction(token_id=1, token="a", probability=0.5, logprob=-0.7)
+    document = {"predictions": [None, *[(one,) * listed] * 31]}
+    sizes: list[int] = []
+
+    def json_bytes(value: object) -> bytes:
+        sizes.append(len(cast(Sequence[object], value)))
+        return in_one_piece(value)
+
+    in_one_piece = encode.json_bytes
+    monkeypatch.setattr(encode, "VALUES_AT_ONCE", 8 * len(Prediction.__struct_fields__))
+    monkeypatch.setattr(encode, "json_bytes", json_bytes)
+    assert await encode.encode_long(document) == in_one_piece(document)
+    assert sizes[1:] == [rows] * (32 // rows)
 
 
 async def test_a_streamed_score_has_tokens_progress_and_a_finish(client: httpx.AsyncClient) -> None:
