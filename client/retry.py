@@ -201,7 +201,7 @@ class Servers:
                 in_turn = [(at + 1 + number) % count for number in range(count)]
                 self.current = min(in_turn, key=lambda number: max(ready[number], now))
             wait_s = max(0.0, ready[self.current] - now)
-            if status not in NEXT_ADDRESS or attempts % count == 0:
+            if self.current == at or attempts % count == 0:
                 wait_s = max(wait_s, self.pause_s(attempts // count))
             if wait_s >= deadline - now:
                 break
