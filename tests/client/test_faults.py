@@ -38,7 +38,8 @@ def refusal(status: int, code: str, **more: Any) -> tuple[int, dict[str, Any]]:
     return status, {"code": code, "detail": "why", **more}
 
 
-CREATED, DELETED = (201, VIEW), (204, {})
+CREATED: tuple[int, dict[str, Any]] = (201, VIEW)
+DELETED: tuple[int, dict[str, Any]] = (204, {})
 LOST, EXISTS, DOWN = refusal(404, "unknown_session"), refusal(409, "session_exists"), refusal(503, "unavailable")
 
 
@@ -357,5 +358,5 @@ def test_no_error_has_the_key_or_a_password() -> None:
         (("me:my-secret@a",), {}),
     ):
         with pytest.raises(ValueError) as raised:
-            Wane(*arguments, **options)  # type: ignore[arg-type]
+            Wane(*arguments, **options)
         assert "secret" not in str(raised.value)
