@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from importlib.util import find_spec
 from itertools import count
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 from uuid import uuid4
 
 from .answers import Answer, Generated, SessionView
@@ -33,7 +33,7 @@ from .retry import Plan, Sleep, Socket
 T = TypeVar("T")
 P = ParamSpec("P")
 
-LEAVING_S = 2.0
+LEAVING_S = 2.0  # the deadline for ending a session after an exception
 SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")
 
 
@@ -77,7 +77,6 @@ class Steps:
     typed: bool = False
     pending: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    leaving_s: ClassVar[float] = LEAVING_S
 
     @classmethod
     def of(cls, calls: Calls, name: str | None, options: SessionOptions) -> Steps:

@@ -14,7 +14,7 @@ from .driver import AsyncDriver, Awaiting, Blocking, Driver, awaiting, blocking
 from .errors import WaneError
 from .options import ClientOptions, GenerateOptions, Input, SessionOptions
 from .retry import Servers
-from .session import Facts, Steps
+from .session import LEAVING_S, Facts, Steps
 
 
 class Wane(Blocking[Calls]):
@@ -86,7 +86,7 @@ class Session(Blocking[Steps], Facts):
             self.close()
         elif self._plans.owned:  # what was raised is raised further
             with suppress(WaneError):
-                self.close(deadline_s=self._plans.leaving_s)
+                self.close(deadline_s=LEAVING_S)
 
 
 class Generation(Blocking[Events]):
@@ -173,7 +173,7 @@ class AsyncSession(Awaiting[Steps], Facts):
             await self.close()
         elif self._plans.owned:
             with suppress(WaneError):
-                await self.close(deadline_s=self._plans.leaving_s)
+                await self.close(deadline_s=LEAVING_S)
 
 
 class AsyncGeneration(Awaiting[Events]):
