@@ -10,3 +10,10 @@ The package `wane` has the same files as `wane.client`.
 from .answers import *  # noqa: F403
 from .errors import *  # noqa: F403
 from .wane import *  # noqa: F403
+
+__all__ = ["Mode"]  # noqa: F405
+__all__ += [
+    name
+    for name, value in list(globals().items())
+    if isinstance(value, type) and value.__module__ in {f"{__name__}.{part}" for part in ("answers", "errors", "wane")}
+]

@@ -10,11 +10,19 @@ from typing import Any, TypeVar, Unpack
 from .answers import Answer, Comparison, Generated, GeneratedToken, Model, Report, Score
 from .errors import Unreachable, error_of
 from .options import CompareOptions, GenerateOptions, Input, PredictOptions, ScoreOptions, Timed, checked, sequence
-from .retry import Broken, Plan, Read, Reply, Servers
+from .retry import DAY_S, Broken, Plan, Read, Reply, Servers
 
 T = TypeVar("T")
 
 BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How many tokens of a score are done."""
+
+    done: int = 0
+    total: int = 1
 
 
 @dataclass
@@ -48,10 +56,10 @@ class Calls:
         """Joins the events of a score, and shows their progress."""
         found: dict[str, Any] = {}
         while True:
-            name, content = yield from events.next()
+            name, content = yield from events.next("progress", "tokens", "finish")
             if name == "progress":
-                done = events.read(dict[str, int], content)
-                share = done.get("done", 0) / max(done.get("total", 1), 1)
+                progress = events.read(Progress, content)
+                share = progress.done / max(progress.total, 1)
                 bar = "#" * int(BAR * share)
                 sys.stderr.write(f"\r[{bar:{BAR}}] {share:4.0%}" + "\n" * (share == 1))
             elif name == "tokens":
@@ -106,24 +114,35 @@ class Events:
     deadline: float
     reply: Reply | None = None
     buffer: bytes = b""
+    begun: bool = False
 
-    def next(self) -> Plan[tuple[str, bytes]]:
-        """Returns the next event: its name and its JSON. Raises the error of an event `error`."""
+    def begin(self) -> None:
+        """Marks the stream as read. Raises RuntimeError the second time."""
+        if self.begun:
+            raise RuntimeError("a generation can be iterated over only once")
+        self.begun = True
+
+    def next(self, *names: str) -> Plan[tuple[str, bytes]]:
+        """Returns the next event that has one of these names, and its JSON. Raises the error of an event `error`."""
         if self.reply is None:
             body = {**self.body, "stream": True}
             self.reply = yield from self.servers.reply("POST", self.path, body, self.deadline, streamed=True)
-        while b"\n\n" not in self.buffer:
-            self.buffer += yield from self._chunk(self.reply)
-        text, _, self.buffer = self.buffer.partition(b"\n\n")
-        fields = dict(line.split(b": ", 1) for line in text.split(b"\n") if b": " in line)
-        name, content = fields.get(b"event", b"").decode(), fields.get(b"data", b"")
-        if name == "error":
-            document = self.read(dict[str, Any], content)
-            raise error_of(f"POST {self.path}", int(document.get("status", 500)), document, "", None)
-        return name, content
+        while True:
+            while b"\n\n" not in self.buffer:
+                self.buffer += yield from self._chunk(self.reply)
+            text, _, self.buffer = self.buffer.partition(b"\n\n")
+            lines = [line.partition(b":") for line in text.split(b"\n")]  # a comment has an empty name
+            fields = {field: value.removeprefix(b" ") for field, _, value in lines}
+            name, content = fields.get(b"event", b"").decode(errors="replace"), fields.get(b"data", b"")
+            if name == "error":
+                document = self.read(dict[str, Any], content)
+                status = document.get("status")
+                raise error_of(f"POST {self.path}", status if type(status) is int else 500, document, "", None)
+            if name in names:
+                return name, content
 
     def _chunk(self, reply: Reply) -> Plan[bytes]:
-        chunk = yield Read(reply, self.deadline - self.servers.clock())
+        chunk = yield Read(reply, min(self.deadline - self.servers.clock(), DAY_S))
         if isinstance(chunk, bytes):
             return chunk
         reason = chunk.reason if isinstance(chunk, Broken) else "it ended early"
@@ -131,7 +150,7 @@ class Events:
 
     def token(self) -> Plan[GeneratedToken | Generated]:
         """Returns the next generated token. After the last, returns the whole generation."""
-        name, content = yield from self.next()
+        name, content = yield from self.next("token", "finish")
         return self.read(GeneratedToken, content) if name == "token" else self.read(Generated, content)
 
     def ended(self) -> Reply:

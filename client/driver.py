@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import update_wrapper
 from inspect import signature
+from socket import SHUT_RDWR
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+import anyio
 import httpx
 
 from .retry import Broken, Plan, Read, Reply, Send, Sleep, Socket
@@ -21,6 +25,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CLOSE_S = 1.0
+TOO_BIG = 1009  # the code with which a server closes a WebSocket after a message that is too long
+LOGGER = logging.getLogger(f"{__name__}.websockets")
+LOGGER.setLevel(logging.INFO)  # at DEBUG, websockets logs the header with the key
 LATE = "the answer was not complete in time"
 
 
@@ -33,6 +40,7 @@ def message(send: Send) -> tuple[str, dict[str, Any]]:
         "close_timeout": CLOSE_S,
         "compression": None,
         "max_size": None,
+        "logger": LOGGER,
     }
 
 
@@ -51,7 +59,35 @@ def refused(error: Exception) -> Reply | Broken:
     response = getattr(error, "response", None)  # of websockets' InvalidStatus
     if response is not None:
         return Reply(response.status_code, {k.lower(): v for k, v in response.headers.items()}, response.body or b"")
+    close = getattr(error, "rcvd", None)  # of websockets' ConnectionClosed
+    if close is not None and close.code == TOO_BIG:
+        return Reply(413, {}, (close.reason or "the message is too long").encode())
     return Broken(str(error) or type(error).__name__)
+
+
+@contextlib.contextmanager
+def limited(connection: Any, timeout_s: float) -> Iterator[None]:
+    """Shuts a socket down if the block lasts longer than `timeout_s`, which ends all waiting for it. `connection` is
+    the socket, or None if there is none."""
+
+    def shut() -> None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, timeout_s), shut)
+    timer.daemon = True
+    if connection is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def socket_of(response: httpx.Response) -> Any:
+    """Returns the socket from which a response is read. Returns None for a transport without sockets."""
+    stream = response.extensions.get("network_stream")
+    return stream and stream.get_extra_info("socket")
 
 
 def request_of(http: httpx.Client | httpx.AsyncClient, send: Send) -> httpx.Request:
@@ -70,63 +106,64 @@ class Driver:
     def run(self, plan: Plan[T]) -> T:
         """Runs a plan, and returns its result."""
         outcome = None
-        while True:
-            try:
-                step = plan.send(outcome)
-            except StopIteration as ended:
-                result: T = ended.value
-                return result
-            outcome = self._outcome(step)
+        with contextlib.closing(plan):
+            while True:
+                try:
+                    step = plan.send(outcome)
+                except StopIteration as ended:
+                    result: T = ended.value
+                    return result
+                outcome = self._outcome(step)
 
     def _outcome(self, step: Send | Sleep | Read) -> Any:
         if isinstance(step, Sleep):
             return time.sleep(step.seconds)
+        ends = time.monotonic() + step.timeout_s
         try:
             if isinstance(step, Read):
-                return next(step.reply.chunks, None) if step.timeout_s > 0 else self.end(step.reply)
+                if step.timeout_s <= 0:
+                    return self.end(step.reply)
+                with limited(socket_of(step.reply.response), step.timeout_s):
+                    return next(step.reply.chunks, None)
             if step.socket is not None:
-                return self._message(step, step.socket)
-            ends = time.monotonic() + step.timeout_s
+                return self._message(step, step.socket, ends)
             response = self.http.send(request_of(self.http, step), stream=True)
-            chunks = response.iter_bytes()
             if step.streamed and response.is_success:
-                return Reply(response.status_code, response.headers, b"", response, chunks)
-            with contextlib.closing(response):
-                content = b""
-                for chunk in chunks:
-                    content += chunk
-                    if time.monotonic() > ends:
-                        return Broken(LATE)
-            return Reply(response.status_code, response.headers, content)
+                return Reply(response.status_code, response.headers, b"", response, response.iter_bytes())
+            with contextlib.closing(response), limited(socket_of(response), ends - time.monotonic()):
+                return Reply(response.status_code, response.headers, response.read())
         except (httpx.RequestError, httpx.StreamError) as error:
-            return Broken(str(error) or type(error).__name__)
+            return Broken(LATE if time.monotonic() >= ends else str(error) or type(error).__name__)
 
-    def _message(self, send: Send, socket: Socket) -> Reply | Broken:
+    def _message(self, send: Send, socket: Socket, ends: float) -> Reply | Broken:
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
         assert send.body is not None, "a message has a body: this is a bug"
-        while True:
+        while (left_s := ends - time.monotonic()) > 0:
             reused = socket.connection is not None and socket.address == send.address
             try:
                 if not reused:
                     self.close(socket)
                     url, options = message(send)
                     socket.block, socket.address = contextlib.ExitStack(), send.address
-                    socket.connection = socket.block.enter_context(connect(url, **options))
-                socket.connection.send(send.body.decode())
-                reply = answered(socket.connection.recv(send.timeout_s))
+                    connecting = connect(url, **options | {"open_timeout": left_s})
+                    socket.connection = socket.block.enter_context(connecting)
+                with limited(socket.connection.socket, ends - time.monotonic()):
+                    socket.connection.send(send.body.decode())
+                    reply = answered(socket.connection.recv())
+                    if reply.status != 200:  # after most errors the server closes it
+                        self.close(socket)
+                return reply
             except (OSError, WebSocketException) as error:
                 self.close(socket)
-                if not reused or isinstance(error, TimeoutError):  # the server may close an idle connection
-                    return refused(error)
-                continue
+                outcome = refused(error)
+                if not reused or isinstance(outcome, Reply):  # the server may close an idle connection
+                    return outcome
             except BaseException:  # interrupted: the next message must not get this one's answer
                 self.close(socket)
                 raise
-            if reply.status != 200:  # after most errors the server closes it
-                self.close(socket)
-            return reply
+        return Broken(LATE)
 
     def end(self, reply: Reply) -> Broken:
         """Ends a streamed answer, which may not be complete."""
@@ -149,32 +186,53 @@ class AsyncDriver:
     async def run(self, plan: Plan[T]) -> T:
         """Runs a plan, and returns its result."""
         outcome = None
-        while True:
-            try:
-                step = plan.send(outcome)
-            except StopIteration as ended:
-                result: T = ended.value
-                return result
-            outcome = await self._outcome(step)
+        with contextlib.closing(plan):
+            while True:
+                try:
+                    step = plan.send(outcome)
+                except StopIteration as ended:
+                    result: T = ended.value
+                    return result
+                outcome = await self._outcome(step)
 
     async def _outcome(self, step: Send | Sleep | Read) -> Any:
         if isinstance(step, Sleep):
             return await asyncio.sleep(step.seconds)
+        if isinstance(step, Read) and step.timeout_s <= 0:
+            return await self.end(step.reply)
+        if isinstance(step, Send) and step.socket is not None:
+            try:
+                async with asyncio.timeout(step.timeout_s):
+                    return await self._message(step, step.socket)
+            except TimeoutError:
+                return Broken(LATE)
+        # httpx loses its connection if a task is cancelled in it by other means than anyio's
+        scope = anyio.move_on_after(step.timeout_s)
+        task = asyncio.create_task(self._exchange(step, scope))
         try:
-            if isinstance(step, Read) and step.timeout_s <= 0:
-                return await self.end(step.reply)
-            async with asyncio.timeout(step.timeout_s):
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            scope.cancel()
+            await asyncio.wait([task])
+            found = None if task.exception() else task.result()
+            if isinstance(found, Reply) and found.response is not None:
+                await self.end(found)
+            raise
+
+    async def _exchange(self, step: Send | Read, scope: anyio.CancelScope) -> Any:
+        """Sends a request, or reads on, until `scope` ends."""
+        with scope:
+            try:
                 if isinstance(step, Read):
                     return await anext(step.reply.chunks, None)
-                if step.socket is not None:
-                    return await self._message(step, step.socket)
                 response = await self.http.send(request_of(self.http, step), stream=True)
                 if step.streamed and response.is_success:
                     return Reply(response.status_code, response.headers, b"", response, response.aiter_bytes())
                 async with contextlib.aclosing(response):
                     return Reply(response.status_code, response.headers, await response.aread())
-        except (httpx.RequestError, httpx.StreamError, TimeoutError) as error:
-            return Broken(str(error) or type(error).__name__)
+            except (httpx.RequestError, httpx.StreamError) as error:
+                return Broken(str(error) or type(error).__name__)
+        return Broken(LATE)
 
     async def _message(self, send: Send, socket: Socket) -> Reply | Broken:
         from websockets.asyncio.client import connect
@@ -191,21 +249,23 @@ class AsyncDriver:
                     socket.connection = await socket.block.enter_async_context(connect(url, **options))
                 await socket.connection.send(send.body.decode())
                 reply = answered(await socket.connection.recv())
+                if reply.status != 200:
+                    await self.close(socket)
+                return reply
             except (OSError, WebSocketException) as error:
                 await self.close(socket)
-                if not reused or isinstance(error, TimeoutError):
-                    return refused(error)
-                continue
-            except BaseException:
+                outcome = refused(error)
+                if not reused or isinstance(outcome, Reply):
+                    return outcome
+            except BaseException:  # interrupted, or late: it is not waited for
+                if socket.connection is not None:
+                    socket.connection.transport.abort()
                 await self.close(socket)
                 raise
-            if reply.status != 200:
-                await self.close(socket)
-            return reply
 
     async def end(self, reply: Reply) -> Broken:
         """Ends a streamed answer, which may not be complete."""
-        await reply.response.aclose()
+        await asyncio.shield(asyncio.ensure_future(reply.response.aclose()))
         return Broken(LATE)
 
     async def close(self, socket: Socket) -> None:

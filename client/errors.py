@@ -33,8 +33,8 @@ class WaneError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.document, self.retry_after_s = status, dict(document or {}), retry_after_s
-        self.code = str(self.document.get("code", type(self).code))
-        self.detail = str(self.document.get("detail", message))
+        self.code = str(self.document.get("code") or type(self).code)
+        self.detail = str(self.document.get("detail") or message)
 
 
 class NotJson(WaneError): ...
@@ -127,11 +127,14 @@ class NotWane(WaneError):
 
 
 OF_STATUS: dict[int, type[WaneError]] = {
+    400: NotJson,
     401: Unauthorized,
     403: Forbidden,
     404: NotFound,
+    408: BodyTimeout,
     409: Conflict,
     413: TooLarge,
+    415: UnsupportedMedia,
     422: InvalidRequest,
     429: Overloaded,
     502: Unavailable,

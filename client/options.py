@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 from .answers import Mode
@@ -128,7 +128,7 @@ def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 def sequence(given: Input) -> dict[str, Any]:
     """Returns the field of a request that holds the input. Raises ValueError."""
     items = [given] if isinstance(given, int) else given
-    if isinstance(items, bytes | bytearray | Mapping) or not hasattr(items, "__len__"):
+    if isinstance(items, bytes | bytearray | Mapping | Set) or not hasattr(items, "__len__"):
         raise ValueError(f"a text, token ids or names of events are expected, not {given!r:.60}")
     if not len(items):
         raise ValueError("the input is empty")

@@ -7,6 +7,7 @@ Nothing here does input or output. A `Plan` is a generator that yields what is t
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -26,6 +27,8 @@ T = TypeVar("T")
 RETRIED = frozenset({429, 502, 503, 504})
 NEXT_ADDRESS = RETRIED - {429}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+DAY_S = 86400.0
+"""The longest time of one attempt and of one wait. Sockets and timers refuse much longer ones."""
 
 
 @dataclass(slots=True)
@@ -107,15 +110,21 @@ class Servers:
         urls = [url.strip().rstrip("/") for url in (given.split(",") if isinstance(given, str) else given)]
         if not any(urls):
             raise ValueError("give an address such as http://127.0.0.1:8000, or set WANE_URL")
+        if any("@" in url for url in urls):  # not shown: it may hold a password
+            raise ValueError("an address must not hold a user or a password; give the API key as the argument `key`")
         for url in urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or parts.query:
                 raise ValueError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000")
-        found = checked(ClientOptions, options)
-        key = found.pop("key", None) or os.environ.get("WANE_API_KEY")
-        if key is not None and not re.fullmatch(r"[!-~]+", key):
+        key = options.pop("key", None) or os.environ.get("WANE_API_KEY")  # not checked below, where errors show values
+        if key is not None and not (isinstance(key, str) and re.fullmatch(r"[!-~]+", key)):
             raise ValueError("an API key consists of printable ASCII characters without spaces")
-        return cls(urls, {"authorization": f"Bearer {key}"} if key else {}, **found)
+        return cls(urls, {"authorization": f"Bearer {key}"} if key else {}, **checked(ClientOptions, options))
+
+    def pause_s(self, turn: int) -> float:
+        """Returns how long to wait after this number of turns without success."""
+        longest_s = min(FIRST_WAIT_S * float(2 ** min(turn, 6)), LONGEST_WAIT_S)
+        return random.uniform(longest_s / 2, longest_s)  # noqa: S311
 
     def ask(
         self,
@@ -163,16 +172,18 @@ class Servers:
     ) -> Plan[Reply]:
         """Returns the first successful reply. `deadline` is a time of `clock`.
 
-        After a connection error, 502, 503 or 504 the next address is tried. Once all have been tried, and after 429, it
-        waits: as long as `Retry-After` says, and longer each time. With several addresses, an attempt may take half of
-        the remaining time, so that a server that hangs leaves time for another. Raises WaneError.
+        After a connection error, 502, 503 or 504 the next address is tried, but none before its `Retry-After` if
+        another may be asked earlier. Once all have been tried, and after 429, it waits, longer each time. With several
+        addresses, an attempt may take half of the remaining time, so that a server that hangs leaves time for another.
+        Raises WaneError.
         """
         content = None if body is None else json.dumps(body).encode()
-        attempts = 0
+        attempts, count = 0, len(self.addresses)
+        ready = [0.0] * count  # the times of `clock` from which on each address may be asked again
         failure: WaneError = Unreachable(f"{self.addresses[self.current]} did not answer {method} {path} in time")
         while (left_s := deadline - self.clock()) > 0:
             at = self.current
-            timeout_s = left_s / 2 if self.retry and len(self.addresses) > 1 else left_s
+            timeout_s = min(left_s / 2 if self.retry and count > 1 else left_s, DAY_S)
             told = {**self.headers, **(headers or {}), "x-request-timeout-ms": str(max(1, int(1000 * timeout_s)))}
             if content is not None:
                 told["content-type"] = "application/json"
@@ -184,16 +195,18 @@ class Servers:
             if not self.retry or status not in RETRIED:
                 break
             attempts += 1
-            wait_s = 0.0
-            if status in NEXT_ADDRESS and self.current == at:
-                self.current = (at + 1) % len(self.addresses)
-            if status not in NEXT_ADDRESS or attempts % len(self.addresses) == 0:
-                wait_s = min(FIRST_WAIT_S * 2 ** (attempts // len(self.addresses)), LONGEST_WAIT_S)
-                wait_s = max(failure.retry_after_s or 0.0, wait_s * random.uniform(0.5, 1))  # noqa: S311
-            if wait_s >= deadline - self.clock():
+            now = self.clock()
+            ready[at] = now + (failure.retry_after_s or 0.0)
+            if status in NEXT_ADDRESS and self.current == at:  # in turn, but those that may be asked earlier first
+                in_turn = [(at + 1 + number) % count for number in range(count)]
+                self.current = min(in_turn, key=lambda number: max(ready[number], now))
+            wait_s = max(0.0, ready[self.current] - now)
+            if self.current == at or attempts % count == 0:
+                wait_s = max(wait_s, self.pause_s(attempts // count))
+            if wait_s >= deadline - now:
                 break
             if wait_s:
-                yield Sleep(wait_s)
+                yield Sleep(min(wait_s, DAY_S))
         raise failure
 
     def _failure(self, method: str, path: str, outcome: Reply | Broken, at: int) -> WaneError:
@@ -214,12 +227,12 @@ class Servers:
 def _retry_after_s(reply: Reply, document: Any) -> float | None:
     """Returns the seconds after which to send the request again, from the document or the header `Retry-After`."""
     told = document.get("retry_after_s") if isinstance(document, dict) else None
-    if isinstance(told, int | float):
+    if isinstance(told, int | float) and 0 <= told < math.inf:
         return float(told)
     header = reply.headers.get("retry-after", "")
     if header.isdecimal():
         return float(header)
     try:
         return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

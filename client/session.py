@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import builtins
 import re
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib.util import find_spec
-from typing import Any, TypeVar, Unpack
+from itertools import count
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 from uuid import uuid4
 
 from .answers import Answer, Generated, SessionView
 from .calls import Calls
-from .errors import InvalidRequest, NotFound, PositionConflict, SessionExists, UnknownSession, WaneError
+from .errors import InvalidRequest, NotFound, PositionConflict, SessionExists, TooLarge, UnknownSession, WaneError
 from .options import (
     GenerateOptions,
     Input,
@@ -24,11 +28,28 @@ from .options import (
     checked,
     sequence,
 )
-from .retry import Plan, Socket
+from .retry import Plan, Sleep, Socket
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
+LEAVING_S = 2.0  # the deadline for ending a session after an exception
 SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")
+
+
+def alone(plan: Callable[Concatenate[Steps, P], Plan[T]]) -> Callable[Concatenate[Steps, P], Plan[T]]:
+    """Makes a plan raise RuntimeError while another plan of the same session runs."""
+
+    @wraps(plan)
+    def run(self: Steps, /, *arguments: P.args, **options: P.kwargs) -> Plan[T]:
+        if not self.lock.acquire(blocking=False):
+            raise RuntimeError(f"another call of session {self.name} has not ended: a session is for one thread")
+        try:
+            return (yield from plan(self, *arguments, **options))
+        finally:
+            self.lock.release()
+
+    return run
 
 
 @dataclass
@@ -36,7 +57,8 @@ class Steps:
     """The calls of `Session` and of `AsyncSession`. A session is for one thread or task at a time.
 
     `position` is the number of tokens after the last answer. `known` are the last of them: token ids, or names of
-    events. `pending` is the step that has no answer yet: the same step again has the same key.
+    events. `pending` are the steps at this position that have no answer yet, and their keys: the same step again has
+    the same key.
     """
 
     calls: Calls
@@ -53,7 +75,8 @@ class Steps:
     opened: bool = False
     closed: bool = False
     typed: bool = False
-    pending: tuple[int, dict[str, Any], str] | None = None
+    pending: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def of(cls, calls: Calls, name: str | None, options: SessionOptions) -> Steps:
@@ -81,6 +104,7 @@ class Steps:
                 raise
         self.model, self.mode, self.position, self.opened = view.model, view.mode, view.position, True
 
+    @alone
     def append(self, input: Input, **options: Unpack[StepOptions]) -> Plan[Answer]:  # noqa: A002
         """Appends a text, token ids, or names of events, and predicts the next one. A single name of an event may be
         given as such: `append("coats/08")`.
@@ -93,6 +117,7 @@ class Steps:
         yield from self.open(deadline)
         return (yield from self._step((yield from self._tokens(given, deadline)), body, deadline))
 
+    @alone
     def type(self, text: str, **options: Unpack[StepOptions]) -> Plan[Answer]:
         """Makes `text` the session's whole text, and predicts what follows: tokenises the whole text, rewinds the
         session to the last token that is still the same, and appends the rest. So the answer is that of the whole
@@ -105,37 +130,38 @@ class Steps:
         wanted = (yield from self._tokenised(text, deadline)) if text else []
         pairs = zip(self.known, wanted, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.known), len(wanted)))
+        ends = {self.position + len(given["tokens"]) for given, _ in self.pending if "tokens" in given}
         try:
             if shared < self.position:
                 yield from self._rewind(shared, deadline)
             if shared < len(wanted):
                 return (yield from self._step({"tokens": wanted[shared:]}, body, deadline))
-        except (InvalidRequest, PositionConflict) as error:
-            if error.document.get("field", "position") != "position":
+        except InvalidRequest as error:
+            if error.field != "position":
                 raise
-            # The server does not have the tokens to which it should rewind. The whole text is here.
-            yield from self._delete(deadline)
-            self.known, self.position = wanted, len(wanted)
-            yield from self._create(self._history(), deadline)
+            yield from self._replace(wanted, deadline)
+        except PositionConflict as error:
+            if error.position > self.position and not self.owned and error.position not in ends:
+                raise  # another client uses the session
+            yield from self._replace(wanted, deadline)
         return (yield from self._predict(body, deadline))
 
+    @alone
     def predict(self, **options: Unpack[PredictOptions]) -> Plan[Answer]:
         """Predicts the next token, and appends nothing."""
         body, deadline = self.calls.started(PredictOptions, options)
         yield from self.open(deadline)
         return (yield from self._predict(body, deadline))
 
+    @alone
     def generate(self, **options: Unpack[GenerateOptions]) -> Plan[Generated]:
         """Continues the session's tokens, and appends nothing."""
         body, deadline = self.calls.started(GenerateOptions, options)
         yield from self.open(deadline)
-        while True:
-            body |= {"session": self.name, "position": self.position}
-            try:
-                return (yield from self.calls.post(Generated, "/v1/generate", body, deadline))
-            except (UnknownSession, PositionConflict) as error:
-                yield from self._restore(error, deadline)
+        body |= {"session": self.name, "position": self.position}
+        return (yield from self._restored(lambda: self.calls.post(Generated, "/v1/generate", body, deadline), deadline))
 
+    @alone
     def rewind(self, position: int) -> Plan[None]:
         """Drops the tokens after `position`."""
         _, deadline = self.calls.started(Timed, {})
@@ -144,10 +170,12 @@ class Steps:
             raise ValueError(f"position must be a whole number from 0 to {self.position}, not {position!r:.60}")
         yield from self._rewind(position, deadline)
 
-    def close(self) -> Plan[None]:
+    @alone
+    def close(self, **options: Unpack[Timed]) -> Plan[None]:
         """Ends the session on the server."""
+        _, deadline = self.calls.started(Timed, options)
         if self.opened and not self.closed:
-            yield from self._delete(self.calls.started(Timed, {})[1])
+            yield from self._delete(deadline)
         self.closed = True
 
     def streamed(self) -> Socket:
@@ -162,29 +190,28 @@ class Steps:
         events = "events" in given
         if self.known and self.remember and isinstance(self.known[-1], str) != events:
             raise ValueError("a session's steps are either all events or all tokens")
-        if self.pending is None or self.pending[:2] != (self.position, given):
-            self.pending = self.position, given, uuid4().hex
-        key = self.pending[2]
-        body = {**body, **given, "expected_position": self.position}
+        start = self.position
+        key = next((key for step, key in self.pending if step == given), "") or uuid4().hex
+        if (given, key) not in self.pending:
+            self.pending.append((given, key))
+        body = {**body, **given, "expected_position": start}
         if events and self.unknown:
             body["unknown"] = self.unknown
-        while True:
-            try:
-                if self.socket is None:
-                    headers = {"idempotency-key": key}
-                    answer = yield from self._ask(Answer, f"{self.path}/tokens", body, deadline, headers)
-                else:
-                    answer = yield from self._ask(Answer, self.socket.path, {**body, "idempotency_key": key}, deadline)
-                break
-            except (UnknownSession, PositionConflict) as error:
-                yield from self._restore(error, deadline)
+
+        def attempt() -> Plan[Answer]:
+            if self.socket is None:
+                headers = {"idempotency-key": key}
+                return self._ask(Answer, f"{self.path}/tokens", body, deadline, headers)
+            return self._ask(Answer, self.socket.path, {**body, "idempotency_key": key}, deadline)
+
+        answer = yield from self._restored(attempt, deadline)
         added = next((list(items) for name, items in given.items() if name != "input"), [])
-        if events and answer.position != self.position + len(added):  # the server has skipped unknown events
+        if events and answer.position != start + len(added):  # the server has skipped unknown events
             added = [name for name in added if name not in answer.unknown]
-        if answer.position is None or ("input" not in given and answer.position != self.position + len(added)):
-            why = f"the position after the step is {answer.position}, not {self.position + len(added)}"
+        if answer.position is None or ("input" not in given and answer.position != start + len(added)):
+            why = f"the position after the step is {answer.position}, not {start + len(added)}"
             raise self.calls.servers.not_wane("POST", f"{self.path}/tokens", why)
-        self.position, self.pending = answer.position, None
+        self.position, self.pending = answer.position, []
         self.known += added
         if not self.typed:
             del self.known[: max(0, len(self.known) - self.remember)]
@@ -197,53 +224,84 @@ class Steps:
         return (yield from self.calls.servers.ask(kind, "POST", path, body, deadline, headers, socket))
 
     def _predict(self, body: dict[str, Any], deadline: float) -> Plan[Answer]:
-        while True:
-            try:
-                answer = yield from self._ask(Answer, "/v1/predict", {**body, "session": self.name}, deadline)
-                if answer.position == self.position:
-                    return answer
-                why = f"the session is at {answer.position}, not at {self.position}"
-                document = {"position": answer.position, "detail": why}
-                raise PositionConflict(f"POST /v1/predict: {why}", document=document)
-            except (UnknownSession, PositionConflict) as error:
-                yield from self._restore(error, deadline)
+        def attempt() -> Plan[Answer]:
+            answer = yield from self._ask(Answer, "/v1/predict", {**body, "session": self.name}, deadline)
+            if answer.position != self.position:
+                raise self._conflict("/v1/predict", answer.position)
+            return answer
+
+        return (yield from self._restored(attempt, deadline))
 
     def _rewind(self, position: int, deadline: float) -> Plan[None]:
-        while True:
+        def attempt() -> Plan[None]:
             try:
                 yield from self._ask(SessionView, f"{self.path}/rewind", {"position": position}, deadline)
-                break
-            except UnknownSession as error:
-                yield from self._restore(error, deadline)
-            except InvalidRequest as error:  # also where a server has an earlier position than `position`
+            except InvalidRequest:  # also where a server has an earlier position than `position`
                 view = yield from self.calls.servers.ask(SessionView, "GET", self.path, None, deadline)
-                if view.position >= position:
+                if position <= view.position <= self.position:
                     raise
-                behind = PositionConflict(str(error), document={"position": view.position})
-                yield from self._restore(behind, deadline)
+                raise self._conflict(f"{self.path}/rewind", view.position) from None
+
+        yield from self._restored(attempt, deadline)
         del self.known[max(0, len(self.known) - (self.position - position)) :]
-        self.position, self.pending = position, None
+        self.position, self.pending = position, []
+
+    def _conflict(self, path: str, position: int | None) -> PositionConflict:
+        why = f"the session is at {position}, not at {self.position}"
+        return PositionConflict(f"POST {path}: {why}", status=409, document={"position": position, "detail": why})
+
+    def _restored(self, attempt: Callable[[], Plan[T]], deadline: float) -> Plan[T]:
+        """Repeats an attempt, and restores the session before each repetition, until the server is where this client
+        is."""
+        servers = self.calls.servers
+        for turn in count():
+            try:
+                return (yield from attempt())
+            except (UnknownSession, PositionConflict) as error:
+                if turn:
+                    wait_s = servers.pause_s(turn)
+                    if wait_s >= deadline - servers.clock():
+                        raise
+                    yield Sleep(wait_s)
+                yield from self._restore(error, deadline)
+        raise AssertionError("the loop has no end: this is a bug")
 
     def _restore(self, error: WaneError, deadline: float) -> Plan[None]:
         """Brings a server that has lost the session, or its last tokens, to the client's position, from the tokens
-        that the client remembers. Raises `error` if that is impossible."""
+        that the client remembers. Raises `error` if that is impossible. If the session changes meanwhile, it returns:
+        the next attempt compares the positions again."""
         if isinstance(error, PositionConflict):
             lost = self.position - error.position
             if type(error) is not PositionConflict or not 0 < lost <= len(self.known):
                 raise error
             body = {**self._named(self.known[-lost:], "tokens"), "expected_position": error.position}
-            yield from self._ask(Answer, f"{self.path}/tokens", body, deadline)
+            with suppress(UnknownSession, PositionConflict):
+                yield from self._ask(Answer, f"{self.path}/tokens", body, deadline)
+                self.rebuilds += 1
         else:
             if self.position and not self.known:
                 raise error
-            try:
-                yield from self._create(self._history(), deadline)
-            except SessionExists:
-                return  # a reply was lost, or another client has made it: the next attempt compares positions
-        self.rebuilds += 1
+            with suppress(SessionExists):  # a reply was lost, or another client has made it
+                yield from self._make_again(deadline)
+                self.rebuilds += 1
 
-    def _history(self) -> dict[str, Any]:
-        return {**self._named(self.known, "history"), "position": self.position} if self.known else {}
+    def _replace(self, tokens: list[int], deadline: float) -> Plan[None]:
+        """Makes the session again from other tokens."""
+        yield from self._delete(deadline)
+        self.known, self.position, self.pending = tokens, len(tokens), []
+        yield from self._make_again(deadline)
+
+    def _make_again(self, deadline: float) -> Plan[SessionView]:
+        """Creates the session from the tokens that are known, or from fewer of them if the server refuses so many."""
+        items = self.known
+        while True:
+            history = {**self._named(items, "history"), "position": self.position} if items else {}
+            try:
+                return (yield from self._create(history, deadline))
+            except TooLarge:
+                if len(items) < 2:
+                    raise
+                items = items[-(len(items) // 2) :]
 
     def _named(self, items: list[Any], name: str) -> dict[str, Any]:
         if not isinstance(items[0], str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Self, Unpack
 
 import httpx
@@ -11,9 +11,10 @@ import httpx
 from .answers import Generated, GeneratedToken
 from .calls import Calls, Events
 from .driver import AsyncDriver, Awaiting, Blocking, Driver, awaiting, blocking
+from .errors import WaneError
 from .options import ClientOptions, GenerateOptions, Input, SessionOptions
 from .retry import Servers
-from .session import Facts, Steps
+from .session import LEAVING_S, Facts, Steps
 
 
 class Wane(Blocking[Calls]):
@@ -83,14 +84,18 @@ class Session(Blocking[Steps], Facts):
     def __exit__(self, kind: object, *_: object) -> None:
         if self._plans.owned and kind is None:
             self.close()
+        elif self._plans.owned:  # what was raised is raised further
+            with suppress(WaneError):
+                self.close(deadline_s=LEAVING_S)
 
 
 class Generation(Blocking[Events]):
-    """Iterates over generated tokens. Afterwards `result` is the whole answer, except log-probabilities."""
+    """Iterates once over generated tokens. Afterwards `result` is the whole answer, except log-probabilities."""
 
     result: Generated | None = None
 
     def __iter__(self) -> Iterator[GeneratedToken]:
+        self._plans.begin()
         try:
             while isinstance(found := self._driver.run(self._plans.token()), GeneratedToken):
                 yield found
@@ -166,6 +171,9 @@ class AsyncSession(Awaiting[Steps], Facts):
     async def __aexit__(self, kind: object, *_: object) -> None:
         if self._plans.owned and kind is None:
             await self.close()
+        elif self._plans.owned:
+            with suppress(WaneError):
+                await self.close(deadline_s=LEAVING_S)
 
 
 class AsyncGeneration(Awaiting[Events]):
@@ -174,6 +182,7 @@ class AsyncGeneration(Awaiting[Events]):
     result: Generated | None = None
 
     async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
+        self._plans.begin()
         try:
             while isinstance(found := await self._driver.run(self._plans.token()), GeneratedToken):
                 yield found

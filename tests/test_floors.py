@@ -5,7 +5,7 @@
               > auth > net > deadline > observability > types > settings > errors
 
     service  -> the light part of models (no torch), never training; its commands `compare` and `report` -> client
-    client   -> httpx, and websockets for streams: it is also a distribution of its own
+    client   -> httpx and its anyio, and websockets for streams: it is also a distribution of its own
     training -> models, never service
     research -> benchmarks; nothing but tests imports research
 """
@@ -194,11 +194,15 @@ def test_the_package_imports_no_private_module_of_its_server() -> None:
     } == set()
 
 
-def test_the_client_needs_only_httpx_and_websockets() -> None:
+def test_the_client_needs_only_httpx_anyio_and_websockets() -> None:
     """The client is also a distribution of its own, so it imports nothing of the package `wane`."""
     paths = [path for path in sources() if name_of(path).startswith("client/")]
     imported = {module for path in paths for module in imports(path) if not module.startswith("wane.client.")}
-    assert {module.split(".")[0] for module in imported} - set(sys.stdlib_module_names) == {"httpx", "websockets"}
+    assert {module.split(".")[0] for module in imported} - set(sys.stdlib_module_names) == {
+        "anyio",
+        "httpx",
+        "websockets",
+    }
     loaded = modules_loaded_by("wane.client")
     assert "httpx" in loaded and not loaded & {"numpy", "onnxruntime", "pydantic", "websockets", "wane.service"}
 

@@ -116,16 +116,34 @@ def test_a_stream_that_fails_says_why(both: Both, content: bytes, kind: type[Exc
         list(both("http://wane", transport=transport).generate_stream(TEXT))
 
 
+SERVED = '"model": "m", "model_version": "1", "device": "cpu", "state": "full", "error_bound": null'
+LATENCY = '"latency": {"queue_ms": 1, "compute_ms": 1, "total_ms": 2}'
+WHOLE = f'{{{SERVED}, {LATENCY}, "text": "", "tokens": [1], "finish_reason": "stop", "mode": "auto", "window": null}}'
+
+
 def test_a_line_of_a_stream_ends_at_a_line_feed_only(both: Both) -> None:
     strange = "".join(map(chr, (0x0B, 0x0C, 0x1C, 0x85, 0x2028, 0x2029)))
     token = '{"token_id": 1, "token": "a", "logprob": -1.0, "text": "' + strange[3:] + '"}'
-    served = '"model": "m", "model_version": "1", "device": "cpu", "state": "full", "error_bound": null'
-    latency = '"latency": {"queue_ms": 1, "compute_ms": 1, "total_ms": 2}'
-    whole = (
-        f'{{{served}, {latency}, "text": "", "tokens": [1], "finish_reason": "stop", "mode": "auto", "window": null}}'
-    )
-    content = f"event: token\ndata: {token}\n\nevent: finish\ndata: {whole}\n\n".encode()
+    content = f"event: token\ndata: {token}\n\nevent: finish\ndata: {WHOLE}\n\n".encode()
     transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
     stream = both("http://wane", transport=transport).generate_stream(TEXT)
     assert [one.text for one in stream] == [strange[3:]]
     assert stream.result.finish_reason == "stop"
+    with pytest.raises(RuntimeError, match="only once"):
+        list(stream)
+
+
+def test_comments_and_what_a_newer_server_adds_to_a_stream_are_passed_over(both: Both) -> None:
+    token = '{"token_id": 1, "token": "a", "logprob": -1.0, "text": "a", "new": {}}'
+    events = [": ping", "event: thinking\ndata: [1]", f"id: 7\nevent:token\ndata:{token}", "retry: 5", ""]
+    content = "\n\n".join([*events, f": end\nevent: finish\ndata: {WHOLE}\n\n"]).encode()
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+    assert [one.text for one in both("http://wane", transport=transport).generate_stream(TEXT)] == ["a"]
+
+
+def test_a_progress_may_have_more_fields(both: Both) -> None:
+    score = f'{{{SERVED}, {LATENCY}, "perplexity": 1, "chunks": 1, "rounds": 1, "max_residual": 0}}'
+    events = ('progress\ndata: {"done": 1, "total": 1, "rate": 0.5}', 'tokens\ndata: {"tokens": [1], "logprobs": [-1]}')
+    content = "".join(f"event: {event}\n\n" for event in (*events, f"finish\ndata: {score}")).encode()
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+    assert both("http://wane", transport=transport).score(TEXT, progress=True).tokens == (1,)

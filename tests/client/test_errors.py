@@ -8,6 +8,7 @@ from typing import TypeVar
 import httpx
 import pytest
 
+import wane.client
 from tests.client.alike import Both
 from wane.client import errors
 from wane.client.errors import OF_CODE, NotWane, Unreachable, WaneError, error_of
@@ -51,9 +52,12 @@ def test_an_error_with_an_unknown_code_is_an_ancestor(kind: type[of_server.WaneE
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
+        (400, "NotJson"),
         (401, "Unauthorized"),
         (404, "NotFound"),
+        (408, "BodyTimeout"),
         (409, "Conflict"),
+        (415, "UnsupportedMedia"),
         (429, "Overloaded"),
         (502, "Unavailable"),
         (503, "Unavailable"),
@@ -86,6 +90,16 @@ def test_an_error_in_openais_format_is_read() -> None:
     found = error_of("POST /tokenize", 400, document, "", None)
     assert isinstance(found, errors.InvalidRequest)
     assert (found.field, found.detail) == ("prompt", "prompt is empty")
+
+
+def test_an_error_in_openais_format_may_have_no_code() -> None:
+    found = error_of("POST /tokenize", 404, {"error": {"message": "gone", "code": None}}, "", None)
+    assert (type(found), found.code, found.detail) == (errors.NotFound, "not_found", "gone")
+
+
+def test_a_star_import_brings_the_clients_names_only() -> None:
+    assert {"Wane", "AsyncWane", "Session", "Answer", "Mode", "WaneError", "NotWane"} <= set(wane.client.__all__)
+    assert not {"httpx", "Any", "Steps", "Servers", "Calls", "error_of", "annotations"} & set(wane.client.__all__)
 
 
 ANSWERS: dict[str, tuple[int, bytes, str]] = {

@@ -93,6 +93,40 @@ def test_retry_after_in_a_document_and_as_a_date_is_read() -> None:
     assert 0 < play.waited[2] < 1
 
 
+def test_each_address_has_its_own_retry_after() -> None:
+    asks = [reply(503, **{"retry-after": seconds}) for seconds in ("5", "1", "3")]
+    play = Play(THREE, [*asks, reply(503, **{"retry-after": "4"}), Broken("reset"), reply(200)])
+    play.run()
+    assert play.asked == list("abcbcc")
+    assert play.waited[:5] == [0, 0, 0, 1, 2]
+    assert 0 < play.waited[5] < 1
+
+
+def test_an_address_with_a_retry_after_is_passed_over() -> None:
+    play = Play(THREE[:2], [reply(503, **{"retry-after": "5"}), *[Broken("reset")] * 3, reply(200)])
+    play.run()
+    assert play.asked == list("abbbb")
+    assert 0 < sum(play.waited) < 5
+
+
+@pytest.mark.parametrize("told", ["NaN", "-1", "Infinity"])
+def test_a_retry_after_that_is_no_duration_is_ignored(told: str) -> None:
+    play = Play(THREE[:1], [Reply(429, {}, f'{{"retry_after_s": {told}}}'.encode()), reply(200)])
+    play.run()
+    assert 0 < play.waited[1] < 1
+
+
+def test_the_wait_between_attempts_stays_bounded() -> None:
+    servers = Servers(THREE, {})
+    assert 1 <= servers.pause_s(10**6) <= 2
+
+
+def test_the_time_of_an_attempt_is_capped() -> None:
+    play = Play(THREE[:1], [reply(200)])
+    play.run(deadline_s=1e300)
+    assert (play.sends[0].timeout_s, play.sends[0].headers["x-request-timeout-ms"]) == (86400, "86400000")
+
+
 def test_a_wait_beyond_the_deadline_is_not_begun() -> None:
     play = Play(THREE, [reply(429, "quota_exceeded", **{"retry-after": "60"})])
     with pytest.raises(Overloaded) as raised:

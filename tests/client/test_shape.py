@@ -81,7 +81,7 @@ def test_a_bad_argument_is_refused_before_anything_is_sent(options: dict[str, An
     assert why in str(raised.value)
 
 
-@pytest.mark.parametrize("given", ["", [], [1, "a"], [1.5], [-1], [True], b"bytes", None, {"a": 1}, 1.5])
+@pytest.mark.parametrize("given", ["", [], [1, "a"], [1.5], [-1], [True], b"bytes", None, {"a": 1}, {5, 6}, 1.5])
 def test_a_bad_input_is_refused_before_anything_is_sent(given: Any) -> None:
     with refusing() as wane, pytest.raises(ValueError):
         wane.predict(given)
