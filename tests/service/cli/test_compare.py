@@ -84,7 +84,7 @@ def test_the_table_of_agreement_has_whole_figures_on_a_terminal_of_80_columns() 
     with console.capture() as shown:
         console.print(agreement_table(result))
     row = next(line for line in shown.get().splitlines() if line.split()[:1] == ["128"])
-    assert row.split() == "128 1024 100.0% 100.0% 4.40e-04 1.80e-03 9.60e-02 1.00e+00 12.345".split()
+    assert row.split() == ["128", "1024", "100.0%", "100.0%", "4.40e-04", "1.80e-03", "9.60e-02", "1.00e+00", "12.345"]
 
 
 def test_a_comparison_deletes_its_sessions(compared: dict[str, Any], http: httpx.Client) -> None:
