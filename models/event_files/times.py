@@ -44,6 +44,10 @@ assert set(UNIT_NAMES) == set(get_args(TimeUnit)), "a unit has no name: this is 
 ZONE = re.compile(r"\s*(?:UTC|GMT)$|\s+(?=[+-]\d\d:?\d\d$)")
 """What is removed from a time before it is ISO 8601: the zone `UTC`, and blanks before a numeric zone."""
 
+DAY_AND_MONTH = re.compile(r"\s*\d{1,2}[./-]\d{1,2}[./-]\d{2,4}\b|\s*\d{4}[./]\d{1,2}[./]\d{1,2}\b")
+"""How a day begins that is written in another order, or with other marks, than ISO 8601: 31.01.2026, 1/31/2026,
+2026/01/31."""
+
 Cell = str | int | float
 
 
@@ -69,6 +73,12 @@ class Clock:
     def fault(self, cell: Cell) -> BadLine:
         """Returns the reason why `seconds` gave NaN for a cell."""
         number = number_or_nan(cell)
+        if math.isnan(number) and DAY_AND_MONTH.match(str(cell)):
+            return BadLine(
+                "the time {} is not ISO 8601: write the day as year-month-day in the file, such as 2026-01-31 12:00:00 "
+                "(no option reads other orders)",
+                cell,
+            )
         if math.isnan(number) and "nan" not in str(cell).lower():
             return BadLine("the time {} is neither a number nor ISO 8601, such as 2026-01-31 12:00:00", cell)
         if not math.isfinite(number):

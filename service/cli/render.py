@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.table import Table
 
 from wane.service.cli.connect import Document
@@ -106,11 +107,11 @@ def report_tables(report: Document) -> list[Table]:
 
 
 def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for figure in figures:
-        table.add_column(figure, justify="right")
+        table.add_column(figure, justify="right", overflow="fold")
     return table
 
 

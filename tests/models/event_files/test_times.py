@@ -98,7 +98,12 @@ def test_stated_units_are_read_as_the_dates_that_they_mean() -> None:
         (None, "inf", "is not finite"),
         (None, "1_700_000_000", "is neither a number nor ISO 8601"),
         (None, "soon", "is neither a number nor ISO 8601"),
-        (None, "31/01/2024", "is neither a number nor ISO 8601"),
+        (None, "31.01.2024", "is not ISO 8601: write the day as year-month-day in the file"),
+        (None, "31.01.2024 12:00", "is not ISO 8601: write the day as year-month-day in the file"),
+        (None, "1/31/24 5:00 PM", "is not ISO 8601: write the day as year-month-day in the file"),
+        (None, "2024/01/31", "is not ISO 8601: write the day as year-month-day in the file"),
+        (None, "31-01-2024", "is not ISO 8601: write the day as year-month-day in the file"),
+        (None, "12:00:00", "is neither a number nor ISO 8601"),
         (None, "", "is neither a number nor ISO 8601"),
     ],
 )
