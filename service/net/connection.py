@@ -34,10 +34,6 @@ READ_S = 30  # the time after `close` in which the client can read the rest of a
 POLICY, TRY_AGAIN, CLOSE_FRAME, DATA_FRAMES = 1008, 1013, 0x88, (0x81, 0x82)
 INVALID = (b"\x03\xea", b"\x03\xef")  # the close codes 1002 (an invalid frame) and 1007 (text that is not UTF-8)
 # uvicorn refuses a longer number, and Python cannot convert one with thousands of digits
-PAUSES_BYTES = 65_536
-"""uvicorn pauses reading when it has this many bytes of a body, until the application receives them. A connection that
-is not read does not notice that its client left."""
-
 LENGTH = re.compile(rb"\ncontent-length:[ \t]*0*([0-9]{1,20})[ \t]*\r")
 TO_WEBSOCKET = re.compile(rb"\nupgrade:[ \t]*websocket[ \t]*\r")
 TRAILING_SPACE = re.compile(rb"(?<=\S)[ \t]+(?=\r\n)")
@@ -221,9 +217,12 @@ class Connection(asyncio.Protocol):
 
     def adjust_reading(self) -> None:
         """Stops reading while uvicorn has enough, or while many bytes wait behind a request that is being answered.
-        They then wait in the kernel's buffers."""
-        is_full = self.is_answering and self.body is None and len(self.waiting) > self.most_head_bytes
-        stops = is_full or self.is_held
+        They then wait in the kernel's buffers. When uvicorn has a whole request, it gets nothing more until the answer,
+        and reading goes on, because only a connection that is read notices that its client left."""
+        if self.frames is None and self.body is None and self.is_answering:
+            stops = len(self.waiting) > self.most_head_bytes
+        else:
+            stops = self.is_held
         if stops is not self.has_stopped and not (self.has_ended or self.transport.is_closing()):
             self.has_stopped = stops
             (self.transport.pause_reading if stops else self.transport.resume_reading)()
@@ -276,7 +275,7 @@ class Connection(asyncio.Protocol):
             self.check(head)
         elif length is not None and len(self.waiting) >= length:
             content = self.waiting[:length]
-            self.content = None if self.expects or length > PAUSES_BYTES else content
+            self.content = None if self.expects else content
             head, self.waiting, self.unanswered_bytes = head + content, self.waiting[length:], length
             self.stop_timer()
         else:
