@@ -33,7 +33,7 @@ LEAKY = {"kind": "leaky", "block": "residual", "units": 2, "gate_cap": 0.5}
 
 def probabilities(logits: NDArray[Any]) -> NDArray[np.float64]:
     values: NDArray[np.float64] = np.exp(logits.astype(np.float64) - logits.max())
-    return values / values.sum()
+    return np.asarray(values / values.sum(), np.float64)
 
 
 def opened(layers: list[dict[str, object]]) -> tuple[Architecture, dict[str, NDArray[np.float32]]]:
