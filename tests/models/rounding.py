@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wane.models.manifest import Rounding, StateError
+from wane.models.manifest import Contraction, Rounding, StateError
 
 
 def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 0.0) -> Rounding:
@@ -23,3 +23,7 @@ def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 
         states=errors,
         carried=between_runs / 2,
     )
+
+
+LAYERS = (Contraction(layer=0, factor=0.5, rule="a rule", norm="|h|_2"),)
+"""The layers in the certificate of a recurrent model. A certificate without layers is that of a finite memory."""

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.models.rounding import rounding
+from tests.models.rounding import LAYERS, rounding
 from wane.models.architecture import Architecture
 from wane.models.bundle_checks import TOP
 from wane.models.certificate.total_variation import head_diameter, total_variation
@@ -40,7 +40,7 @@ TIMEOUT_S = 120.0  # the longest time that a test waits for another thread
 
 
 ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
-CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), rounding=ROUNDING)
+CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=LAYERS, rounding=ROUNDING)
 
 
 def listed(answer: Answer) -> list[tuple[int, float]]:
@@ -173,7 +173,7 @@ class FakeRunner:
             contractive=True,
             certified=bool(error_bound[-1] <= 1e-3),
             reason=None if error_bound[-1] <= 1e-3 else "the bound stays too large",
-            layers=(),
+            layers=LAYERS,
             state_error=tuple(state_error.tolist()),
             error_bound=tuple(error_bound.tolist()),
             head_diameter=diameter,

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tests.models.rounding import rounding
-from wane.models.manifest import Certificate, Contraction
+from tests.models.rounding import LAYERS, rounding
+from wane.models.manifest import Certificate
 from wane.service.engine.bounds import Bound, bound, meets
 
 ROUNDING = 1e-3
@@ -13,7 +13,7 @@ D = 2.0
 CERTIFICATE = Certificate(
     contractive=True,
     certified=False,
-    layers=(Contraction(layer=0, factor=0.5, rule="a rule", norm="|h|_2"),),
+    layers=LAYERS,
     state_error=(80.0, 0.4, 0.2),
     error_bound=(1.0, 0.3, 0.1),
     head_diameter=D,

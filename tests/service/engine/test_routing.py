@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models.rounding import rounding
+from tests.models.rounding import LAYERS, rounding
 from tests.service.engine_harness import CONTRACTIVE
 from wane.models.manifest import Certificate
 from wane.service.engine.routing import UNASKED, Cost, is_free, of_session, rebuilt_from, ways
@@ -12,7 +12,7 @@ BOUNDS = tuple(0.5**k for k in range(1, 17))
 CERTIFIED = Certificate(
     contractive=True,
     certified=True,
-    layers=(),
+    layers=LAYERS,
     state_error=BOUNDS,
     error_bound=BOUNDS,
     head_diameter=4,
