@@ -124,7 +124,7 @@ def _descend(architecture: Architecture, weights: dict[str, np.ndarray], at_top:
         _, after = exact.advance(last, state)
         x, y = exact.stream(last, state)[0], after["layers.0.s"]
         mix = weights["layers.0.mix.weight"].astype(np.float64)
-        x = exact._above_cell(architecture.placed()[0], x, y) if at_top else x + y @ mix.T
+        x = exact._above_cell(architecture.placed(finite=False)[0], x, y) if at_top else x + y @ mix.T
         x = x[0] - x.mean()
         if np.linalg.norm(x) < best:
             best, kept = float(np.linalg.norm(x)), row
@@ -148,7 +148,7 @@ def examine(seed: int) -> dict[str, float]:
     architecture, weights = attacked(seed)
     data = encode_weights(weights)
     step = build_graph("step", architecture, WEIGHTS, tensor_extents(data))
-    hold = int(EFOLDS / (1 - architecture.layers[0].cap)) + 20
+    hold = int(EFOLDS / (1 - architecture.fading[0].cap)) + 20
     certificate = certify(architecture, weights, hold + 1, None)
     readout = certificate.readout
     assert readout is not None, "the model has no readout: this is a bug"

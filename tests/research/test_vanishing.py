@@ -14,8 +14,11 @@ from wane.models.manifest import Readout
 ABOVE_SEED, BELOW_SEED = 2, 58
 """Seeds of models that are false without the term that the test removes."""
 
+FRONT_SEED = 17
+"""The seed of a model with a convolution block."""
 
-@pytest.mark.parametrize("seed", [ABOVE_SEED, BELOW_SEED])
+
+@pytest.mark.parametrize("seed", [ABOVE_SEED, BELOW_SEED, FRONT_SEED])
 def test_no_pair_is_above_its_bound(seed: int) -> None:
     found = examine(seed)
     assert found["pairs"] == TOKENS**3
