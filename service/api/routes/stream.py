@@ -224,7 +224,7 @@ class Stream:
         """Raises WebSocketDisconnect if the client has disconnected."""
         try:
             await self.socket.send({"type": "websocket.send", "text": text.decode()})
-        except RuntimeError as error:  # uvicorn has closed the WebSocket, because the client answers no ping
+        except RuntimeError as error:  # uvicorn has closed the WebSocket meanwhile
             raise WebSocketDisconnect(DISCONNECTED) from error
 
     async def close(self, code: int, reason: str) -> None:
