@@ -293,8 +293,8 @@ class _Check:
 
 
 def _bytes_of(tensor: TensorProto) -> int:
-    values: int = math.prod(tensor.dims)
-    return values * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    size: int = math.prod(tensor.dims) * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    return size
 
 
 def _type_name(data_type: int) -> str:
