@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,6 +135,66 @@ class Architecture(Frozen):
     def state_tensors(self) -> tuple[StateTensor, ...]:
         """Returns a session's state tensors, bottom to top: `front.0.inputs`, ..., `layers.0.h`, `layers.0.c`, ..."""
         return tuple(tensor for placed in self.placed() for tensor in placed.state_tensors())
+
+
+class ImportedGraph(Architecture):
+    """The architecture of a graph that Wane did not build (`models/imported/`). Its layers are not known.
+
+    `width`: the width of `hidden`, which is the input of the graph's last matrix if it was found, and otherwise the
+        logits.
+    `tensors`: a session's state tensors. Each is (B, *shape) with the batch first, in float32. The graph's own layout
+        and type may differ.
+    `rows`: whether the rows of a batch run together, or one by one inside the graph. They run one by one if the graph
+        has a fixed batch of 1 that could not be changed, or if its rows affect one another.
+    """
+
+    kind: Literal["imported"] = "imported"
+    width: int = Field(ge=1)
+    tensors: tuple[StateTensor, ...] = Field(min_length=1, max_length=1024)
+    rows: Literal["together", "one by one"] = "together"
+    # What is not known is not in the manifest.
+    embedding: int = Field(default=1, exclude=True)
+    layers: tuple[()] = Field(default=(), exclude=True)
+    tied: bool = Field(default=False, exclude=True)
+    norm_epsilon: float = Field(default=1e-5, exclude=True)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ImportedGraph:
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) < len(names) or not all(name.startswith("state.") for name in names):
+            raise ValueError(f"the names of the tensors must differ and start with 'state.', but are {names}")
+        if any(size < 1 for tensor in self.tensors for size in tensor.shape):
+            raise ValueError("every size in a tensor's shape must be at least 1")
+        if (size := sum(4 * math.prod(tensor.shape) for tensor in self.tensors)) > LARGEST_STATE:
+            raise ValueError(f"a session's state has {size} bytes, but at most {LARGEST_STATE} are allowed")
+        return self
+
+    @property
+    def residual(self) -> bool:
+        """False: no layer is known."""
+        return False
+
+    @property
+    def hidden(self) -> int:
+        """The width of `hidden`."""
+        return self.width
+
+    @property
+    def family(self) -> str:
+        """The kind of the architecture."""
+        return self.kind
+
+    def state_tensors(self) -> tuple[StateTensor, ...]:
+        """Returns a session's state tensors."""
+        return self.tensors
+
+
+def read_architecture(data: object, read: Callable[[object], Architecture]) -> Architecture:
+    """Returns the architecture in a manifest's field. `read` reads that of a network of Wane's layers. Raises
+    ValueError."""
+    if isinstance(data, Mapping) and data.get("kind") == "imported":
+        return ImportedGraph.model_validate(data)
+    return read(data)
 
 
 @dataclass(frozen=True, slots=True)

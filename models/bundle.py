@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,8 @@ from wane.models.certificate.layers import build_layers
 from wane.models.certificate.propagation import Propagation
 from wane.models.certificate.request import RequestBound
 from wane.models.manifest import Certificate, Manifest, Quality, Role
-from wane.models.parity import ParityError, RoundingError, Run, check_graphs
-from wane.models.reference import Reference
+from wane.models.parity import ParityError, RoundingError, Run, StepGraph, check_graphs
+from wane.models.reference import Reference, State
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import WeightsError, check_weights, decode_weights
 
@@ -70,6 +71,15 @@ QUANTISED = Certificate(
 """The certificate of a bundle whose graphs multiply in int8."""
 
 
+IMPORTED = Certificate(
+    contractive=False,
+    reason="it is an imported graph: its layers are not known, so nothing is proved about it. error_bound is null "
+    "where tokens were left out, auto runs all tokens, and a lost state is rebuilt from the whole kept history",
+    layers=(),
+)
+"""The certificate of an imported graph. The reason says what the model lacks."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """A verified bundle. Its weights are read from the file once, and the proofs of its layers are computed once."""
@@ -93,12 +103,18 @@ class Bundle:
         for name, expected in sorted(manifest.files.items()):
             check_hash(path / name, expected)
         bundle = cls(path, manifest, read_vocabulary(path, manifest))
-        bundle.weights()
+        if manifest.imported:
+            _check_imported(path, manifest)
+        else:
+            bundle.weights()
         return bundle
 
     def verify_certificate(self) -> None:
         """Recomputes the certificate from the weights. Raises CertificateError if it differs from the manifest's."""
         claimed = self.manifest.certificate
+        if self.manifest.imported:
+            check_certificate(self.path, claimed, IMPORTED)
+            return
         if self.manifest.precision != "float32":
             check_certificate(self.path, claimed, QUANTISED)
             return
@@ -112,9 +128,9 @@ class Bundle:
         check_certificate(self.path, claimed, computed)
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """Returns the tensors of the weights file by name. Raises BundleError if their names or shapes do not fit the
-        architecture."""
-        return dict(self._weights)
+        """Returns the tensors of the weights file by name; none for an imported graph, whose weights have no known
+        meaning. Raises BundleError if their names or shapes do not fit the architecture."""
+        return {} if self.manifest.imported else dict(self._weights)
 
     def request_bound(self) -> RequestBound:
         """Returns the object that bounds the distance between the hidden state at the end of a window and the hidden
@@ -152,27 +168,42 @@ class Bundle:
         return RequestBound(self.manifest.architecture, self._weights, self._layers)
 
 
+def _check_imported(path: Path, manifest: Manifest) -> None:
+    """Checks the graphs of an imported model before onnxruntime opens them. Raises BundleError."""
+    if find_spec("onnx") is None:
+        raise BundleError(
+            f"{path}: its graphs are imported. Their operators are checked with the package onnx, which is not "
+            "installed: in the checkout of Wane, run pip install '.[onnx]'"
+        )
+    from wane.models.imported.roles import check_roles
+
+    check_roles(path, manifest)
+
+
 def verify_graphs(bundle: Bundle, run: Run) -> float:
     """Compares every graph's outputs with those of the numpy oracle, on random tokens, from the zero state and from
-    random states.
+    random states. An imported graph has no oracle: its graphs are compared with its `step` graph.
 
     `run(role, feeds)` runs one graph. Returns the largest difference. Raises BundleError if the difference exceeds the
     tolerance. Raises CertificateError if the difference is within the tolerance but exceeds the rounding that the
     certificate states.
     """
     generator = np.random.default_rng(0)
-    reference = Reference(bundle.manifest.architecture, bundle.weights())
+    imported = bundle.manifest.imported
+    architecture = bundle.manifest.architecture
+    reference = StepGraph(architecture, run) if imported else Reference(architecture, bundle.weights())
     lengths = np.array(PROBE_LENGTHS, dtype=np.int64)
-    if reach := bundle.manifest.architecture.reach:
+    if reach := architecture.reach:
         lengths[0] = max(lengths[0], reach + BEYOND_FRONT)
     tokens = generator.integers(bundle.vocabulary.size, size=(len(lengths), lengths.max()), dtype=np.int64)
     zeros = reference.zero_state(len(lengths))
-    start = {name: generator.uniform(-1, 1, value.shape) for name, value in zeros.items()}
+    start: State = {name: generator.uniform(-1, 1, value.shape) for name, value in zeros.items()}
     try:
+        if imported:  # some states of a graph can not be reached, and need not be finite one step later
+            start = reference.advance(tokens[:, 1], reference.advance(tokens[:, 0], zeros)[1])[1]
         manifest = bundle.manifest
-        return check_graphs(
-            reference, run, tokens, lengths, start, manifest.certificate, bundle.request_bound, manifest.precision
-        )
+        bound = None if imported else bundle.request_bound
+        return check_graphs(reference, run, tokens, lengths, start, manifest.certificate, bound, manifest.precision)
     except RoundingError as error:
         raise CertificateError(f"{bundle.path}: {error}") from error
     except ParityError as error:

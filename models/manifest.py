@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
     Field,
+    SerializeAsAny,
     SerializerFunctionWrapHandler,
+    WrapValidator,
     model_serializer,
     model_validator,
 )
 
-from wane.models.architecture import Architecture, StateTensor
+from wane.models.architecture import Architecture, ImportedGraph, StateTensor, read_architecture
 from wane.models.layer_registry import Frozen
 
 SCHEMA_VERSION = 6
@@ -433,7 +435,7 @@ class Manifest(Frozen):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     version: str = Field(pattern=r"^[0-9]{1,9}$")
     description: str = ""
-    architecture: Architecture
+    architecture: Annotated[SerializeAsAny[Architecture], WrapValidator(read_architecture)]
     vocabulary: VocabularyInfo
     unknown: Unknown = "refuse"
     start: Start = "token"
@@ -452,6 +454,11 @@ class Manifest(Frozen):
     provenance: Provenance
 
     @property
+    def imported(self) -> bool:
+        """Whether the graphs are those of a user (`models/imported/`), of which no layer and no weight is known."""
+        return isinstance(self.architecture, ImportedGraph)
+
+    @property
     def start_tokens(self) -> tuple[int, ...]:
         """The tokens that the model reads before the first token of a sequence: `<eos>` if `start` is "token", none if
         `start` is "zero"."""
@@ -467,6 +474,8 @@ class Manifest(Frozen):
     def _consistent(self) -> Manifest:
         if self.state != self.architecture.state_tensors():
             raise ValueError("'state' does not list the state tensors of 'architecture'")
+        if self.imported and (self.cache is not None or self.precision != "float32"):
+            raise ValueError("an imported graph has neither a cache nor another precision than 'float32'")
         if self.window > self.max_window:
             raise ValueError(f"window {self.window} is larger than max_window {self.max_window}")
         if (rounding := self.certificate.rounding) is not None:

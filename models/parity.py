@@ -66,6 +66,37 @@ ANSWERS: dict[Role, tuple[str, ...]] = {
 """The outputs of each graph, without the next state, which all graphs except `head` return."""
 
 
+class StepGraph:
+    """The graph `step` in the place of the oracle, for graphs of which no weights are known. It has the methods of
+    `Reference` that the checks call."""
+
+    def __init__(self, architecture: Architecture, run: Run) -> None:
+        self.architecture = architecture
+        self._run = run
+
+    def zero_state(self, batch: int) -> State:
+        """See `Reference`."""
+        return {tensor.name: np.zeros((batch, *tensor.shape)) for tensor in self.architecture.state_tensors()}
+
+    def advance(self, tokens: NDArray[np.int64], state: State) -> tuple[NDArray[np.float64], State]:
+        """See `Reference`. Raises ParityError."""
+        try:
+            outputs = self._run("step", {"tokens": tokens, **_float32(state)})
+            after = {name: outputs[f"next.{name}"].astype(np.float64) for name in state}
+            return outputs["hidden"].astype(np.float64), after
+        except Exception as error:  # onnxruntime's errors have no common class
+            raise ParityError(f"step: the graph cannot run: {error}") from error
+
+    def logits(self, hidden: NDArray[np.float64]) -> NDArray[np.float64]:
+        """See `Reference`. Raises ParityError."""
+        flat = hidden.reshape(-1, hidden.shape[-1]).astype(np.float32)
+        try:
+            found = self._run("head", {"hidden": flat})["logits"].astype(np.float64)
+        except Exception as error:
+            raise ParityError(f"head: the graph cannot run: {error}") from error
+        return found.reshape(*hidden.shape[:-1], -1)
+
+
 class ParityError(Exception):
     """Raised if a graph differs from the oracle. The message names graph, output, difference and tolerance."""
 
@@ -95,7 +126,7 @@ def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def check_graphs(
-    reference: Reference,
+    reference: Reference | StepGraph,
     run: Run,
     tokens: NDArray[np.int64],
     lengths: NDArray[np.int64],
@@ -125,7 +156,7 @@ def check_graphs(
 class _Check:
     def __init__(
         self,
-        reference: Reference,
+        reference: Reference | StepGraph,
         run: Run,
         tokens: NDArray[np.int64],
         lengths: NDArray[np.int64],
@@ -184,6 +215,7 @@ class _Check:
         if STREAM not in outputs:
             return
         state = outputs[f"next.{self._reference.architecture.layer_states(0)[0]}"].astype(np.float64)
+        assert isinstance(self._reference, Reference), "an imported graph has a readout: this is a bug"
         hidden = self._reference.readout(outputs[STREAM].astype(np.float64), [state])
         apart = np.linalg.norm(outputs["hidden"] - hidden, axis=1)
         for row, norms in enumerate(outputs[NORMS].tolist()):

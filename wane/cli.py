@@ -32,10 +32,11 @@ COMMANDS = {
     ),
     "export": Command("convert a run to a bundle, or a bundle to its next version", "wane.training.cli", "train"),
     "cache": Command("fit a cache language model to a bundle", "wane.training.cli", "train"),
+    "import": Command("convert an ONNX graph of one step to a bundle", "wane.training.imported", "onnx"),
     "audit": Command("audit a checkpoint, and convert it to a bundle", "wane.training.cli", "train"),
 }
 
-NEEDED = {"train": ("torch", "onnx", "matplotlib")}
+NEEDED = {"train": ("torch", "onnx", "matplotlib"), "onnx": ("onnx",)}
 """The Python modules that each extra installs."""
 
 

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.bundle_checks import MANIFEST
 from wane.models.manifest import Certificate, Role
@@ -30,6 +32,11 @@ from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 
 logger = logging.getLogger("wane.engine")
+
+
+NO_HEAD = {"head.weight": np.zeros((2, 1), np.float32), "head.bias": np.zeros(2, np.float32)}
+"""In place of the output layer of an imported graph, which is not known. No answer of such a model has a bound of its
+rounding, so that no margin is ever compared with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
             certificate = manifest.certificate.model_copy(update={"bit_identical": False})
             bundle = replace(bundle, manifest=manifest.model_copy(update={"certificate": certificate}))
         weights = bundle.weights()
-        margin = MarginProof(weights)
+        margin = MarginProof(weights or NO_HEAD)
         direction = DirectionProof.of(bundle.manifest, weights, bundle.request_bound, margin, runner)
         shadow = None
         if settings.shadow_rate:

@@ -1,0 +1,352 @@
+"""Makes a bundle of a graph of one step: checks the file, finds its inputs and outputs, wraps it in loops, and compares
+the result with onnxruntime's on the file itself."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from wane.models.architecture import ImportedGraph
+from wane.models.bundle import IMPORTED, Bundle, BundleError, verify_graphs, write_bundle
+from wane.models.imported.first_run import check_apart, run_apart
+from wane.models.imported.graph_file import GraphError, read_graph
+from wane.models.imported.roles import Step, build_roles, read_step
+from wane.models.imported.signature import Arrays, find_inputs, find_outputs
+from wane.models.manifest import SCHEMA_VERSION, Manifest, Provenance, Role, Start, VocabularyInfo
+from wane.models.parity import Tensors, log_softmax
+from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
+from wane.models.vocabulary import Vocabulary
+from wane.models.weights import tensor_extents
+
+WEIGHTS = "weights.safetensors"
+
+TOLERANCE = 1e-5
+"""The largest difference of a log-probability, or of a state divided by its largest value if that is above 1, between
+the bundle's graphs and the file."""
+
+TOLERANCE_HALF = 1e-2
+"""The same for a graph with float16 states or weights: its own rounding in another batch is up to 1e-3."""
+
+ROWS, TOKENS = 4, 24
+"""The number and the length of the sequences of random tokens on which the graphs are compared with the file."""
+
+LOGITS_AT_ONCE = 1 << 22
+"""The largest number of logits of one run that reads every token of the vocabulary."""
+
+
+RunStep = Callable[[Role, Tensors], Arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """What is to be imported, and as what. `pairs`: the name of the next value of each state. `tokens`, `logits`: the
+    names of this input and this output, None to find them. `added`: the number of tokens at the end of the vocabulary
+    that the graph does not know. The other fields are those of the manifest."""
+
+    path: Path
+    vocabulary: Vocabulary
+    tokenizer_json: str
+    name: str
+    version: str
+    window: int
+    max_window: int
+    start: Start
+    command: str
+    pairs: Mapping[str, str]
+    tokens: str | None = None
+    logits: str | None = None
+    added: int = 0
+    attribution: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The result. `difference`: the largest difference from onnxruntime's results on the file (see TOLERANCE). `notes`:
+    what the graph's own form changes for the service."""
+
+    manifest: Manifest
+    difference: float
+    notes: tuple[str, ...]
+
+
+def import_graph(asked: Import, target: Path, *, replace: bool = False) -> Imported:
+    """Writes the bundle `target`. Raises GraphError if the file is refused or its results differ, BundleExistsError if
+    the bundle at `target` may not be replaced."""
+    try:
+        return _import(asked, target, replace)
+    except GraphError as error:
+        text = str(error)
+        raise GraphError(text if text.startswith(f"{asked.path}: ") else f"{asked.path}: {text}") from error
+
+
+def _import(asked: Import, target: Path, replace: bool) -> Imported:
+    path, size = asked.path, asked.vocabulary.size - asked.added
+    check_apart(path)
+    model = read_graph(path)
+    inputs = find_inputs(model.graph, asked.tokens)
+    rows = inputs.probe()
+    probe = np.arange(rows) % size
+    outputs = run_apart(path, inputs.feeds(probe, inputs.zeros(rows)))
+    signature = find_outputs(inputs, outputs, size, asked.pairs, asked.logits)
+    step = read_step(model, path.parent, signature, size, outputs[signature.logits].ndim, asked.added)
+    recorded = _Recorded.of(path, step)
+    weights = save(step.external())
+    together, graphs, reason = _wrap(step, recorded, weights)
+    notes = _notes(step, reason)
+    vocabulary = asked.vocabulary
+    tokenizer_json = with_decoder(vocabulary.kind, asked.tokenizer_json)
+    architecture = ImportedGraph(
+        vocabulary_size=vocabulary.size,
+        width=step.width,
+        tensors=step.states,
+        rows="together" if together else "one by one",
+    )
+    info = VocabularyInfo(
+        kind=vocabulary.kind,
+        size=vocabulary.size,
+        eos_id=vocabulary.eos_id,
+        sha256=Vocabulary(vocabulary.kind, tokenizer_json, vocabulary.reserved).sha256,
+        reserved=tuple(sorted(vocabulary.reserved)) if vocabulary.reserved or vocabulary.has_special else None,
+    )
+    names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        name=asked.name,
+        version=asked.version,
+        description=f"Imported from {path.name}.",
+        architecture=architecture,
+        vocabulary=info,
+        start=asked.start,
+        state=architecture.state_tensors(),
+        window=asked.window,
+        max_window=asked.max_window,
+        opset=step.opset,
+        graphs=names,
+        weights=WEIGHTS,
+        tokenizer=TOKENIZER,
+        files={},
+        certificate=IMPORTED,
+        provenance=_provenance(asked, notes),
+    )
+    files = {names[role]: data for role, data in graphs.items()}
+    files |= {WEIGHTS: weights, TOKENIZER: tokenizer_json.encode()}
+    files[TOKENIZER_CONFIG] = tokenizer_config(vocabulary).encode()
+    worst = 0.0
+
+    def check(bundle: Bundle) -> None:
+        nonlocal worst
+        run = _Sessions({role: bundle.graph_path(role) for role in names}).run
+        worst = max(recorded.compare(run), verify_graphs(bundle, run))
+        _read_every_token(run, step)
+
+    try:
+        written = write_bundle(target, manifest, files, check, replace=replace)
+    except BundleError as error:
+        raise GraphError(str(error)) from error
+    return Imported(written, worst, notes)
+
+
+def _wrap(step: Step, recorded: _Recorded, weights: bytes) -> tuple[bool, dict[Role, bytes], str | None]:
+    """Returns whether the rows of a batch run together, the bundle's graphs, and why the rows do not run together."""
+    inputs, extents, reason = step.signature.inputs, tensor_extents(weights), None
+    lonely = [port.name for port in (inputs.tokens, *inputs.states) if port.axis is None]
+    if lonely:
+        reason = f"{lonely[0]!r} has no axis for a batch"
+    else:
+        graphs = build_roles(step, WEIGHTS, extents, together=True)
+        try:
+            with _opened(graphs, weights) as run:
+                recorded.compare(run, ("step",))
+            return True, graphs, None
+        except GraphError as error:
+            reason = str(error)
+    return False, build_roles(step, WEIGHTS, extents, together=False), reason
+
+
+def _notes(step: Step, reason: str | None) -> tuple[str, ...]:
+    inputs, notes = step.signature.inputs, []
+    if reason is not None:
+        why = "it has a fixed batch of 1" if inputs.fixed else "its rows affect one another, or cannot run together"
+        notes.append(f"the rows of a batch run one by one: {why} ({reason})")
+    elif inputs.fixed:
+        notes.append("its batch of 1 was lifted: the rows of a batch run together")
+    for port in inputs.states:
+        if port.dtype != np.float32:
+            exact = {"float16": "exactly", "bool": "exactly", "float64": "with an error of 6e-8 of each value"}
+            how = exact.get(str(port.dtype), "exactly up to 16,777,216")
+            notes.append(f"the state {port.name!r} of type {port.dtype} is kept in float32, {how}")
+    if step.hidden is None:
+        notes.append("the last matrix was not found: a state is kept with its logits, which need more memory")
+    return tuple(notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What onnxruntime computes with the file itself, one row at a time, from the zero state.
+
+    tokens: (ROWS, TOKENS). logits: (ROWS, TOKENS, V). states: for each state after the last token, (ROWS, *shape).
+    """
+
+    step: Step
+    tokens: NDArray[np.int64]
+    logits: NDArray[np.float64]
+    states: list[NDArray[np.float64]]
+    tolerance: float
+
+    @classmethod
+    def of(cls, path: Path, step: Step) -> _Recorded:
+        """Runs the file. Raises GraphError if it fails or if a result is not finite."""
+        signature, inputs = step.signature, step.signature.inputs
+        session = _session(path)
+        tokens = np.random.default_rng(0).integers(step.vocabulary, size=(ROWS, TOKENS), dtype=np.int64)
+        logits, states = [], []
+        for row in tokens:
+            state, scores = inputs.zeros(1), []
+            for token in row:
+                score, *state = _try(session, [signature.logits, *signature.after], inputs.feeds(token[None], state))
+                scores.append(score.reshape(-1).astype(np.float64))
+            logits.append(np.stack(scores))
+            states.append([value.reshape(port.row or (1,)) for port, value in zip(inputs.states, state, strict=True)])
+        found = np.stack(logits)
+        if not np.isfinite(found).all():
+            raise GraphError("its logits are not finite: every token needs a finite logit")
+        after = [np.stack(each).astype(np.float64) for each in zip(*states, strict=True)]
+        half = [*(port.dtype for port in inputs.states), *(value.dtype for value in step.tensors.values())]
+        return cls(step, tokens, found, after, TOLERANCE_HALF if np.dtype(np.float16) in half else TOLERANCE)
+
+    def compare(self, run: RunStep, roles: Sequence[Role] = ("step", "window", "scan")) -> float:
+        """Compares graphs of the bundle with the file. Returns the largest difference. Raises GraphError."""
+        rows = len(self.tokens)
+        zeros = {tensor.name: np.zeros((rows, *tensor.shape), np.float32) for tensor in self.step.states}
+        lengths = np.full(rows, TOKENS, np.int64)
+        worst = 0.0
+        if "step" in roles:
+            state = zeros
+            for at, column in enumerate(self.tokens.T):
+                outputs = run("step", {"tokens": np.ascontiguousarray(column), **state})
+                state = {name: outputs[f"next.{name}"] for name in zeros}
+                worst = max(worst, self._apart("step", outputs["logits"], at))
+            worst = max(worst, self._states_apart("step", outputs))
+        if "window" in roles:
+            outputs = run("window", {"tokens": self.tokens, "lengths": lengths})
+            worst = max(worst, self._apart("window", outputs["logits"], -1), self._states_apart("window", outputs))
+        if "scan" in roles:
+            targets = np.roll(self.tokens, -1, axis=1)
+            outputs = run("scan", {"tokens": self.tokens, "targets": targets, "lengths": lengths, **zeros})
+            expected = np.take_along_axis(log_softmax(self.logits), targets[..., None], axis=2)[..., 0]
+            worst = max(worst, self._within("scan", "logprobs", outputs["logprobs"], expected))
+            worst = max(worst, self._states_apart("scan", outputs))
+        return worst
+
+    def _apart(self, role: Role, logits: NDArray[Any], at: int) -> float:
+        own = logits[:, : self.step.vocabulary]
+        return self._within(role, "log-probabilities", log_softmax(own), log_softmax(self.logits[:, at]))
+
+    def _states_apart(self, role: Role, outputs: Tensors) -> float:
+        names = [tensor.name for tensor in self.step.states]
+        return max(
+            self._within(role, name, outputs[f"next.{name}"], expected, max(1.0, float(np.abs(expected).max())))
+            for name, expected in zip(names, self.states, strict=True)
+        )
+
+    def _within(
+        self, role: Role, name: str, found: NDArray[Any], expected: NDArray[np.float64], scale: float = 1.0
+    ) -> float:
+        if found.shape != expected.shape:
+            raise GraphError(f"{role}: {name} has the shape {list(found.shape)}, expected {list(expected.shape)}")
+        difference = float(np.abs(found.astype(np.float64) - expected).max()) / scale
+        if not difference <= self.tolerance:  # this condition also holds for NaN
+            raise GraphError(f"{role}: {name} differ by {difference:.3g} from the file's, row by row")
+        return difference
+
+
+def _read_every_token(run: RunStep, step: Step) -> None:
+    """Runs one step with every token of the vocabulary: a token that the graph cannot read would fail a whole batch of
+    requests. Raises GraphError."""
+    rows = max(1, min(1024, LOGITS_AT_ONCE // step.size))
+    for first in range(0, step.size, rows):
+        tokens = np.arange(first, min(first + rows, step.size))
+        zeros = {tensor.name: np.zeros((len(tokens), *tensor.shape), np.float32) for tensor in step.states}
+        where = f"one of the tokens {first} to {int(tokens[-1])}"
+        try:
+            outputs = run("step", {"tokens": tokens, **zeros})
+        except GraphError as error:
+            raise GraphError(f"cannot read {where}: {error}") from error
+        if not np.isfinite(outputs["logits"]).all():
+            raise GraphError(f"its logits are not finite after {where}")
+
+
+class _Sessions:
+    """Opened graphs of a bundle, on the CPU."""
+
+    def __init__(self, paths: Mapping[Role, Path]) -> None:
+        self._sessions = {role: _session(path) for role, path in paths.items()}
+
+    def run(self, role: Role, feeds: Tensors) -> Arrays:
+        """Runs a graph and returns its outputs by name. Raises GraphError."""
+        names = [output.name for output in self._sessions[role].get_outputs()]
+        return dict(zip(names, _try(self._sessions[role], names, feeds), strict=True))
+
+
+@contextmanager
+def _opened(graphs: Mapping[Role, bytes], weights: bytes) -> Iterator[RunStep]:
+    """Opens the `step` graph in a temporary folder. Yields the function that runs it. Raises GraphError."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / WEIGHTS).write_bytes(weights)
+        (Path(folder) / "step.onnx").write_bytes(graphs["step"])
+        yield _Sessions({"step": Path(folder) / "step.onnx"}).run
+
+
+def _session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4  # errors are raised
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors have no common class
+        raise GraphError(f"onnxruntime cannot open {path.name}: {_first_line(error)}") from error
+
+
+def _try(session: onnxruntime.InferenceSession, names: list[str], feeds: Tensors) -> list[NDArray[Any]]:
+    try:
+        found: list[NDArray[Any]] = session.run(names, feeds)
+    except Exception as error:
+        raise GraphError(f"onnxruntime cannot run it: {_first_line(error)}") from error
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]
+
+
+def _provenance(asked: Import, notes: tuple[str, ...]) -> Provenance:
+    """Returns the provenance. The figures of the training are 0, because Wane did not train the model."""
+    digest = hashlib.sha256(asked.path.read_bytes()).hexdigest()
+    imported = {"file": asked.path.name, "sha256": digest, "notes": list(notes)}
+    return Provenance(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=asked.command,
+        config={"imported": imported},
+        seed=0,
+        steps=0,
+        best_step=0,
+        git_commit=None,
+        data={},
+        versions={name: version_of(name) for name in ("numpy", "onnx", "onnxruntime")},
+        hardware=platform.machine(),
+        train_wall_s=0.0,
+        attribution=asked.attribution,
+    )
