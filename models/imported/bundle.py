@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from wane.models.imported.graph_file import GraphError, read_graph
 from wane.models.imported.roles import Step, build_roles, read_step
 from wane.models.imported.signature import Arrays, find_inputs, find_outputs
 from wane.models.manifest import SCHEMA_VERSION, Manifest, Provenance, Role, Start, VocabularyInfo
-from wane.models.parity import Tensors, log_softmax
+from wane.models.parity import Tensors, compare_bits, log_softmax
 from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import tensor_extents
@@ -42,6 +43,10 @@ TOLERANCE_HALF = 1e-2
 
 ROWS, TOKENS = 4, 24
 """The number and the length of the sequences of random tokens on which the graphs are compared with the file."""
+
+BATCH = 64
+"""The number of rows with which the bits of a batch are compared with those of one row: the service's default largest
+batch."""
 
 LOGITS_AT_ONCE = 1 << 22
 """The largest number of logits of one run that reads every token of the vocabulary."""
@@ -144,18 +149,23 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     files = {names[role]: data for role, data in graphs.items()}
     files |= {WEIGHTS: weights, TOKENIZER: tokenizer_json.encode()}
     files[TOKENIZER_CONFIG] = tokenizer_config(vocabulary).encode()
-    worst = 0.0
+    worst, differ = 0.0, None
 
     def check(bundle: Bundle) -> None:
-        nonlocal worst
+        nonlocal worst, differ
         run = _Sessions({role: bundle.graph_path(role) for role in names}).run
         worst = max(recorded.compare(run), verify_graphs(bundle, run))
         _read_every_token(run, step)
+        differ = compare_bits(architecture, run, BATCH).differ
 
     try:
         written = write_bundle(target, manifest, files, check, replace=replace)
     except BundleError as error:
         raise GraphError(str(error)) from error
+    if differ is not None:
+        notes += (
+            f"its runs are not bit-identical on this machine, so that error_bound is null in every answer: {differ}",
+        )
     return Imported(written, worst, notes)
 
 
@@ -329,7 +339,9 @@ def _try(session: onnxruntime.InferenceSession, names: list[str], feeds: Tensors
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:300]
+    """Returns onnxruntime's message without its places in the source code."""
+    text = str(error).partition("\n")[0]
+    return re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : |Status Message: /.*", "", text).strip()[:300]
 
 
 def _provenance(asked: Import, notes: tuple[str, ...]) -> Provenance:
