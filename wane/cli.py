@@ -32,7 +32,7 @@ COMMANDS = {
     ),
     "export": Command("convert a run to a bundle, or a bundle to its next version", "wane.training.cli", "train"),
     "cache": Command("fit a cache language model to a bundle", "wane.training.cli", "train"),
-    "import": Command("convert an ONNX graph of one step to a bundle", "wane.training.imported", "onnx"),
+    "import": Command("convert an ONNX graph of one step to a bundle", "wane.training.imported.command", "onnx"),
     "audit": Command("audit a checkpoint, and convert it to a bundle", "wane.training.cli", "train"),
 }
 

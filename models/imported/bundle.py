@@ -341,7 +341,7 @@ def _try(session: onnxruntime.InferenceSession, names: list[str], feeds: Tensors
 def _first_line(error: BaseException) -> str:
     """Returns onnxruntime's message without its places in the source code."""
     text = str(error).partition("\n")[0]
-    return re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : |Status Message: /.*", "", text).strip()[:300]
+    return re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : |Non-zero status code returned while running |Status Message: /.*", "", text).strip()[:300]
 
 
 def _provenance(asked: Import, notes: tuple[str, ...]) -> Provenance:

@@ -264,6 +264,8 @@ class _Graph:
     def step(self, tokens: str, states: Sequence[str]) -> tuple[str, list[str]]:
         """Runs tokens (B) from states (B, *shape). Returns hidden (B, H), and the next states."""
         if not self._together:
+            if self._outer is None:
+                return self._deeper(tokens, states)
             hidden, *after = self.scan(lambda body, _, row: ([], body._row(row[0], row[1:])), [], [tokens, *states])[1]
             return hidden, after
         port = self._step.signature.inputs.tokens
@@ -273,6 +275,19 @@ class _Graph:
         ports = self._step.signature.inputs.states
         after = [self._first(value, port, shape) for value, port, shape in zip(after, ports, shapes, strict=True)]
         return self.node("Reshape", hidden, self.integers(-1, self._step.width)), after
+
+    def _deeper(self, tokens: str, states: Sequence[str]) -> tuple[str, list[str]]:
+        """Like `step`, in the body of a loop of one iteration. onnxruntime rounds a product differently in a loop in a
+        loop, so that `step` would not be bit-identical to the graphs that read sequences."""
+        first = self.integers(0)
+        one = [self.node("Unsqueeze", each, first) for each in (tokens, *states)]
+
+        def iteration(body: _Graph, _: list[str], slices: list[str]) -> tuple[list[str], list[str]]:
+            hidden, after = body.step(slices[0], slices[1:])
+            return [], [hidden, *after]
+
+        hidden, *after = (self.node("Squeeze", each, first) for each in self.scan(iteration, [], one)[1])
+        return hidden, after
 
     def _row(self, token: str, states: Sequence[str]) -> list[str]:
         """Runs one token () from the states (*shape) of one row. Returns hidden (H), and the next states."""
