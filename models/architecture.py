@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator, model_validator
 
 from wane.models.layer_registry import KINDS, AnyLayer, Frozen, LayerSpec
 
@@ -195,6 +195,10 @@ def read_architecture(data: object, read: Callable[[object], Architecture]) -> A
     if isinstance(data, Mapping) and data.get("kind") == "imported":
         return ImportedGraph.model_validate(data)
     return read(data)
+
+
+AnyArchitecture = Annotated[SerializeAsAny[Architecture], WrapValidator(read_architecture)]
+"""The field of a record that has either kind of architecture."""
 
 
 @dataclass(frozen=True, slots=True)

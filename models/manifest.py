@@ -11,14 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
     Field,
-    SerializeAsAny,
     SerializerFunctionWrapHandler,
-    WrapValidator,
     model_serializer,
     model_validator,
 )
 
-from wane.models.architecture import Architecture, ImportedGraph, StateTensor, read_architecture
+from wane.models.architecture import AnyArchitecture, ImportedGraph, StateTensor
 from wane.models.layer_registry import Frozen
 
 SCHEMA_VERSION = 6
@@ -435,7 +433,7 @@ class Manifest(Frozen):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     version: str = Field(pattern=r"^[0-9]{1,9}$")
     description: str = ""
-    architecture: Annotated[SerializeAsAny[Architecture], WrapValidator(read_architecture)]
+    architecture: AnyArchitecture
     vocabulary: VocabularyInfo
     unknown: Unknown = "refuse"
     start: Start = "token"

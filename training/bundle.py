@@ -48,11 +48,16 @@ was not trained."""
 
 
 def open_bundle(path: Path, *, certified: bool = True) -> Bundle:
-    """Reads a bundle. If not `certified`, does not check the certificate. Raises RunError."""
+    """Reads a bundle of Wane's own layers. If not `certified`, does not check the certificate. Raises RunError."""
     try:
-        return Bundle.read(path) if certified else Bundle.open(path)
+        bundle = Bundle.read(path) if certified else Bundle.open(path)
     except BundleError as error:
         raise RunError(f"{path} cannot be read: {error}") from error
+    if bundle.manifest.imported:
+        raise RunError(
+            f"{path} is an imported graph, of which no layer is known: `wane import` its file again, or `wane audit` it"
+        )
+    return bundle
 
 
 def export_bundle_again(

@@ -145,6 +145,9 @@ def plot_audit(report: AuditReport, path: Path) -> None:
         axes.set_xlabel("i + 1 (tokens)" if axes is gradient else "k (tokens)")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small", loc="upper right")
+    if not report.gradients:
+        gradient.set_axis_off()
+        gradient.set_title("an imported graph has no gradients")
     verdict = "certified" if certificate.certified else "not certified"
     figure.suptitle(
         f"{report.model.file}: {verdict}; {report.text.positions:,} positions of {report.text.tokens:,} tokens"

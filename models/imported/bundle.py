@@ -161,7 +161,7 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     try:
         written = write_bundle(target, manifest, files, check, replace=replace)
     except BundleError as error:
-        raise GraphError(str(error)) from error
+        raise GraphError(str(error).rpartition(f"/{target.name}: ")[2]) from error
     if differ is not None:
         notes += (
             f"its runs are not bit-identical on this machine, so that error_bound is null in every answer: {differ}",
@@ -340,8 +340,8 @@ def _try(session: onnxruntime.InferenceSession, names: list[str], feeds: Tensors
 
 def _first_line(error: BaseException) -> str:
     """Returns onnxruntime's message without its places in the source code."""
-    text = str(error).partition("\n")[0]
-    return re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : |Non-zero status code returned while running |Status Message: /.*", "", text).strip()[:300]
+    noise = r"\[ONNXRuntimeError\] : \d+ : \w+ : |Non-zero status code returned while running |Status Message: /.*"
+    return re.sub(noise, "", str(error).partition("\n")[0]).strip()[:300]
 
 
 def _provenance(asked: Import, notes: tuple[str, ...]) -> Provenance:

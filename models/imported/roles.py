@@ -31,8 +31,8 @@ LEAST_EXTERNAL = 256
 BUNDLE_LIMITS = Limits(file_bytes=8 * 2**20, nodes=50_000)
 """The limits of the graphs of a bundle. Their weights are in the weights file."""
 
-IMPOSSIBLE = -1e9
-"""The logit of an added token."""
+IMPOSSIBLE = -300.0
+"""The logit of an added token. The exponential of a number that is lower by 105 than another one is 0 in float32."""
 
 SAME_RANK = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Tanh", "LogSoftmax")
 """Operators between the last matrix and the logits: their results have the shape of their input."""

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from wane.models.bundle import check_place
+from wane.models.bundle import IMPORTED, check_place
 from wane.models.certificate import certify
 from wane.models.export import export_bundle
 from wane.models.manifest import Certificate, Manifest, Provenance
@@ -26,6 +26,7 @@ from wane.training.audit.report import AuditedModel, AuditedText, AuditReport, R
 from wane.training.audit.subject import AuditOptions, Subject, find_subject, truncate_text
 from wane.training.errors import RunError
 from wane.training.evaluate import quality, smallest_close_window
+from wane.training.imported.network import GraphNetwork
 from wane.training.origin import describe_origin
 from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
@@ -52,8 +53,12 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     with _writing_report(folder), TemporaryFile(dir=folder):
         pass
     subject = find_subject(options)
-    network = Network(subject.architecture)
-    network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
+    network: Network
+    if subject.imported is not None:
+        network = GraphNetwork(subject.imported)
+    else:
+        network = Network(subject.architecture)
+        network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
     stream = truncate_text(subject, options.tokens)
     windows = [k for k in window_grid(options.max_window) if 4 * k <= len(stream)]
     if len(stream) < 4 * (needed := min(LEAST_WINDOW, options.max_window)):
@@ -61,7 +66,10 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         proving = bar.add_task("proving", total=None)
-        certificate = certify(subject.architecture, subject.weights, options.max_window, subject.rounding)
+        if subject.imported is not None:
+            certificate = IMPORTED
+        else:
+            certificate = certify(subject.architecture, subject.weights, options.max_window, subject.rounding)
         bar.update(proving, total=1, completed=1)
         task = bar.add_task("measuring", total=token_steps(len(stream), windows, options.positions))
         found: Forgetting | None = None
@@ -74,6 +82,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
                 windows,
                 options.positions,
                 lambda steps: bar.advance(task, steps),
+                differentiable=subject.imported is None,
             )
             bar.update(task, completed=bar.tasks[task].total)
         except Unmeasurable as error:

@@ -94,11 +94,18 @@ def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
 
 
 def measure(
-    network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
+    network: Network,
+    corpus: Corpus,
+    split: str,
+    windows: Sequence[int],
+    count: int,
+    advance: Advance | None = None,
+    *,
+    differentiable: bool = True,
 ) -> Forgetting:
     """Compares windows with the uninterrupted run at `count` positions, or fewer if the split is short. The positions
     are spread evenly over the positions at which the uninterrupted run has read at least twice as many tokens as the
-    largest window has. Raises Unmeasurable."""
+    largest window has. If the network is not `differentiable`, no gradients are measured. Raises Unmeasurable."""
     network.eval()
     stream = corpus.streams[split]
     longest = max(windows)
@@ -108,9 +115,9 @@ def measure(
     starts = chosen - longest + 1
     hidden, losses, states = _recurrent(network, stream, positions, set(starts.tolist()), advance)
     found = _compare(network, stream, positions, hidden, windows, advance)
-    gradients = _gradients(network, stream, starts, longest, states, advance)
+    lags = [i for i in (0, *windows) if i < longest] if differentiable else []
+    gradients = _gradients(network, stream, starts, longest, states, advance) if lags else torch.empty(0)
     summary = _losses(losses, positions, found, corpus.words.get(split))
-    lags = [i for i in (0, *windows) if i < longest]
     return Forgetting(
         windows=tuple(
             AtWindow(
@@ -124,7 +131,7 @@ def measure(
             for k, each in found.items()
         ),
         lags=tuple(AtLag(i=i, gradient=_spread(gradients[longest - 1 - i])) for i in lags),
-        gradient_positions=len(chosen),
+        gradient_positions=len(chosen) if lags else 0,
         losses=summary,
     )
 

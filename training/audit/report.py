@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wane.models.architecture import Architecture
+from wane.models.architecture import AnyArchitecture, Architecture
 from wane.models.layer_registry import Frozen
-from wane.models.manifest import Certificate, Perplexity, Positive, Sha256
+from wane.models.manifest import Certificate, NotNegative, Perplexity, Positive, Sha256
 from wane.training.audit.forgetting import AtLag, AtWindow, Quantiles
 
 
@@ -25,8 +25,8 @@ class AuditedModel(Frozen):
     source: Literal["checkpoint", "bundle", "run"]
     file: str
     sha256: Sha256 | None
-    architecture: Architecture
-    parameters: Positive
+    architecture: AnyArchitecture
+    parameters: NotNegative
     tensors: dict[str, str]
     notes: tuple[str, ...]
 
@@ -129,8 +129,8 @@ def show(report: AuditReport, console: Console) -> None:
     model, text = report.model, report.text
     architecture = model.architecture
     console.print(
-        f"[bold]{escape(model.file)}[/]: {architecture.family}, {len(architecture.layers)} layer(s) of "
-        f"{architecture.hidden}, vocabulary {architecture.vocabulary_size:,}, {model.parameters:,} weights",
+        f"[bold]{escape(model.file)}[/]: {_layers(architecture)}, vocabulary {architecture.vocabulary_size:,}, "
+        f"{model.parameters:,} weights",
         highlight=False,
     )
     for note in model.notes:
@@ -141,8 +141,9 @@ def show(report: AuditReport, console: Console) -> None:
         f"{_perplexity(report.perplexity)}",
         highlight=False,
     )
-    console.print(_margins(report))
     certificate = report.certificate
+    if architecture.layers:
+        console.print(_margins(report))
     if certificate.certified:
         console.print("[bold green]certified[/]: the bound on the total variation falls to 1e-3 and stays there")
     else:
@@ -152,6 +153,12 @@ def show(report: AuditReport, console: Console) -> None:
     else:
         console.print(f"[bold red]not measured[/]: {escape(report.unmeasured)}", highlight=False)
     console.print(_recommended(report.recommended))
+
+
+def _layers(architecture: Architecture) -> str:
+    if not architecture.layers:
+        return "an imported graph, of which everything below is measured"
+    return f"{architecture.family}, {len(architecture.layers)} layer(s) of {architecture.hidden}"
 
 
 def _perplexity(found: Perplexity | None) -> str:
@@ -217,6 +224,8 @@ def _short(value: float) -> str:
 def _gradient(report: AuditReport) -> str:
     """Returns a sentence that names the i from which on the gradient's median stays below a hundredth of its value at
     i = 0."""
+    if not report.gradients:
+        return "gradients: not measured, because an imported graph has none"
     first = report.gradients[0].gradient.median
     said = "gradient |dp_t+i / dx_t| of a prediction with respect to the input i tokens before it: median"
     if first == 0:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Rounding
-from wane.models.weights import Weights
+from wane.models.weights import Weights, WeightsError, decode_weights
 from wane.training.audit.check import NOT_CHECKED, check_logits
 from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import add_unused_tokens, import_model
@@ -62,7 +62,8 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The audited model and the text that the audit reads. `split`: the name of the text's stream in `corpus`."""
+    """The audited model and the text that the audit reads. `split`: the name of the text's stream in `corpus`.
+    `imported`: the bundle, if its graphs are imported; then `weights` are those of the graphs."""
 
     source: Literal["checkpoint", "bundle", "run"]
     architecture: Architecture
@@ -73,11 +74,21 @@ class Subject:
     tensors: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
     rounding: Rounding | None = None
+    imported: Bundle | None = None
 
     @property
     def joined(self) -> bool:
         """Whether the sequences of the text are joined to one, because the model reads no token between them."""
         return self.corpus.start == "zero" and self.corpus.vocabulary.kind == "events"
+
+
+def imported_weights(bundle: Bundle) -> Weights:
+    """Returns the tensors in the weights file of an imported graph, for their number. Raises RunError."""
+    path = bundle.path / bundle.manifest.weights
+    try:
+        return decode_weights(path.read_bytes())
+    except WeightsError as error:
+        raise RunError(f"{path}: {error}") from error
 
 
 def find_subject(options: AuditOptions) -> Subject:
@@ -94,7 +105,7 @@ def find_subject(options: AuditOptions) -> Subject:
     if options.file.is_dir():
         try:
             bundle = Bundle.read(options.file)
-            weights = bundle.weights()
+            tensors = imported_weights(bundle) if bundle.manifest.imported else bundle.weights()
         except BundleError as error:
             raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
         json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
@@ -105,11 +116,12 @@ def find_subject(options: AuditOptions) -> Subject:
         return Subject(
             "bundle",
             manifest.architecture,
-            weights,
+            tensors,
             corpus,
             "audit",
             notes=_join(corpus, "audit"),
             rounding=manifest.certificate.rounding,
+            imported=bundle if manifest.imported else None,
         )
     return _foreign(options, options.data)
 

@@ -223,7 +223,11 @@ class Oracle:
     def __init__(self, path: Path, pairs: Mapping[str, str]) -> None:
         self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         self._pairs = pairs or {each.name: f"{each.name}.next" for each in self._session.get_inputs()[1:]}
-        self._types: dict[str, Any] = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+        self._types: dict[str, Any] = {
+            "tensor(float)": np.float32,
+            "tensor(float16)": np.float16,
+            "tensor(double)": np.float64,
+        }
         self._types |= {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float64]:
