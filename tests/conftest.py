@@ -49,6 +49,7 @@ TRAIN_FILES = [
         "research/theory/test_theory.py",
         "training/audit/test_audit.py",
         "training/audit/test_served.py",
+        "training/imported/test_exporters.py",
         "training/test_end_to_end.py",
         "training/test_evaluate.py",
         "training/test_group.py",

@@ -48,6 +48,10 @@ BATCH = 64
 """The number of rows with which the bits of a batch are compared with those of one row: the service's default largest
 batch."""
 
+PARSED_HERE = 1 << 20
+"""The size of a file up to which it is parsed in this process. Its parsed form may be a hundred times as large. A
+larger file is first parsed in a process whose memory is limited."""
+
 LOGITS_AT_ONCE = 1 << 22
 """The largest number of logits of one run that reads every token of the vocabulary."""
 
@@ -99,7 +103,8 @@ def import_graph(asked: Import, target: Path, *, replace: bool = False) -> Impor
 
 def _import(asked: Import, target: Path, replace: bool) -> Imported:
     path, size = asked.path, asked.vocabulary.size - asked.added
-    check_apart(path)
+    if path.is_file() and path.stat().st_size > PARSED_HERE:
+        check_apart(path)
     model = read_graph(path)
     inputs = find_inputs(model.graph, asked.tokens)
     rows = inputs.probe()

@@ -25,8 +25,8 @@ from onnx import AttributeProto, TensorProto, defs, helper, numpy_helper
 
 from wane.models.bundle_checks import NEWEST_OPSET, BundleError, open_regular
 
-OLDEST_OPSET = 13
-"""The oldest operator set of a graph. Since this version, operators read axes as an input."""
+OLDEST_OPSET = 9
+"""The oldest operator set of a graph. `Scan` has its present inputs since this version."""
 
 DEEPEST = 16
 """The largest depth of subgraphs inside subgraphs."""

@@ -31,6 +31,9 @@ LEAST_EXTERNAL = 256
 BUNDLE_LIMITS = Limits(file_bytes=8 * 2**20, nodes=50_000)
 """The limits of the graphs of a bundle. Their weights are in the weights file."""
 
+OLDEST_WRAPPED = 13
+"""The oldest operator set of a graph that is imported. Since this version, operators read axes as an input."""
+
 IMPOSSIBLE = -300.0
 """The logit of an added token. The exponential of a number that is lower by 105 than another one is 0 in float32."""
 
@@ -81,6 +84,11 @@ def read_step(
     model: onnx.ModelProto, folder: Path, signature: Signature, vocabulary: int, rank: int, added: int = 0
 ) -> Step:
     """Returns the step of a checked model. `rank`: the number of axes of its logits. Raises GraphError."""
+    if (opset := opset_of(model)) < OLDEST_WRAPPED:
+        raise GraphError(
+            f"uses the operator set {opset}, but a graph is wrapped in loops from {OLDEST_WRAPPED} on: export it again "
+            "with another opset_version"
+        )
     tensors = initialisers(model, folder)
     nodes = []
     for node in model.graph.node:
@@ -90,7 +98,7 @@ def read_step(
         else:
             nodes.append(node)
     hidden, width = (_last_matrix(nodes, tensors, signature.logits) if rank == 2 else None) or (None, vocabulary)
-    return Step(signature, tuple(nodes), tensors, opset_of(model), vocabulary, hidden, width, added)
+    return Step(signature, tuple(nodes), tensors, opset, vocabulary, hidden, width, added)
 
 
 def build_roles(

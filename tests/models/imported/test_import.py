@@ -184,6 +184,15 @@ def test_logits_that_are_not_finite_are_refused(
     assert "not finite" in refuses(capsys, save(tmp_path / "m.onnx", nodes, inputs, outputs, w), names)
 
 
+def test_an_old_operator_set_is_refused(tmp_path: Path, names: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    w = Weights()
+    nodes = [*w.embedded(), node("Add", ["x", "h"], ["h.next"]), *w.head("h.next")]
+    inputs = [value("tokens", INT64, ["B"]), value("h", FLOAT, ["B", 6])]
+    outputs = [value("logits", FLOAT, ["B", VOCABULARY]), value("h.next", FLOAT, ["B", 6])]
+    message = refuses(capsys, save(tmp_path / "m.onnx", nodes, inputs, outputs, w, opset=11), names)
+    assert "the operator set 11" in message
+
+
 def test_a_hostile_file_is_refused_by_the_command(
     tmp_path: Path, names: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
