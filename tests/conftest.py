@@ -35,6 +35,7 @@ TRAIN_FILES = [
     for name in (
         "benchmarks/test_gpu.py",
         "docs/test_audit.py",
+        "docs/test_own_network.py",
         "docs/test_readme_training.py",
         "docs/test_training.py",
         "models/test_layer_registry.py",
@@ -72,6 +73,7 @@ REST = [
         "console",
         "deploy",
         "docs/test_audit.py",
+        "docs/test_own_network.py",
         "docs/test_events.py",
         "docs/test_readme_training.py",
         "docs/test_training.py",

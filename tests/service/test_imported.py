@@ -167,7 +167,7 @@ def test_the_models_page_says_what_an_imported_graph_lacks(http: httpx.Client) -
     for name in CELLS:
         card = cards[name]
         assert card["family"] == "imported"
-        assert card["parameters"]["rows"] == ("one by one" if name == "lonely" else "together")
+        assert card["parameters"]["rows"] == ("one by one" if name in ("lonely", "scalar") else "together")
         assert not card["certificate"]["certified"] and not card["certificate"]["contractive"]
         for words in ("layers are not known", "error_bound is null", "auto runs all tokens", "whole kept history"):
             assert words in card["certificate"]["reason"]
@@ -190,13 +190,15 @@ def test_a_session_continues_with_a_new_version(http: httpx.Client, graphs: Path
 
 
 @pytest.mark.stack
+@pytest.mark.parametrize("policy", ["state", "tail"])
 def test_a_killed_replica_loses_no_token_of_an_imported_graph(
-    graphs: Path, folder: Path, imported: dict[str, Imported], tmp_path: Path
+    graphs: Path, folder: Path, imported: dict[str, Imported], tmp_path: Path, policy: str
 ) -> None:
     """Sessions move to another replica after SIGKILL. Their states come from Redis or are rebuilt from the history."""
     own, pasts = oracle(graphs, "matrix-memory"), {f"s{n}": draw(20 + n, 5 + 7 * n) for n in range(6)}
     with redis_server(tmp_path / "redis") as redis:
-        settings = {"WANE_BUNDLES": str(folder / "matrix-memory"), "WANE_STORE": redis.url}
+        settings = {"WANE_BUNDLES": str(folder / "matrix-memory"), "WANE_STORE": redis.url, "WANE_STORE_POLICY": policy}
+        states = set()
         for round_number in range(2):
             with live_server(**settings) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
                 for session, tokens in pasts.items():
@@ -211,7 +213,9 @@ def test_a_killed_replica_loses_no_token_of_an_imported_graph(
                             exact(imported["matrix-memory"]),
                         )
                         agrees(answer, logprobs(own, [EOS, *tokens]))
+                        states.add(answer["state"])
                 server.kill()
+    assert states == {"resident", "rebuilt"}
 
 
 def test_a_state_whose_whole_past_is_not_kept_has_no_bound(graphs: Path, tmp_path: Path) -> None:

@@ -169,6 +169,20 @@ def lonely(path: Path) -> Path:
     return save(path, nodes, inputs, outputs, w)
 
 
+def scalar(path: Path) -> Path:
+    """An RNN cell of one row without any batch: tokens [], h [6] and logits [V]."""
+    w = Weights()
+    nodes = [
+        *w.embedded(),
+        node("MatMul", ["h", w.draw("R", 6, 6)], ["h.in"]),
+        node("Add", ["x", "h.in"], ["sum"]),
+        node("Tanh", ["sum"], ["h.next"]),
+        node("MatMul", ["h.next", w.draw("out", 6, VOCABULARY)], ["logits"]),
+    ]
+    outputs = [value("logits", FLOAT, [VOCABULARY]), value("h.next", FLOAT, [6])]
+    return save(path, nodes, [value("tokens", INT64, []), value("h", FLOAT, [6])], outputs, w)
+
+
 def odd(path: Path) -> Path:
     """An RNN cell with int32 tokens, a float16, a float64, an int64 and a bool state, and logits [B, 1, V] that no last
     matrix gives: the counter and the flag change them."""
@@ -212,6 +226,7 @@ CELLS: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
     "lstm-of-one": (lambda path: lstm(path, 1), {"h": "hn", "c": "cn"}),
     "matrix-memory": (matrix_memory, {}),
     "lonely": (lonely, {}),
+    "scalar": (scalar, {}),
     "odd": (odd, {}),
 }
 """The graphs by name, each with the pairs of its states."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,13 @@ def test_initialisers_among_the_inputs_are_not_states() -> None:
     graph = inputs_of(("tokens", INT64, ["B"]), ("h", FLOAT, ["B", 6]), ("w", FLOAT, [6]))
     graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(6, np.float32), "w"))
     assert [each.name for each in real_inputs(graph)] == ["tokens", "h"]
+
+
+def test_the_command_needs_no_torch(tmp_path: Path, names: Path) -> None:
+    command = ["import", str(gru(tmp_path / "gru.onnx")), "--vocabulary", str(names), "--bundles", str(tmp_path / "b")]
+    code = f"import sys; sys.modules['torch'] = None; from wane.cli import main; sys.exit(main({command!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_states_of_two_ranks_keep_their_shapes(tmp_path: Path, names: Path) -> None:
