@@ -76,11 +76,6 @@ def read_checkpoint(path: Path, inside: str | None = None) -> Checkpoint:
         data = path.read_bytes()
     except OSError as error:
         raise ForeignError(f"{path}: {error.strerror}") from error
-    if path.suffix.lower() == ".onnx":
-        raise ForeignError(
-            f"{path}: an ONNX file, which Wane does not read; it reads a state_dict of torch.save or safetensors: "
-            "torch.save(model.state_dict(), 'model.pt')"
-        )
     if data[8:9] == b"{" and not data.startswith(b"PK"):
         tree: object = _safetensors(path, data)
     else:

@@ -10,32 +10,16 @@ because the model might compute a different function without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-import numpy as np
 from pydantic import ValidationError
 
 from wane.models.architecture import Architecture
 from wane.models.layer_registry import read_layer
 from wane.training.audit.checkpoint import Checkpoint
 from wane.training.audit.embedding_and_head import find_embedding_and_head, outer_weights
+from wane.training.audit.foreign_model import ForeignModel
 from wane.training.audit.layers import find_layers, layer_weights
-from wane.training.audit.tensor_map import Array, TensorMap
-
-IMPOSSIBLE = 104.0
-"""A token whose logit is lower than another token's by at least this many nats has the probability 0 in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignModel:
-    """The architecture and the weights, named as in `models/weights.py`. `tensors`: each weight's name in the file.
-    `assumptions`: what the file does not record (see `TensorMap`)."""
-
-    architecture: Architecture
-    weights: dict[str, Array]
-    tensors: dict[str, str]
-    notes: tuple[str, ...]
-    assumptions: tuple[str, ...]
+from wane.training.audit.tensor_map import TensorMap
 
 
 def import_model(
@@ -74,23 +58,3 @@ def import_model(
     except ValidationError as error:
         raise tensors.error(f"Wane cannot serve this model: {error.errors()[0]['msg']}") from error
     return ForeignModel(architecture, weights, tensors.names, tuple(tensors.notes), tuple(tensors.assumptions))
-
-
-def add_unused_tokens(model: ForeignModel, count: int) -> ForeignModel:
-    """Adds `count` tokens after the last token. The model never reads them and predicts them with probability 0. The
-    probabilities of the other tokens do not change.
-
-    The logit of a token v with the bias b_v and the row w_v of the head's matrix is at least b_v - |w_v|_1, because the
-    output of every unit is in [-1, 1]. (This does not hold for ReLU units, whose outputs have no upper limit.) An added
-    token has a row of zeros, and a bias that is lower than the largest of these lower bounds by `IMPOSSIBLE`.
-    """
-    if not count:
-        return model
-    weights = dict(model.weights)
-    head = weights.get("head.weight", weights["embedding.weight"])
-    bias = (weights["head.bias"] - np.abs(head).sum(axis=1)).max() - IMPOSSIBLE
-    for name in {"embedding.weight", "head.weight"} & weights.keys():
-        weights[name] = np.pad(weights[name], ((0, count), (0, 0)))
-    weights["head.bias"] = np.append(weights["head.bias"], np.full(count, bias, np.float32))
-    size = model.architecture.vocabulary_size + count
-    return replace(model, weights=weights, architecture=model.architecture.model_copy(update={"vocabulary_size": size}))

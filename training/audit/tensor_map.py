@@ -7,12 +7,10 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from wane.training.audit.checkpoint import Checkpoint
+from wane.training.audit.foreign_model import Array
 from wane.training.errors import ForeignError
-
-Array = NDArray[np.float32]
 
 
 class TensorMap:
