@@ -25,7 +25,7 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from wane.training.audit.parametrizations import UnknownParametrization, multiply_out
-from wane.training.audit.tensor_names import PART
+from wane.training.audit.tensor_names import PART, PUBLISHED
 from wane.training.errors import ForeignError
 
 Tensors = dict[str, Tensor]
@@ -147,7 +147,7 @@ def _is_model(tensors: Tensors) -> bool:
     """Whether the tensors include a recurrent layer and another matrix."""
     with suppress(UnknownParametrization):
         tensors, _ = multiply_out(tensors)
-    recurrent = [name for name in tensors if PART.match(name)]
+    recurrent = [name for name in tensors if PART.match(name) or PUBLISHED.match(name)]
     return bool(recurrent) and any(tensor.dim() == 2 for name, tensor in tensors.items() if name not in recurrent)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from wane.training.audit.foreign_model import Array, read_one_hot
 from wane.training.audit.layers import Layers
+from wane.training.audit.published_layers import PublishedLayers
 from wane.training.audit.tensor_map import TensorMap
 from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, OUTER, kind
 
@@ -38,7 +39,7 @@ class EmbeddingAndHead:
     projection: Linear | None
 
 
-def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndHead:
+def find_embedding_and_head(tensors: TensorMap, layers: Layers | PublishedLayers) -> EmbeddingAndHead:
     """Finds the embedding and the head by the option --map, by their usual names, or by their shapes. Finds a
     projection by --map only. Raises ForeignError."""
     inputs, top = layers.inputs, layers.sizes[-1]
@@ -252,11 +253,17 @@ def _column(tensors: TensorMap, bias: str, vocabulary: int) -> tuple[int, int]:
     return (1, vocabulary) if tensors.shape(bias)[0] == 1 else (vocabulary, 1)
 
 
-def outer_weights(tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers, weights: dict[str, Array]) -> None:
+def outer_weights(
+    tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers | PublishedLayers, weights: dict[str, Array]
+) -> None:
     """Adds the weights of the embedding and the head to `weights`, which contains those of the layers. If the head's
     matrix equals the embedding's, or is tied to it, `weights` gets no matrix for the head."""
     hidden = max(layers.sizes)
     if outer.embedding is None:
+        if isinstance(layers, PublishedLayers):
+            raise tensors.error(
+                f"no embedding: Wane reads one-hot input of GRU, LSTM and RNN layers, not of {layers.cell}"
+            )
         matrix = None
         read_one_hot(weights)
     else:

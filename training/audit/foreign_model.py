@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.architecture import Architecture
+from wane.training.errors import ForeignError
 
 Array = NDArray[np.float32]
 
@@ -37,6 +38,11 @@ def add_unused_tokens(model: ForeignModel, count: int) -> ForeignModel:
     """
     if not count:
         return model
+    if model.architecture.layers[-1].kind in ("gated", "lru"):
+        raise ForeignError(
+            "the vocabulary has no token with a usual name of <eos>, and none can be added to a model whose top layer "
+            f"is {model.architecture.layers[-1].kind}: nothing limits its outputs. Name a token with --eos TOKEN"
+        )
     weights = dict(model.weights)
     head = weights.get("head.weight", weights["embedding.weight"])
     bias = (weights["head.bias"] - np.abs(head).sum(axis=1)).max() - IMPOSSIBLE

@@ -36,6 +36,10 @@ from wane.training.audit.graph.recurrent import NotRecurrent, read_cell
 from wane.training.audit.graph.values import Constant, Filled, Input, Rows, Stage, Unknown, Value, one_hot
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE)
+UNROLLED = (
+    "Perhaps the layers are unrolled: torch's dynamo exporter unrolls torch.nn.RNN, and "
+    "torch.onnx.export(..., dynamo=False) does not"
+)
 WHOLE = (TensorProto.INT64, TensorProto.INT32)
 
 
@@ -271,7 +275,8 @@ def _part(value: Input | Rows, place: int, wanted: slice) -> tuple[Input | Rows,
         return value, axes
     last = (start, stop) == (length - 1, length) if isinstance(length, int) else (start, stop) == (-1, None)
     if not last or not isinstance(value, Rows) or [one.name for one in axis] != [value.stage.time]:
-        raise NotFollowed("it selects a part of the tokens, of the sequences or of the features")
+        unrolled = "" if isinstance(value, Rows) and value.stage.cells else f". {UNROLLED}"
+        raise NotFollowed(f"it selects a part of the tokens, of the sequences or of the features{unrolled}")
     left = tuple(() if index == place % len(axes) else one for index, one in enumerate(axes))
     return replace(value, stage=replace(value.stage, last=True)), left
 
@@ -293,10 +298,7 @@ def _rows(value: Value | None) -> Rows:
             raise NotFollowed(f"the input {value.name} has no fixed number of classes")
         value = one_hot(value, value.axes[:-1], width, given=True)
     if isinstance(value, Filled):
-        raise NotFollowed(
-            "it computes with an initial state outside of an LSTM, GRU or RNN node: the layers are unrolled. torch's "
-            "dynamo exporter unrolls torch.nn.RNN; torch.onnx.export(..., dynamo=False) does not"
-        )
+        raise NotFollowed(f"it computes with an initial state outside of an LSTM, GRU or RNN node. {UNROLLED}")
     if not isinstance(value, Rows):
         raise NotFollowed("its input is not computed from an embedding of the tokens")
     if not is_features(value.axes[-1]) or value.stage.ending is not None:
