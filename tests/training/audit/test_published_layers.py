@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.training.audit.foreign_models import VOCABULARY, imported, logits_of, saved, some_tokens
+from tests.training.corpora import write_events
+from wane.cli import main
+from wane.models.bundle import Bundle
 from wane.models.certificate import certify
+from wane.service.runners.onnx import OnnxRunner
+from wane.training.audit.checkpoint import Checkpoint
+from wane.training.audit.model import import_model
 from wane.training.errors import ForeignError
 
 TOKENS = some_tokens()
@@ -126,7 +133,7 @@ def test_min_gru_pytorch_is_imported_in_log_space(tmp_path: Path, expansion: flo
     found = agrees(tmp_path, Model(*(MinGru(6, expansion) for _ in range(count))))
     assert [(layer.kind, layer.candidate) for layer in found.architecture.layers] == [("gated", "positive")] * count
     assert any("in log-space" in assumption for assumption in found.assumptions)
-    certificate = certify(found.architecture, found.weights, 16, None)
+    certificate = certify(found.architecture, found.weights, 256, None)
     assert certificate.certified, certificate.reason
 
 
@@ -148,7 +155,7 @@ def test_the_lru_is_imported(tmp_path: Path, parts: bool, direct: str) -> None:
     found = agrees(tmp_path, Model(*layers, top=outputs))
     assert [layer.kind for layer in found.architecture.layers] == ["lru", "lru"]
     assert found.architecture.layers[0].units == (14 if direct else 8)
-    certificate = certify(found.architecture, found.weights, 16, None)
+    certificate = certify(found.architecture, found.weights, 256, None)
     assert certificate.certified, certificate.reason
 
 
@@ -158,6 +165,44 @@ def test_an_lru_of_a_safetensors_file_is_imported(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with torch.no_grad():
         assert (logits_of(imported(tmp_path / "model.safetensors"), TOKENS) - model(TOKENS)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["minGRU", "LRU"])
+def test_the_certificates_bounds_hold_for_random_texts(kind: str) -> None:
+    torch.manual_seed(6)
+    layer: nn.Module = MinGru(6, 1.5) if kind == "minGRU" else Lru(6, 6, parts=False, direct="vector")
+    tensors = {name: tensor.detach() for name, tensor in Model(layer, width=6).state_dict().items()}
+    found = import_model(Checkpoint(Path("model.pt"), "", "", tensors))
+    bounds = certify(found.architecture, found.weights, 32, None).error_bound
+    tokens = torch.randint(VOCABULARY, (100, 64))
+    whole = logits_of(found, tokens)[-1].softmax(-1)
+    nearest = 0.0
+    for k in (1, 2, 4, 8, 16):
+        apart = float((logits_of(found, tokens[-k:])[-1].softmax(-1) - whole).abs().sum(-1).max()) / 2
+        assert apart <= bounds[k - 1]
+        nearest = max(nearest, apart / bounds[k - 1])
+    assert nearest > 1e-3  # the texts differ
+
+
+@pytest.mark.parametrize("kind", ["minGRU", "LRU"])
+def test_the_exported_bundle_predicts_like_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(7)
+    model = Model(MinGru(6, 1.5) if kind == "minGRU" else Lru(6, 6, parts=True, direct="vector"))
+    names = ["<eos>", "<unk>", *"abcdefghijk"]
+    saved(tmp_path / "model.pt", model.state_dict())
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    write_events(tmp_path / "events.jsonl", [[names[index] for index in some_tokens()[:, 0]]] * 30)
+    command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.txt", "--positions", "20"]
+    assert main([*command, "--threads", "1", "--max-window", "16", "--export", "bundles"]) == 0
+    bundle = Bundle.read(tmp_path / "bundles" / "model")
+    outputs = OnnxRunner(bundle, "cpu", threads=1).run(
+        "window", {"tokens": TOKENS[:, :1].T.numpy(), "lengths": np.array([len(TOKENS)])}
+    )
+    with torch.no_grad():
+        assert np.abs(outputs["logits"] - model(TOKENS[:, :1])[-1].numpy()).max() < 1e-5
 
 
 @pytest.mark.parametrize(
