@@ -138,6 +138,8 @@ def _outputs(node: Node) -> list[Value]:
                 return [_filled(node)]
             label = " and ".join(dict.fromkeys(value.name for value in given[:1] if isinstance(value, Constant)))
             return [Constant(constants.fold(proto.op_type, node.attributes, node.arrays), label)]
+        if proto.op_type == "Split" and isinstance(state := _state(node.first), Filled):
+            return [state] * len(proto.output)
         if proto.op_type not in OPERATORS:
             raise NotFollowed("Wane's networks have no such function")
         return [OPERATORS[proto.op_type](node)]
@@ -236,7 +238,7 @@ def _gather(node: Node) -> Value:
         return Rows(
             (*places.axes, features(width)), Stage(tokens, rows, width, table.array, names={"table": table.name})
         )
-    value, wanted = node.first, node.array(1)
+    value, wanted = _state(node.first), node.array(1)
     if isinstance(value, Filled):
         return value
     if not isinstance(value, Input | Rows) or wanted.size != 1:
@@ -247,17 +249,20 @@ def _gather(node: Node) -> Value:
 
 
 def _slice(node: Node) -> Value:
-    value = node.first
+    value = _state(node.first)
     if isinstance(value, Filled):
         return value
     if not isinstance(value, Input | Rows):
         raise NotFollowed("it selects a part of a tensor that depends on the tokens")
-    if isinstance(value, Input) and not value.whole:
-        return Filled(0.0, value.name)
     for place, wanted in constants.slices(node.attributes, node.arrays, len(value.axes)).items():
         value, axes = _part(value, place, wanted)
         value = replace(value, axes=axes)
     return value
+
+
+def _state(value: Value) -> Value:
+    """Returns zeros for an input of real numbers: only an initial state of several layers is cut to pieces."""
+    return Filled(0.0, value.name) if isinstance(value, Input) and not value.whole else value
 
 
 def _part(value: Input | Rows, place: int, wanted: slice) -> tuple[Input | Rows, Axes]:

@@ -103,6 +103,15 @@ def states_are_inputs(graph: LanguageModel) -> None:
     graph.given(6, "c")
 
 
+def states_of_all_layers_are_one_input(graph: LanguageModel) -> None:
+    graph.inputs.append(value("h", FLOAT, [2, "batch", UNITS]))
+    graph.weights |= {"0": np.array([0]), "1": np.array([1])}
+    graph.before.append(helper.make_node("Split", ["h"], ["ha", "hb"], axis=0, num_outputs=2))
+    graph.before.append(node("Slice", "h", "0", "1", "0", "hc"))
+    graph.given(5, "hb")
+    graph.given(6, "hc")
+
+
 def peepholes_are_zeros(graph: LanguageModel) -> None:
     graph.weights["P"] = np.zeros((1, 3 * UNITS), np.float32)
     graph.given(7, "P")
@@ -236,6 +245,7 @@ EQUAL: list[Callable[[LanguageModel], None]] = [
     only_the_last_token_is_an_output,
     peepholes_are_zeros,
     states_are_inputs,
+    states_of_all_layers_are_one_input,
     the_embedding_is_scaled_and_shifted,
     the_final_state_is_read,
     the_probabilities_are_an_output_too,
@@ -251,7 +261,8 @@ def test_other_ways_to_write_the_same_model_are_read(tmp_path: Path, change: Cal
     change(graph)
     path = graph.save(tmp_path)
     tokens = TOKENS.astype(np.int32 if change is dropout_and_casts else np.int64)
-    states = {one.name: np.zeros((1, 3, UNITS), np.float32) for one in graph.inputs[1:]}
+    layers = 2 if change is states_of_all_layers_are_one_input else 1
+    states = {one.name: np.zeros((layers, 3, UNITS), np.float32) for one in graph.inputs[1:]}
     logits = own(read(path))
     if change is a_log_softmax_ends_the_graph:
         logits = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
