@@ -51,9 +51,9 @@ class LayerSpec(Frozen):
         the cell's output.
     input_gated: whether the cell's gates never depend on the state. Such gates may have caps (greatest values).
     finite: whether the layer's memory is finite.
-    missing: the parts that this kind does not have, each with the reason. A key is a `Part` or "audit". The key "audit"
-        means that checkpoints of this kind cannot be imported. A kind without this key exists as a class of `torch.nn`,
-        whose name is `module` in capitals.
+    missing: the parts that this kind does not have, each with the reason. A key is a `Part` or "audit". A kind
+        without the key "audit" exists as a class of `torch.nn`, whose name is `module` in capitals. Of the others,
+        audits import minGRU and LRU (`training/audit/published_layers.py`).
     """
 
     module: ClassVar[str]
@@ -164,15 +164,18 @@ class InputGated(LayerSpec):
     """The fields of layers `s' = f * s + (1 - f) * z(x)` whose gates f do not depend on the state.
 
     `gate_cap`: c, in float32. The forget gates are `f = c * sigmoid(...)`, so none exceeds c.
-    `candidate`: the function that gives z: "tanh" or "identity". With "identity", the kind "gated" is the minGRU (Feng
-        et al. 2024, arXiv 2410.01201).
+    `candidate`: the function that gives z: "tanh", "identity" or "positive" (`x + 0.5` for x >= 0, else `sigmoid(x)`).
+        With "identity", the kind "gated" is the minGRU (Feng et al. 2024, arXiv 2410.01201, section 3.1); with
+        "positive", the minGRU in log-space (appendix B.3), whose states are positive.
     """
 
     gates: ClassVar[int] = 2
     states: ClassVar[tuple[str, ...]] = ("s",)
     input_gated: ClassVar[bool] = True
     missing: ClassVar = {"constraint": "its gates have caps", "audit": NO_TORCH_LAYER}
-    candidate: Literal["tanh", "identity"] = Field(default="tanh", description="function of the candidate z")
+    candidate: Literal["tanh", "identity", "positive"] = Field(
+        default="tanh", description="function of the candidate z; `positive`: x + 0.5 for x >= 0, else sigmoid(x)"
+    )
     gate_cap: float = Field(default=1.0, gt=0, le=1, description="greatest value of a forget gate")
 
     @property

@@ -106,10 +106,11 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_audit(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "audit",
-        description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM between an embedding and a head "
-        "(torch.save or safetensors), or the folder of a bundle or a run.",
+        description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM, of minGRU or LRU layers between an "
+        "embedding and a head (torch.save or safetensors), an ONNX file of an LSTM, GRU or RNN, or the folder of a "
+        "bundle or a run.",
     )
-    command.add_argument("file", type=Path, help="checkpoint file, bundle folder or run folder")
+    command.add_argument("file", type=Path, help="checkpoint file, ONNX file (.onnx), bundle folder or run folder")
     command.add_argument(
         "--data", type=Path, help="file or folder of text, or of events (.jsonl: one list per line; .csv, .tsv)"
     )
@@ -201,8 +202,9 @@ def _add_audit(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     unusual.add_argument(
         "--nonlinearity",
-        choices=("tanh", "relu"),
-        help="nonlinearity of an RNN, which files do not record (default: tanh)",
+        choices=("tanh", "relu", "identity", "positive"),
+        help="what files do not record: the nonlinearity of an RNN, tanh (default) or relu; the candidates of a "
+        "minGRU, identity or positive (log-space)",
     )
 
 

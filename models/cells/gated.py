@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class GatedCell(nn.Module):
-    """`s' = f(x) * s + (1 - f(x)) * z(x)`, `f = cap * sigmoid(W_f x + b_f)`, `z = tanh(W_z x + b_z)` or `W_z x + b_z`.
+    """`s' = f(x) * s + (1 - f(x)) * z(x)`, `f = cap * sigmoid(W_f x + b_f)`, `z = tanh(W_z x + b_z)`, or `W_z x + b_z`
+    or its positive function (see `InputGated`).
 
     The gates depend on the input only, so a parallel scan computes all steps of a sequence. The state is a convex
     combination of values in (-1, 1). Each step multiplies the influence of the previous state by f. Related: SRU, QRNN,
@@ -41,9 +42,15 @@ class GatedCell(nn.Module):
         gate, candidate = self._driven(x)
         f = self.gate_cap * torch.sigmoid(gate)
         self.gates = f if self.remember else None
-        z = torch.tanh(candidate) if self.candidate == "tanh" else candidate
+        z = self._function(candidate)
         y = linear_recurrence(f, (1 - f) * z, state[0])
         return y, (y[-1],)
+
+    def _function(self, x: Tensor) -> Tensor:
+        """Returns the candidates for their pre-activations x."""
+        if self.candidate == "positive":
+            return torch.where(x >= 0, x + 0.5, torch.sigmoid(x))
+        return torch.tanh(x) if self.candidate == "tanh" else x
 
     def _driven(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the pre-activations of the gates and of the candidates, (T, B, H) each."""

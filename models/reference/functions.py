@@ -15,6 +15,14 @@ def sigmoid(x: Array) -> Array:
     return result
 
 
+def candidate(function: str, x: Array) -> Array:
+    """Returns the candidates of a gated or leaky layer: "tanh", "identity", or "positive", which is x + 0.5 for x >= 0,
+    else sigmoid(x)."""
+    if function == "positive":
+        return np.where(x >= 0, x + 0.5, sigmoid(x))
+    return np.tanh(x) if function == "tanh" else x
+
+
 def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
     """Returns weight * (x - mean) / sqrt(variance + epsilon) + bias, over the last axis."""
     centred = x - x.mean(axis=-1, keepdims=True)

@@ -54,8 +54,10 @@ FADING = st.sampled_from(
     (
         {"kind": "gated", "units": 6, "gate_cap": 0.7},
         {"kind": "gated", "units": 6, "gate_cap": 0.7, "candidate": "identity"},
+        {"kind": "gated", "units": 6, "gate_cap": 0.7, "candidate": "positive"},
         {"kind": "leaky", "units": 6, "gate_cap": 0.7},
         {"kind": "leaky", "units": 6, "gate_cap": 0.7, "candidate": "identity"},
+        {"kind": "leaky", "units": 6, "gate_cap": 0.7, "candidate": "positive"},
         {"kind": "lru", "units": 6},
         {"kind": "lstm", "units": 6},
     )

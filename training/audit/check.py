@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wane.models.networks import Network
-from wane.training.audit.model import ForeignModel
+from wane.training.audit.foreign_model import ForeignModel
 from wane.training.errors import ForeignError
 
 LARGEST_DIFFERENCE = 1e-3

@@ -25,7 +25,7 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from wane.training.audit.parametrizations import UnknownParametrization, multiply_out
-from wane.training.audit.tensor_names import PART
+from wane.training.audit.tensor_names import PART, PUBLISHED
 from wane.training.errors import ForeignError
 
 Tensors = dict[str, Tensor]
@@ -76,11 +76,6 @@ def read_checkpoint(path: Path, inside: str | None = None) -> Checkpoint:
         data = path.read_bytes()
     except OSError as error:
         raise ForeignError(f"{path}: {error.strerror}") from error
-    if path.suffix.lower() == ".onnx":
-        raise ForeignError(
-            f"{path}: an ONNX file, which Wane does not read; it reads a state_dict of torch.save or safetensors: "
-            "torch.save(model.state_dict(), 'model.pt')"
-        )
     if data[8:9] == b"{" and not data.startswith(b"PK"):
         tree: object = _safetensors(path, data)
     else:
@@ -152,7 +147,7 @@ def _is_model(tensors: Tensors) -> bool:
     """Whether the tensors include a recurrent layer and another matrix."""
     with suppress(UnknownParametrization):
         tensors, _ = multiply_out(tensors)
-    recurrent = [name for name in tensors if PART.match(name)]
+    recurrent = [name for name in tensors if PART.match(name) or PUBLISHED.match(name)]
     return bool(recurrent) and any(tensor.dim() == 2 for name, tensor in tensors.items() if name not in recurrent)
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wane.training.audit.foreign_model import Array, read_one_hot
 from wane.training.audit.layers import Layers
-from wane.training.audit.tensor_map import Array, TensorMap
+from wane.training.audit.published_layers import PublishedLayers
+from wane.training.audit.tensor_map import TensorMap
 from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, OUTER, kind
 
 
@@ -37,7 +39,7 @@ class EmbeddingAndHead:
     projection: Linear | None
 
 
-def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndHead:
+def find_embedding_and_head(tensors: TensorMap, layers: Layers | PublishedLayers) -> EmbeddingAndHead:
     """Finds the embedding and the head by the option --map, by their usual names, or by their shapes. Finds a
     projection by --map only. Raises ForeignError."""
     inputs, top = layers.inputs, layers.sizes[-1]
@@ -251,13 +253,19 @@ def _column(tensors: TensorMap, bias: str, vocabulary: int) -> tuple[int, int]:
     return (1, vocabulary) if tensors.shape(bias)[0] == 1 else (vocabulary, 1)
 
 
-def outer_weights(tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers, weights: dict[str, Array]) -> None:
+def outer_weights(
+    tensors: TensorMap, outer: EmbeddingAndHead, layers: Layers | PublishedLayers, weights: dict[str, Array]
+) -> None:
     """Adds the weights of the embedding and the head to `weights`, which contains those of the layers. If the head's
     matrix equals the embedding's, or is tied to it, `weights` gets no matrix for the head."""
     hidden = max(layers.sizes)
     if outer.embedding is None:
+        if isinstance(layers, PublishedLayers):
+            raise tensors.error(
+                f"no embedding: Wane reads one-hot input of GRU, LSTM and RNN layers, not of {layers.cell}"
+            )
         matrix = None
-        _read_one_hot(weights)
+        read_one_hot(weights)
     else:
         matrix = _table(tensors, "embedding.weight", outer.embedding)
         weights["embedding.weight"] = matrix
@@ -292,19 +300,6 @@ def _table(tensors: TensorMap, ours: str, embedding: Linear) -> Array:
         return matrix
     tensors.names[ours] += ".T"
     return np.ascontiguousarray(matrix.T)
-
-
-def _read_one_hot(weights: dict[str, Array]) -> None:
-    """Adds the embedding of a bottom layer that reads one-hot input. For a vocabulary of V tokens, the layer's input
-    matrix has the shape (gates * H, V). If V <= gates * H, the embedding is the identity matrix (V, V). Otherwise, the
-    embedding is the transpose of the input matrix, and an identity matrix replaces the input matrix."""
-    name = "layers.0.cell.weight_ih_l0"
-    gates, vocabulary = weights[name].shape
-    if vocabulary <= gates:
-        weights["embedding.weight"] = np.eye(vocabulary, dtype=np.float32)
-    else:
-        weights["embedding.weight"] = np.ascontiguousarray(weights[name].T)
-        weights[name] = np.eye(gates, dtype=np.float32)
 
 
 def _project(tensors: TensorMap, projection: Linear, head: Array, bias: Array) -> tuple[Array, Array]:

@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from wane.models.layer_registry import KINDS, Kind
-from wane.training.audit.tensor_map import Array, TensorMap
+from wane.training.audit.foreign_model import Array
+from wane.training.audit.tensor_map import TensorMap
 from wane.training.audit.tensor_names import PART, PARTS
 
 TORCH_CELLS: dict[int, Kind] = {

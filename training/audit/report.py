@@ -22,7 +22,7 @@ from wane.training.audit.forgetting import AtLag, AtWindow, Quantiles
 class AuditedModel(Frozen):
     """The audited model. `tensors`: each weight's name in the file. `notes`: the assumptions and conversions."""
 
-    source: Literal["checkpoint", "bundle", "run"]
+    source: Literal["checkpoint", "onnx", "bundle", "run"]
     file: str
     sha256: Sha256 | None
     architecture: AnyArchitecture

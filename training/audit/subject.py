@@ -1,9 +1,9 @@
-"""The subject of an audit: a foreign checkpoint, a bundle or a run, and the text to read."""
+"""The subject of an audit: a foreign checkpoint or ONNX file, a bundle or a run, and the text to read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,9 @@ from wane.models.manifest import Rounding
 from wane.models.weights import Weights, WeightsError, decode_weights
 from wane.training.audit.check import NOT_CHECKED, check_logits
 from wane.training.audit.checkpoint import read_checkpoint
-from wane.training.audit.model import add_unused_tokens, import_model
+from wane.training.audit.foreign_model import add_unused_tokens
+from wane.training.audit.graph.onnx_file import read_onnx
+from wane.training.audit.model import import_model
 from wane.training.audit.tensor_names import parse_mapping
 from wane.training.audit.vocabulary import read_names, read_tokenizer, reserve
 from wane.training.data import Corpus, data_kind, load_whole
@@ -32,7 +34,7 @@ MAX_WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """The options of `wane audit`. `file`: a checkpoint, or the folder of a bundle or a run."""
+    """The options of `wane audit`. `file`: a checkpoint, an ONNX file, or the folder of a bundle or a run."""
 
     file: Path
     command: str
@@ -65,7 +67,7 @@ class Subject:
     """The audited model and the text that the audit reads. `split`: the name of the text's stream in `corpus`.
     `imported`: the bundle, if its graphs are imported; then `weights` are those of the graphs."""
 
-    source: Literal["checkpoint", "bundle", "run"]
+    source: Literal["checkpoint", "onnx", "bundle", "run"]
     architecture: Architecture
     weights: Weights
     corpus: Corpus
@@ -127,14 +129,33 @@ def find_subject(options: AuditOptions) -> Subject:
 
 
 def _foreign(options: AuditOptions, data: Path) -> Subject:
-    checkpoint = read_checkpoint(options.file, options.state_dict)
-    model = import_model(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
-    checked = check_logits(options.check, model) if options.check is not None else NOT_CHECKED
     kind = data_kind(data)
     if (options.tokenizer is None) == (options.vocabulary is None):
         raise ForeignError(
-            "a checkpoint needs a vocabulary: give either --tokenizer tokenizer.json or --vocabulary NAMES"
+            "a model from elsewhere needs a vocabulary: give either --tokenizer tokenizer.json or --vocabulary NAMES"
         )
+    source: Literal["checkpoint", "onnx"] = "onnx" if options.file.suffix.lower() == ".onnx" else "checkpoint"
+    if source == "onnx":
+        for option, given in (
+            ("--state-dict", options.state_dict),
+            ("--map", options.mapping),
+            ("--ignore", options.ignore),
+            ("--nonlinearity", options.nonlinearity),
+            ("--check", options.check),
+        ):
+            if given:
+                raise ForeignError(
+                    f"{options.file}: {option} is for checkpoints. An ONNX file records what the model computes, and "
+                    "the audit compares with it"
+                )
+        model, sha256 = read_onnx(options.file)
+        padding: frozenset[int] = frozenset()
+    else:
+        checkpoint = read_checkpoint(options.file, options.state_dict)
+        model = import_model(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
+        checked = check_logits(options.check, model) if options.check is not None else NOT_CHECKED
+        model = replace(model, assumptions=(*model.assumptions, checked))
+        padding, sha256 = checkpoint.padding, checkpoint.sha256
     if options.tokenizer is not None:
         path, read = options.tokenizer, read_tokenizer(options.tokenizer, kind, options.eos)
     else:
@@ -142,28 +163,28 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
         path, read = options.vocabulary, read_names(options.vocabulary, kind, options.eos)
     size = read.vocabulary.size - read.added
     if size != model.architecture.vocabulary_size:
-        source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
+        tensor = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
         rows = model.architecture.vocabulary_size
         raise ForeignError(
-            f"{path} has {size} tokens, but {options.file}: {source} has {rows} rows: the model was trained with "
+            f"{path} has {size} tokens, but {options.file}: {tensor} has {rows} rows: the model was trained with "
             "another vocabulary"
             + ("; if the first row is padding, put [PAD] before the first name" if rows == size + 1 else "")
         )
     zero_rows = np.flatnonzero(~model.weights["embedding.weight"].any(axis=1)).tolist()
-    read = reserve(read, path, options.ignore_token, checkpoint.padding, zero_rows)
+    read = reserve(read, path, options.ignore_token, padding, zero_rows)
     model = add_unused_tokens(model, read.added)
     corpus = load_whole(
         data, read.vocabulary, read.tokenizer_json, options.tokens, read.start, event_format(options.experiment)
     )
     return Subject(
-        "checkpoint",
+        source,
         model.architecture,
         model.weights,
         corpus,
         "audit",
-        checkpoint.sha256,
+        sha256,
         model.tensors,
-        (*model.notes, *read.notes, *_join(corpus, "audit"), *model.assumptions, checked),
+        (*model.notes, *read.notes, *_join(corpus, "audit"), *model.assumptions),
     )
 
 

@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from wane.training.audit.checkpoint import Checkpoint
+from wane.training.audit.foreign_model import Array
 from wane.training.errors import ForeignError
-
-Array = NDArray[np.float32]
 
 
 class TensorMap:
@@ -72,6 +71,15 @@ class TensorMap:
         if not np.isfinite(taken).all():
             raise self.error(f"{name} holds a value that is not finite in float32")
         self.names[ours] = name
+        return taken
+
+    def take_complex(self, ours: str, name: str) -> NDArray[np.complex128]:
+        """Like `take`, for a complex tensor."""
+        tensor = self._tensors[name]
+        if not tensor.is_complex() or not bool(torch.isfinite(torch.view_as_real(tensor)).all()):
+            raise self.error(f"{name} is {tensor.dtype}; expected finite complex numbers")
+        self.names[ours] = name
+        taken: NDArray[np.complex128] = tensor.to(torch.complex128).numpy()
         return taken
 
     def note_conversions(self) -> None:

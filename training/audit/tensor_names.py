@@ -16,6 +16,11 @@ PART = re.compile(
 """Matches the tensor names of a torch.nn.RNN, GRU or LSTM layer, such as `rnn.weight_ih_l0`, and of torch's cells, such
 as `cell.weight_ih`. `rnn.weight_hh_l0_raw` is the name that awd-lstm gives to a matrix before its dropout."""
 
+PUBLISHED = re.compile(
+    r"^(?:(?P<module>.*)\.)?(?P<part>to_hidden_and_gate(?=\.weight$)|linear_z(?=\.weight$)|nu_log$)(\.weight)?$"
+)
+"""Matches one tensor of each minGRU and LRU layer in the layouts of `published_layers.py`."""
+
 OUTER = ("embedding", "embedding.bias", "projection", "projection.bias", "head", "head.bias")
 """The names that --map gives to the tensors before and after the layers."""
 

@@ -42,6 +42,7 @@ from wane.models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from wane.models.certificate.norm import Norm
 from wane.models.certificate.perturbation import Perturbation
 from wane.models.layer_registry import InputGated
+from wane.models.reference.functions import candidate as candidate_of
 from wane.models.reference.functions import sigmoid
 from wane.models.weights import CellWeights
 
@@ -59,16 +60,17 @@ of the table's entries (32 MB) for which the maximum is computed."""
 
 class GatedLayer:
     """The proofs of one layer of the gated cell. weight: (2H, I) and bias: (2H), with the gates' rows first. cap: the
-    greatest value of a gate. identity: whether z is the pre-activation itself, and not its tanh."""
+    greatest value of a gate. function: see `InputGated.candidate`. All functions rise, with a slope of at most 1."""
 
-    def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float, identity: bool = False) -> None:
+    def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float, function: str = "tanh") -> None:
         self.hidden = len(bias) // 2
         reach = inputs.reach(weight, bias)
+        self.positive = function == "positive"
         gate, candidate = reach[: self.hidden], reach[self.hidden :]
         self.computed = isinstance(inputs, ComputedRows | ComputedNormalised)
-        low, high = (candidate.low, candidate.high) if identity else (np.tanh(candidate.low), np.tanh(candidate.high))
-        self.low = np.minimum(0.0, low * np.where(candidate.low < 0, UP, 1))
-        self.high = np.maximum(0.0, high * np.where(candidate.high > 0, UP, 1))
+        low, high = (candidate_of(function, end) for end in (candidate.low, candidate.high))
+        self.low = np.minimum(0.0, low * np.where(low < 0, UP, 1))
+        self.high = np.maximum(0.0, high * np.where(high > 0, UP, 1))
         self.gate = np.minimum(cap * sigmoid(gate.high) * UP, cap)
         if self.computed:
             if self.gate.max() >= NEAR_1:
@@ -78,7 +80,7 @@ class GatedLayer:
         self.width = (self.high - self.low) * UP
         self.kept = np.maximum(self.gate, SMALLEST_GATE)
         self.pieces = GatePieces.of(gate, cap)
-        self.tanh_slope = np.ones(self.hidden) if identity else candidate.tanh_slope() * UP
+        self.slope = candidate.tanh_slope() * UP if function == "tanh" else np.ones(self.hidden)
         self.into = None
         if not isinstance(inputs, Rows):
             gates, candidates = inputs.seen_by(weight[: self.hidden]), inputs.seen_by(weight[self.hidden :])
@@ -101,7 +103,7 @@ class GatedLayer:
         slope = self.pieces.slope.max(axis=0)
         enter = 1 - self.pieces.low.min(axis=0)
         return (
-            gates.scaled(slope * self.width).norm + candidates.scaled(np.minimum(enter, 1.0) * self.tanh_slope).norm
+            gates.scaled(slope * self.width).norm + candidates.scaled(np.minimum(enter, 1.0) * self.slope).norm
         ) * UP
 
     def start(self) -> Errors:
@@ -121,7 +123,7 @@ class GatedLayer:
         if self.computed:
             return Errors((Perturbation.within(self.width),), (), steps, cut_only=False)
         gates, candidates = self.into
-        moved = np.minimum(self.tanh_slope * candidates.rows_of(fed) * UP, self.width)
+        moved = np.minimum(self.slope * candidates.rows_of(fed) * UP, self.width)
         off = self.width * gates.rows_of(fed) * UP
         ends = [keep * before.box + (1 - keep) * moved for keep in (self.pieces.low, self.pieces.high)]
         box = np.max(np.maximum(*ends) + self.pieces.slope * off, axis=0) * UP
@@ -133,7 +135,9 @@ class GatedLayer:
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         gate, candidate = before_gates[: self.hidden], before_gates[self.hidden :]
         off = self.width * (self.pieces.slope.max(axis=0) * gate + function)
-        return (Perturbation.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
+        roundings = 5 if self.positive else 4  # the sum x + 0.5 is one more
+        size = self.bound.reach[0]
+        return (Perturbation.within(off + self.slope * candidate + function + roundings * unit * size),)
 
 
 def _growth(gate: float) -> float:
@@ -149,7 +153,7 @@ def _growth(gate: float) -> float:
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
     """Builds the proofs of a layer for all admissible inputs."""
     assert isinstance(cell.layer, InputGated)
-    return GatedLayer(*cell.input, inputs, cell.layer.cap, cell.layer.candidate == "identity")
+    return GatedLayer(*cell.input, inputs, cell.layer.cap, cell.layer.candidate)
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
@@ -158,12 +162,11 @@ def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> M
     gate, candidate = pre
     f, df = step.layer.cap * sigmoid(gate.value), step.layer.cap * sigmoid_rise(gate.value, gate.radius)
     assert isinstance(step.layer, InputGated)
-    identity = step.layer.candidate == "identity"
-    z, dz = candidate.value, candidate.radius
-    if not identity:
-        z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)
+    tanh = step.layer.candidate == "tanh"
+    z = candidate_of(step.layer.candidate, candidate.value)
+    dz = tanh_rise(candidate.value, candidate.radius) if tanh else candidate.radius
     turning = step.layer.cap * sigmoid_slope(gate.value, gate.radius)
-    slope = np.ones_like(z) if identity else tanh_slope(candidate.value, candidate.radius)
+    slope = tanh_slope(candidate.value, candidate.radius) if tanh else np.ones_like(z)
     return mixed(
         (state[0], error[0]),
         (f, df, z, dz),

@@ -27,7 +27,13 @@ class GatedWriter(InputGatedWriter):
 
     def _candidate(self, value: str) -> str:
         assert isinstance(self.layer, InputGated)
-        return self._graph.node("Tanh", value) if self.layer.candidate == "tanh" else value
+        graph = self._graph
+        if self.layer.candidate == "positive":
+            above = graph.node("Add", value, graph.number(0.5))
+            return graph.node(
+                "Where", graph.node("Less", value, graph.number(0.0)), graph.node("Sigmoid", value), above
+            )
+        return graph.node("Tanh", value) if self.layer.candidate == "tanh" else value
 
     def enter(self, gate: str, candidate: str) -> list[str]:
         graph = self._graph

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from wane.models.layer_registry import KINDS, Kind
 from wane.models.networks import Network
 from wane.training.audit.checkpoint import read_checkpoint
-from wane.training.audit.model import ForeignModel, import_model
+from wane.training.audit.foreign_model import ForeignModel
+from wane.training.audit.model import import_model
 
 TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in KINDS.items() if "audit" not in info.missing}
 """For each cell that an audit supports, the class of torch.nn that implements it. It is torch.nn.RNN for both

@@ -484,14 +484,6 @@ def test_the_error_names_a_missing_checkpoint(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "none.pt")
 
 
-def test_an_onnx_file_is_refused_with_what_is_read(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"\x08\x08\x12\x07pytorch")
-    with pytest.raises(
-        ForeignError, match=r"model.onnx: an ONNX file, which Wane does not read; it reads a state_dict"
-    ):
-        read_checkpoint(tmp_path / "model.onnx")
-
-
 def test_numbers_and_arrays_of_numpy_beside_tensors_are_allowed(tmp_path: Path) -> None:
     module = Plain()
     beside = {
