@@ -83,9 +83,10 @@ def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:
     """Returns, for each shipped bundle, the first 16 digits of a SHA-256 over MEASURED_FIELDS in the manifest's file.
 
     Two versions of a bundle that compute the same function have the same hash. `names` are the names of the hashed
-    bundles; None for all shipped bundles.
+    bundles; None for all shipped bundles. Leaves out the names of bundles that do not ship.
     """
-    found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json")) if names is None else sorted(names)
+    found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json"))
+    found = found if names is None else sorted({*found} & {*names})
     return {name: _bundle_hash(json.loads((BUNDLES / name / MANIFEST).read_text(encoding="utf-8"))) for name in found}
 
 

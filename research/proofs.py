@@ -114,10 +114,13 @@ def read(path: Path, split: str) -> Results:
 
 
 def current(results: Results, bundles: Path) -> Results:
-    """Returns only the results that were measured with the bundles' current weights and manifests."""
+    """Returns only the results that were measured with the bundles' current weights and manifests. Keeps the results of
+    bundles that are not in the folder."""
     models = {}
     for name, before in sorted(results.models.items()):
-        if (bundles / name).is_dir():
+        if not (bundles / name).is_dir():
+            models[name] = before
+        else:
             figures = described(read_manifest(bundles / name), before.tokens).with_windows_of(before)
             if figures.windows:
                 models[name] = figures

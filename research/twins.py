@@ -1,12 +1,13 @@
 """Compares a model from recurrent training with its truncated twin, the same model from truncated training. Compares
 perplexity, agreement of predictions, latency and weights.
 
-    python -m research.twins --data FOLDER [--json FILE]
+    python -m research.twins --data FOLDER --bundles BUNDLES [--json FILE]
 
-FOLDER contains WikiText-2's word-level files. The perplexities are copied from the manifests. The program measures
-everything else: the agreement at consecutive positions of the test split; the latency of batches of one item, for the
-two models in alternation; and the distances of the two sets of weights from each other and from their common initial
-weights.
+FOLDER contains WikiText-2's word-level files. BUNDLES contains the bundles of the experiments TWINS, of which one does
+not ship: `wane train` and `wane export` make them from training/experiments. The perplexities are copied from the
+manifests. The program measures everything else: the agreement at consecutive positions of the test split; the latency
+of batches of one item, for the two models in alternation; and the distances of the two sets of weights from each other
+and from their common initial weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from wane.service.engine.agreement import AgreementStatistics, compare
 from wane.service.runners.onnx import OnnxRunner
 from wane.training.wikitext import read_wikitext_2
 
-BUNDLES = Path("models/bundles")
 TWINS = ("gated-stable", "gated-stable-truncated")
 WARM_TOKENS = 512
 ROUNDS, RUNS_A_ROUND = 15, 60
@@ -129,11 +129,12 @@ def weight_distance(bundles: dict[str, Bundle]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--bundles", type=Path, required=True)
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
-    bundles = {name: Bundle.read(BUNDLES / name) for name in TWINS}
+    bundles = {name: Bundle.read(options.bundles / name) for name in TWINS}
     runners = {name: OnnxRunner(bundle, "cpu", 1) for name, bundle in bundles.items()}
     vocabulary, k = bundles[TWINS[0]].vocabulary, bundles[TWINS[0]].manifest.window
     lines = read_wikitext_2(options.data)[0]["test"]

@@ -1,7 +1,8 @@
-"""Plots perplexity against window length, from the manifests of the bundles in models/bundles. research/stability.md
-shows the figure.
+"""Plots perplexity against window length, from the manifests of the bundles in a folder. research/stability.md shows
+the figure, of the bundles of `gated`, `lstm-stable`, `gated-stable-128` and `gated-stable-truncated`, which
+training/experiments trains, and of the shipped bundles.
 
-python -m research.windows research/figures/windows.png
+python -m research.windows research/figures/windows.png [--bundles FOLDER]
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ BUNDLES = Path("models/bundles")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", type=Path)
+    parser.add_argument("--bundles", type=Path, default=BUNDLES)
     options = parser.parse_args()
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
-    for index, path in enumerate(sorted(path for path in BUNDLES.iterdir() if path.is_dir())):
+    for index, path in enumerate(sorted(path for path in options.bundles.iterdir() if path.is_dir())):
         manifest = read_manifest(path)
         assert manifest.quality is not None
         found, colour = manifest.quality.window["valid"], f"C{index}"

@@ -42,7 +42,7 @@ LITERATURE: tuple[tuple[str, dict[int, float]], ...] = (
 )
 """Published perplexities a word of WikiText-2's test split, by the length of the cache; 0: without a cache."""
 
-SHIPPED = (("gated-stable", 0), ("gated-stable-128", 512))
+SHIPPED = (("gated-stable", 0), ("gated-stable-64", 512))
 """Shipped models, and the length of each one's cache."""
 
 

@@ -1,9 +1,12 @@
 """`wane compare`: runs both modes of one model over a text, or over sessions of events. Shows the latency of each mode
-and the agreement of the two modes."""
+and the agreement of the two modes. With several models, shows for each model its perplexity in recurrent mode and in
+windows, the size of its sessions, its latency and its rate."""
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -17,8 +20,10 @@ from wane.client import WaneError
 from wane.service.cli import render
 from wane.service.cli.compared_input import read_input
 from wane.service.cli.connect import CommandError, connect, traced
+from wane.service.cli.load import Load
 from wane.service.cli.measure import choose, measure, requests_needed
-from wane.service.cli.render import agreement_table, latency_table
+from wane.service.cli.render import agreement_table, cost_table, latency_table, quality_table
+from wane.service.cli.side_by_side import POSITIONS, WINDOW, Compared, measure_models
 
 FAILURES = (CommandError, WaneError, OSError, UnicodeError)
 
@@ -40,9 +45,18 @@ def main(arguments: Sequence[str]) -> int:
         metavar="TOML",
         help="experiment file; its table [data] says how the file of events is read, such as the columns of a CSV file",
     )
-    parser.add_argument("--model", metavar="NAME", help="model to compare (default: the server's default model)")
     parser.add_argument(
-        "--window", type=int, metavar="K", help="the number of tokens in a window; default: the model's own window"
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="model to compare (default: the server's default model); repeat it to compare several models",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="K",
+        help=f"the number of tokens in a window; default: the model's own window, and {WINDOW} for several models",
     )
     parser.add_argument(
         "--tokens",
@@ -63,9 +77,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot is not None and find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: in the checkout of Wane, run pip install '.[plot]'")
     screen = Console(stderr=True)
-    bar = Progress(console=screen, transient=True, disable=not screen.is_terminal)
-    with traced() as tracing, connect(options.url, tracing) as client, bar as progress:
-        card = choose(client, options.model)
+    if len(options.model) > 1:
+        return _compare_models(options, screen)
+    with traced() as tracing, connect(options.url, tracing) as client, progress_on(screen) as progress:
+        card = choose(client, *options.model)
         k = card.k if options.window is None else options.window
         found = read_input(client, card, options.file, options.tokens, options.experiment)
         task = progress.add_task(f"Comparing the modes of {card.id}", total=requests_needed(found.steps))
@@ -80,3 +95,42 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot is not None:
         render.save(compared, options.plot)
     return 0
+
+
+def _compare_models(options: Namespace, screen: Console) -> int:
+    """Compares several models."""
+    twice = [name for name, count in Counter(options.model).items() if count > 1]
+    if twice:
+        raise CommandError(f"--model {twice[0]} is given twice")
+    load = Load(options.url)
+    with traced() as tracing, connect(options.url, tracing) as client, progress_on(screen) as progress:
+        cards = [choose(client, name) for name in options.model]
+        inputs = [read_input(client, card, options.file, options.tokens, options.experiment) for card in cards]
+        models = [
+            Compared(client, load, card, found.sequences, options.window, POSITIONS)
+            for card, found in zip(cards, inputs, strict=True)
+        ]
+        task = progress.add_task(f"Comparing {len(models)} models", total=sum(one.requests for one in models))
+        figures = measure_models(models, advance=lambda: progress.advance(task))
+
+    console = Console()
+    for card, found in zip(cards, inputs, strict=True):
+        if card.vocabulary.kind == "events":
+            console.print(f"{card.id}: {found.describe()}", highlight=False, markup=False, soft_wrap=True)
+    console.print(quality_table(figures), cost_table(figures))
+    if options.json is not None:
+        document = {
+            "url": options.url,
+            "models": [
+                {**asdict(one), "unknown": dict(found.unknown)} for one, found in zip(figures, inputs, strict=True)
+            ],
+        }
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        render.save_models(figures, options.plot)
+    return 0
+
+
+def progress_on(screen: Console) -> Progress:
+    """Returns a progress bar, which is shown on a terminal only."""
+    return Progress(console=screen, transient=True, disable=not screen.is_terminal)

@@ -107,7 +107,7 @@ class Measurements:
     windows: list[WindowSummary]
 
 
-def choose(client: Wane, name: str | None) -> Model:
+def choose(client: Wane, name: str | None = None) -> Model:
     """Returns the model `name`, or the server's default model. Raises WaneError, CommandError."""
     cards = client.models()
     for card in cards:

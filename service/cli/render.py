@@ -13,6 +13,7 @@ from rich.table import Table
 
 from wane.service.cli.connect import Document
 from wane.service.cli.measure import PHASES, AgreementSummary, Measurements
+from wane.service.cli.side_by_side import CONNECTIONS, ROUNDS, ModelFigures, Spread
 
 
 def latency_table(compared: Measurements) -> Table:
@@ -53,6 +54,57 @@ def agreement_table(compared: Measurements) -> Table:
     add(str(compared.model_k), compared.agreement, "", last=True)
     for line in compared.windows:
         add(str(line.window), line.agreement, f"{line.compute_ms:.3f}")
+    return table
+
+
+SHOWN_WINDOWS = (1, 4, 16, 64)
+"""The windows whose perplexities the table of several models shows. The JSON document has all."""
+
+
+def quality_table(models: Sequence[ModelFigures]) -> Table:
+    """Returns a table of the perplexities of several models and of the shares proved, best perplexity first."""
+    differ = len({one.tokens for one in models}) > 1
+    title = f"Perplexity of {'different' if differ else f'{models[0].tokens:,}'} tokens"
+    columns = ("recurrent", *(f"k = {k}" for k in SHOWN_WINDOWS), "k, 1 %", "proved")
+    table = _table(title, ("model",), columns)
+    windows = " or ".join(sorted({f"{one.window}" for one in models}))
+    table.caption = (
+        "k: windows of k tokens; k, 1 %: the smallest k within 1 % of recurrent\n"
+        f"proved: the share of windows of {windows} with `prove` whose first token is proved"
+    )
+    for one in sorted(models, key=lambda one: one.perplexity):
+        table.add_row(
+            one.model,
+            f"{one.perplexity:.2f}",
+            *(_number(one.by_k.get(k), ".2f") for k in SHOWN_WINDOWS),
+            "-" if one.smallest_k is None else str(one.smallest_k),
+            _number(one.proved, ".1%"),
+        )
+    return table
+
+
+def cost_table(models: Sequence[ModelFigures]) -> Table:
+    """Returns a table of the costs of several models, in the order of `quality_table`."""
+    columns = ("weights", "memory", "state", "step, ms", "window, ms", "steps/s")
+    table = _table("Costs", ("model",), columns)
+    table.caption = (
+        "memory: the earlier tokens that an answer depends on; state: bytes of a session\n"
+        f"step, window: over one connection; steps/s: over {CONNECTIONS}; {ROUNDS} rounds: median, range"
+    )
+
+    def spread(value: Spread, form: str) -> str:
+        return f"{value.median:{form}}\n{value.least:{form}}-{value.most:{form}}"
+
+    for one in sorted(models, key=lambda one: one.perplexity):
+        table.add_row(
+            one.model,
+            f"{one.weights / 1e6:.2f} M",
+            "fades" if one.reach is None else f"{one.reach:,}",
+            f"{one.state_bytes:,}",
+            spread(one.step_ms, ".2f"),
+            spread(one.window_ms, ".2f"),
+            spread(one.tokens_per_s, ".0f"),
+        )
     return table
 
 
@@ -137,6 +189,32 @@ def save(compared: Measurements, path: Path) -> None:
     _draw_latency(latency, compared)
     _draw_distance(distance, compared)
     _draw_top1(top1, compared)
+    figure.savefig(path, dpi=150)
+
+
+def save_models(models: Sequence[ModelFigures], path: Path) -> None:
+    """Writes a plot of perplexity against the time of a step. See `save`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for fades, label, colour in ((True, "memory fades", "recurrent"), (False, "finite memory", "window")):
+        some = [one for one in models if (one.reach is None) == fades]
+        if some:
+            x = [one.step_ms.median for one in some]
+            around = [
+                [one.step_ms.median - one.step_ms.least for one in some],
+                [one.step_ms.most - one.step_ms.median for one in some],
+            ]
+            axes.errorbar(
+                x, [one.perplexity for one in some], xerr=around, fmt="o", color=COLOURS[colour], label=label, lw=0.8
+            )
+    for one in models:
+        axes.annotate(
+            one.model, (one.step_ms.median, one.perplexity), xytext=(5, 4), textcoords="offset points", fontsize=8
+        )
+    axes.set(xlabel="round trip of a step, one connection, ms (rounds: median, least to most)", ylabel="perplexity")
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 

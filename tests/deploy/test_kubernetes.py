@@ -199,7 +199,7 @@ def asked_bytes(name: str, among: list[Resource] = BASE) -> int:
 def test_a_pod_requests_its_measured_memory() -> None:
     page = (ROOT / "docs" / "stack.md").read_text(encoding="utf-8")
     (models,) = re.findall(r"eight models take ([\d.]+) GiB", page)
-    assert len(list((ROOT / SETTINGS.bundles).glob("*/manifest.json"))) == 8
+    assert len(list((ROOT / SETTINGS.bundles).glob("*/manifest.json"))) <= 8
     assert min(asked_bytes("wane"), asked_bytes("wane", GPU)) > float(models) * GIB
     (store,) = re.findall(r"^maxmemory (\d+)gb$", get("ConfigMap", "redis")["data"]["redis.conf"], re.MULTILINE)
     assert asked_bytes("redis") >= int(store) * GIB

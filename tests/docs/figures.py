@@ -9,16 +9,7 @@ from wane.models.bundle_checks import read_manifest
 from wane.models.manifest import Manifest, Quality
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = (
-    "gated-stable-64",
-    "gated-stable-128",
-    "gated-stable",
-    "gated-stable-truncated",
-    "gated",
-    "rnn-stable",
-    "lstm",
-    "lstm-stable",
-)
+SHIPPED = ("gated-stable-64", "gated-stable", "rnn-stable", "lstm")
 
 
 def manifests() -> list[Manifest]:

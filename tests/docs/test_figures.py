@@ -39,16 +39,3 @@ def test_every_shipped_bundle_is_at_most_6_mb_and_shares_one_vocabulary() -> Non
 def test_the_stable_bundles_are_contractive() -> None:
     for manifest in figures.manifests():
         assert manifest.certificate.contractive == ("stable" in manifest.name)
-
-
-def test_a_truncated_twin_differs_from_its_recurrent_model_only_in_the_training_regime() -> None:
-    found = {manifest.name: manifest.provenance for manifest in figures.manifests()}
-    first, second = found["gated-stable"], found["gated-stable-truncated"]
-    assert (first.seed, first.steps, first.data) == (second.seed, second.steps, second.data)
-    one, two = dict(first.config), dict(second.config)
-    assert one.pop("name") != two.pop("name")
-    assert isinstance(one["training"], dict)
-    assert isinstance(two["training"], dict)
-    assert (one["training"].pop("regime"), two["training"].pop("regime")) == ("recurrent", "truncated")
-    del one["export"], two["export"]
-    assert one == two

@@ -2,36 +2,111 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from rich.progress import Progress
 
+from benchmarks.page import with_tables
 from research import families
+from tests.models.bundles import edit_manifest
 from tests.service.shipped import FOLDER
+from tests.training.corpora import text_corpus
+from wane.service.cli.side_by_side import ModelFigures, Spread
+
+pytestmark = pytest.mark.train
 
 
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> families.Family:
-    """The figures of a shipped bundle, from few runs of its graphs."""
-    monkeypatch.setattr(families, "REPEATS", 3)
-    with Progress(disable=True) as progress:
-        return families.figures(FOLDER / "rnn-stable", None, 1, progress)
+def figures(name: str = "gru", **changes: object) -> ModelFigures:
+    found = ModelFigures(
+        model=name,
+        model_version="1",
+        family="gru",
+        weights=1_400_000,
+        reach=None,
+        state_bytes=1344,
+        tokens=1000,
+        perplexity=40.0,
+        positions=100,
+        by_k={1: 90.0, 4: 50.0, 16: 41.0, 64: 40.1},
+        smallest_k=64,
+        window=64,
+        step_ms=Spread(0.5, 0.4, 0.6),
+        window_ms=Spread(1.5, 1.4, 1.6),
+        tokens_per_s=Spread(5000, 4000, 6000),
+        proved=0.0,
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
 
 
-def test_the_figures_of_a_bundle_come_from_its_manifest_and_its_graphs(found: families.Family) -> None:
-    assert found.reach is None and found.proved is None
-    assert found.state_bytes == 4 * 384
-    assert list(found.by_k) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert found.by_k[1] > found.perplexity
-    assert found.smallest_k is not None and found.by_k[found.smallest_k] <= found.by_k[256] * families.WITHIN
-    assert min(found.step_ms, found.window_ms, found.tokens_per_s, found.training_tokens_per_s) > 0
+def family(name: str = "gru", **changes: object) -> families.Family:
+    return families.Family(
+        weights_hash="0" * 64, figures=figures(name, **changes), training_tokens_per_s=Spread(9000, 8000, 9500)
+    )
 
 
-def test_the_table_lists_the_best_family_first(found: families.Family, tmp_path: Path) -> None:
-    better = found.model_copy(update={"perplexity": found.perplexity / 2, "reach": 12, "proved": 1.0})
-    rows = families.table({"worse": found, "better": better})[2:]
-    assert [row.split("`")[1] for row in rows] == ["better", "worse"]
-    assert "| 12 |" in rows[0] and "100.0%" in rows[0]
-    families.plot({"worse": found, "better": better}, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+def test_the_page_has_the_stored_figures() -> None:
+    found = families.read(families.FIGURES)
+    page = families.PAGE.read_text(encoding="utf-8")
+    assert with_tables(page, families.tables(found), "docs/families.md") == page
+    assert found and set(found) <= set(families.NAMES)
+
+
+def test_the_table_lists_the_best_family_first() -> None:
+    rows = families.table(
+        {"gru": family(), "tcn": family("tcn", perplexity=30.0, reach=12, proved=1.0, by_k={1: 31.0})}
+    )
+    assert [row.split("`")[1] for row in rows[2:]] == ["tcn", "gru"]
+    assert "| 13 tokens | 30.00 | 31.00 | - | - | - |" in rows[2] and "| 100.0 % |" in rows[2]
+    assert "| fades | 40.00 | 90.00 | 50.00 | 41.00 | 40.10 | 64 | 1,344 B | 0.50 (0.40 to 0.60) |" in rows[3]
+
+
+def test_families_without_figures_are_named() -> None:
+    some = {name: family(name) for name in families.NAMES if name not in ("gru", "tcn")}
+    assert families.missing(some) == ["Not in the table, because they are not trained yet: `gru` and `tcn`."]
+    assert families.missing({name: family(name) for name in families.NAMES}) == ["All 13 families are in the table."]
+
+
+def test_the_findings_follow_from_the_figures() -> None:
+    found = {
+        "gru": family(smallest_k=128, state_bytes=100),
+        "leaky": family("leaky", perplexity=44.0, proved=0.9, step_ms=Spread(0.7, 0.6, 0.9)),
+        "tcn": family("tcn", perplexity=42.0, reach=12, proved=1.0),
+        "wavenet": family("wavenet", perplexity=43.0, reach=100, proved=0.0, state_bytes=9000),
+    }
+    text = "\n".join(families.findings(found))
+    assert "`gru` with a perplexity of 40.00" in text and "`tcn` with 42.00, 5.0 % more, from 13 tokens" in text
+    assert "Of 2 models whose memory fades, 1 loses less than 1 % in windows of 64 tokens: `leaky`. `gru` needs" in text
+    assert "`leaky` proves first tokens" in text
+    assert "Of 2 models with a finite memory, 1 has all of it in a window of 64: `tcn`." in text
+    assert "from 0.50 ms" in text and "to 0.70 ms (`leaky`)" in text
+    assert "from 100 B (`gru`) to 9,000 B (`wavenet`)" in text
+    assert families.findings({}) == []
+
+
+@pytest.mark.slow
+def test_the_command_measures_the_bundles_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped bundle takes the place of a trained family, and a small corpus that of WikiText-2."""
+    monkeypatch.setattr(families, "TRAINED_STEPS", 1)
+    monkeypatch.setattr(families, "load_corpus", lambda config: text_corpus(2000))
+    monkeypatch.setattr(families, "read_stream", lambda *arguments: np.arange(200) % 97)
+    bundle = tmp_path / "work" / "bundles" / "gru"
+    shutil.copytree(FOLDER / "rnn-stable", bundle)
+    edit_manifest(bundle, "name", value="gru")
+    page, json = tmp_path / "page.md", tmp_path / "families.json"
+    page.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("families", "missing", "findings")))
+    options = ["--work", str(tmp_path / "work"), "--trained", "--tokens", "100", "--positions", "4"]
+    assert families.main(["--data", str(tmp_path), *options, "--json", str(json), "--page", str(page)]) == 0
+    (found,) = families.read(json).values()
+    assert (found.figures.model, found.figures.tokens, found.figures.positions) == ("gru", 100, 4)
+    assert found.training_tokens_per_s.least > 0
+    assert "| `gru` | 1,084,160 | fades |" in page.read_text(encoding="utf-8")
+    assert json.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_folder_without_bundles_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        families.main(["--data", str(tmp_path), "--work", str(tmp_path), "--trained"])
+    assert "has no bundles" in capsys.readouterr().err

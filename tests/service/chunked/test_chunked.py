@@ -157,7 +157,7 @@ async def test_a_model_without_a_certificate_meets_a_tolerance_only_by_an_exact_
     assert parallel_cost.error_bound == 0.0
 
 
-@pytest.mark.parametrize("name", ["rnn-stable", "lstm-stable"])
+@pytest.mark.parametrize("name", ["rnn-stable"])
 @pytest.mark.parametrize("tolerance", [None, 1e-2, 2e-4, 1e-7])
 async def test_the_bound_of_the_chunk_boundaries_is_within_the_tolerance_and_holds(
     name: str, tolerance: float | None

@@ -41,6 +41,23 @@ def test_a_window_beyond_the_curve_has_its_last_bound(k: int, state: float) -> N
     assert found.variation == pytest.approx(math.tanh(D * (state + ROUNDING) / 4), rel=1e-12)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 9, 100])
+def test_a_finite_memory_is_exact_from_its_reach_on_only_with_equal_bits(k: int) -> None:
+    finite = Certificate(
+        contractive=True,
+        certified=True,
+        layers=(),
+        state_error=(80.0, 0.4, 0.0),
+        error_bound=(1.0, 0.3, 0.0),
+        head_diameter=D,
+    )
+    found = bound(finite, k, 100)
+    assert found is not None
+    assert found.variation == (0.0 if k >= 3 else 1.0)
+    unequal = finite.model_copy(update={"bit_identical": False})
+    assert bound(unequal, k, 100) is None
+
+
 def test_a_vacuous_bound_is_one() -> None:
     found = bound(CERTIFICATE, 1, 100)
     assert found is not None and found.variation == 1.0

@@ -113,16 +113,20 @@ async def test_the_default_model_answers_while_the_others_are_loaded(
     tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    for name in ("gated", "lstm", "rnn-stable"):
+    for name in ("gated-stable", "lstm", "rnn-stable"):
         shutil.copytree(FOLDER / name, tmp_path / name)
     registry, answering = make(tmp_path, default_model="lstm"), asyncio.Event()
     loading = asyncio.create_task(registry.load(answering.set))
     await gate.reached()
-    assert (registry.loading, registry.served, registry.is_coming()) == (["lstm", "gated", "rnn-stable"], [], True)
+    assert (registry.loading, registry.served, registry.is_coming()) == (
+        ["lstm", "gated-stable", "rnn-stable"],
+        [],
+        True,
+    )
     with pytest.raises(Unavailable, match="loading model 'lstm'"):
         registry.get()
     asking = asyncio.create_task(registry.wait_for())
-    other = asyncio.create_task(registry.wait_for("gated"))
+    other = asyncio.create_task(registry.wait_for("gated-stable"))
     gate.opened.set()
     await answering.wait()
     gate.opened.clear()
@@ -131,16 +135,16 @@ async def test_the_default_model_answers_while_the_others_are_loaded(
     assert [engine.name for engine in registry.served] == ["lstm"]
     assert (registry.ready, registry.status, other.done()) == (False, "loading", False)
     states = {entry.name: entry.state for entry in await registry.index()}
-    assert states == {"lstm": "READY", "gated": "LOADING", "rnn-stable": "LOADING"}
+    assert states == {"lstm": "READY", "gated-stable": "LOADING", "rnn-stable": "LOADING"}
     with pytest.raises(DeadlineExceeded, match="while the server was loading the model"):
-        await registry.wait_for("gated", asyncio.get_running_loop().time() - 1)
+        await registry.wait_for("gated-stable", asyncio.get_running_loop().time() - 1)
     with pytest.raises(UnknownModel):
         registry.get("nobody")
     gate.opened.set()
     await other
-    assert registry.get("gated").name == "gated"
+    assert registry.get("gated-stable").name == "gated-stable"
     await loading
-    assert (registry.ready, registry.loading, gate.names) == (True, [], ["lstm", "gated", "rnn-stable"])
+    assert (registry.ready, registry.loading, gate.names) == (True, [], ["lstm", "gated-stable", "rnn-stable"])
     await registry.close()
 
 
@@ -421,7 +425,7 @@ async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
     tmp_path: Path, without_verification: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:
     shutil.copytree(FOLDER / "lstm", tmp_path / "lstm")
-    shutil.copytree(FOLDER / "gated", tmp_path / "other")
+    shutil.copytree(FOLDER / "gated-stable", tmp_path / "other")
     edit_manifest(tmp_path / "other", "name", value="other")
     reason = spoil(tmp_path / "other")
     registry = make(tmp_path, default_model="lstm")
@@ -444,20 +448,20 @@ async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
 async def test_a_request_that_waits_for_a_model_gets_the_reason_of_its_failure(
     tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("gated", "lstm"):
+    for name in ("gated-stable", "lstm"):
         shutil.copytree(FOLDER / name, tmp_path / name)
-    reason = flip_a_byte(tmp_path / "gated").removeprefix("other/")
+    reason = flip_a_byte(tmp_path / "gated-stable").removeprefix("other/")
     registry, gate = make(tmp_path, default_model="lstm"), Gate(monkeypatch)
 
     async def ask() -> Engine:
-        await registry.wait_for("gated")
-        return registry.get("gated")
+        await registry.wait_for("gated-stable")
+        return registry.get("gated-stable")
 
     loading = asyncio.create_task(registry.load())
     await gate.reached()
     asking = asyncio.create_task(ask())
     gate.opened.set()
-    with pytest.raises(UnknownModel, match=f"'gated' was not loaded: gated/{reason}"):
+    with pytest.raises(UnknownModel, match=f"'gated-stable' was not loaded: gated-stable/{reason}"):
         await asking
     await loading
     await registry.close()
@@ -483,16 +487,16 @@ async def test_the_error_names_an_unreadable_bundle_whose_folder_has_another_mod
 
 async def test_a_session_whose_model_failed_to_load_still_exists(tmp_path: Path, without_verification: None) -> None:
     file = tmp_path / "sessions"
-    for name in ("lstm", "gated"):
+    for name in ("lstm", "gated-stable"):
         shutil.copytree(FOLDER / name, tmp_path / "bundles" / name)
     before = make(tmp_path / "bundles", session_file=file, default_model="lstm")
     await before.load()
-    session = (await before.get("gated").create_session()).session
+    session = (await before.get("gated-stable").create_session()).session
     await before.close()
-    (tmp_path / "bundles" / "gated" / "step.onnx").unlink()
+    (tmp_path / "bundles" / "gated-stable" / "step.onnx").unlink()
     registry = make(tmp_path / "bundles", session_file=file, default_model="lstm")
     await registry.load()
-    with pytest.raises(Unavailable, match=r"'gated' was not loaded: .*step\.onnx"):
+    with pytest.raises(Unavailable, match=r"'gated-stable' was not loaded: .*step\.onnx"):
         await registry.engine_for(session)
     await registry.close()
 

@@ -17,7 +17,7 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
-VERSIONS = ("lstm-stable", "rnn-stable")
+VERSIONS = ("lstm", "rnn-stable")
 MODEL = "small"
 FLOAT32 = 1e-4
 TAIL = 32

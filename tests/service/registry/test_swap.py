@@ -85,7 +85,7 @@ async def test_sessions_continue_on_the_new_version_from_their_stored_tokens(
 ) -> None:
     session = (await registry.get().create_session()).session
     before = await step(registry, session, *TOKENS, position=0)
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     new = await registry.load_model(MODEL)
     assert (new.version, registry.get()) == ("2", new)
     assert (await new.get_session(session)).model_version == "2"
@@ -101,7 +101,7 @@ async def test_sessions_continue_on_the_new_version_from_their_stored_tokens(
 async def test_the_new_version_replays_a_step_of_the_old_version(registry: ModelRegistry, folder: Path) -> None:
     session = (await registry.get().create_session()).session
     await step(registry, session, *TOKENS, position=0)
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     await registry.load_model(MODEL)
     again = await step(registry, session, *TOKENS, position=0)
     assert (again.replayed, again.position) == (True, 4)
@@ -118,7 +118,7 @@ async def test_requests_in_flight_at_a_swap_are_answered_by_the_old_version(
 ) -> None:
     old = registry.get()
     epoch = registry.epochs.enter()
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     new = await registry.load_model(MODEL)
     assert registry.get() is new
     assert old.retired
@@ -135,7 +135,7 @@ async def test_an_old_version_finishes_requests_of_disconnected_callers(registry
     old = registry.get()
     session = (await old.create_session()).session
     running = asyncio.ensure_future(old.submit(StepRequest(session, TOKENS)))
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     await registry.load_model(MODEL)
     await registry.settled()
     assert (await running).position == 4
@@ -165,7 +165,7 @@ def refer_outside(path: Path, name: str) -> None:
         (lambda path: refer_outside(path, "step.onnx"), "small/step.onnx: onnxruntime cannot open the graph: "),
         (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but its version is still 1"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
-        (lambda path: edit_manifest(put(path.parent, "2", "gated", name="other"), "name", value=MODEL),
+        (lambda path: edit_manifest(put(path.parent, "2", "lstm", name="other"), "name", value=MODEL),
          "two different bundles have version 2"),
     ],
     ids=["hash", "json", "FIFO", "graph FIFO", "no graph", "outside data", "version", "field", "twice"],
@@ -176,7 +176,7 @@ async def test_a_failed_load_keeps_the_old_version_and_reports_the_reason(
     engine = registry.get()
     session = (await engine.create_session()).session
     await step(registry, session, *TOKENS)
-    path = put(folder, "2", "lstm-stable")
+    path = put(folder, "2", "lstm")
     assert callable(spoil)
     spoil(path)
     with pytest.raises(LoadFailed, match=f"model 'small' was not loaded: .*{reason}") as caught:
@@ -217,7 +217,7 @@ async def test_the_registry_closes_while_a_disk_does_not_answer(
     registry: ModelRegistry, folder: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wane.service.registry.swap.LAST_LOAD_S", 0.1)
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     load = asyncio.create_task(registry.load_model(MODEL))
     assert await asyncio.to_thread(blocked.wait, TIMEOUT_S)
     await registry.close()
@@ -248,7 +248,7 @@ async def test_a_graph_of_other_weights_is_not_loaded(
     registry: ModelRegistry, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    path = put(folder, "2", "lstm-stable")
+    path = put(folder, "2", "lstm")
     for name in ("step.onnx", "head.onnx"):
         (path / name).write_bytes((folder.parents[0] / ".small-before-2" / name).read_bytes())
     digests = __import__("json").loads((folder.parents[0] / ".small-before-2" / "manifest.json").read_text())["files"]
@@ -269,7 +269,7 @@ async def test_a_model_without_a_bundle_is_unknown(registry: ModelRegistry) -> N
 
 
 async def test_a_model_added_after_the_start_can_be_loaded(registry: ModelRegistry, folder: Path) -> None:
-    put(folder, "3", "lstm-stable", name="other")
+    put(folder, "3", "lstm", name="other")
     assert IndexEntry("other", "3", "UNAVAILABLE", "not loaded") in await registry.index()
     await registry.load_model("other")
     assert [engine.name for engine in registry.list()] == [MODEL, "other"]
@@ -277,7 +277,7 @@ async def test_a_model_added_after_the_start_can_be_loaded(registry: ModelRegist
 
 async def test_the_highest_version_of_a_model_is_served(registry: ModelRegistry, folder: Path) -> None:
     for version in ("9", "10"):
-        path = put(folder, version, "lstm-stable", name=f"other-{version}")
+        path = put(folder, version, "lstm", name=f"other-{version}")
         edit_manifest(path, "name", value=MODEL)
     assert (await registry.load_model(MODEL)).version == "10"
     served = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), Metrics())
@@ -319,7 +319,7 @@ async def test_sessions_continue_when_their_tokenizer_is_served_again(folder: Pa
     await step(registry, session, *TOKENS)
     retokenize(put(folder, "2"))
     await registry.load_model(MODEL)
-    put(folder, "3", "lstm-stable")
+    put(folder, "3", "lstm")
     third = await registry.load_model(MODEL)
     assert await registry.engine_for(session) is third
     await registry.settled()
@@ -377,14 +377,14 @@ async def test_sessions_keep_as_many_tokens_as_the_longest_window_of_any_loaded_
     await registry.load()
     store = registry.session_store
     assert store is not None and store.session_history_tokens == registry.get().manifest.max_window == 256
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     await registry.load_model(MODEL)
     assert store.session_history_tokens == registry.get().manifest.max_window == 512
     await registry.close()
 
 
 async def test_a_load_continues_after_the_callers_deadline(registry: ModelRegistry, folder: Path) -> None:
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     with pytest.raises(DeadlineExceeded, match="the load continues: the index of models shows when the load has ended"):
         await registry.load_model(MODEL, asyncio.get_running_loop().time())
     async with asyncio.timeout(TIMEOUT_S):
@@ -393,13 +393,13 @@ async def test_a_load_continues_after_the_callers_deadline(registry: ModelRegist
 
 
 async def test_a_second_load_waits_and_finds_the_model_loaded(registry: ModelRegistry, folder: Path) -> None:
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     first, second = await asyncio.gather(registry.load_model(MODEL), registry.load_model(MODEL))
     assert first is second is registry.get()
 
 
 async def test_a_server_that_stops_while_loading_closes_the_new_engine(registry: ModelRegistry, folder: Path) -> None:
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     loading = asyncio.create_task(registry.load_model(MODEL))
     while registry.lifecycle.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
         await asyncio.sleep(0)
@@ -426,7 +426,7 @@ async def test_metrics_have_the_version_that_is_served(
     caplog.set_level(logging.INFO)
     session = (await registry.get().create_session()).session
     await step(registry, session, *TOKENS)
-    put(folder, "2", "lstm-stable")
+    put(folder, "2", "lstm")
     await registry.load_model(MODEL)
     text = metrics.render()[0].decode()
     assert 'wane_model_info{device="cpu",model="small",version="2"} 1.0' in text
@@ -463,7 +463,7 @@ async def swap_by_turns() -> None:
         running: list[int] = []
         for version in range(2, SWAPS + 2):
             await step(registry, session, *TOKENS)
-            put(folder, str(version), "lstm-stable" if version % 2 else "rnn-stable")
+            put(folder, str(version), "lstm" if version % 2 else "rnn-stable")
             await registry.load_model(MODEL)
             await registry.settled()
             assert live_objects(Engine) == [registry.get()]

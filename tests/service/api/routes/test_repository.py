@@ -130,7 +130,7 @@ def test_sessions_and_sockets_survive_a_load_and_answers_have_the_version(
 
         assert message(5, 6)["model_version"] == "1"
         assert client.post(f"{stale}/tokens", json={"tokens": [5, 6]}).json()["model_version"] == "1"
-        put(folder, "2", "lstm-stable")
+        put(folder, "2", "lstm")
         assert client.post(load).json() == {"name": MODEL, "version": "2", "state": "READY"}
         answers = [message(7), client.post(f"{stale}/tokens", json={"tokens": [7]}).json()]
         for answer in answers:

@@ -100,7 +100,7 @@ def test_a_repeated_creation_with_other_options_is_refused(http: httpx.Client, s
         {"history": [5, 6, 8]},
         {"history": [6, 7]},
         {"mode": "window"},
-        {"model": "lstm-stable"},
+        {"model": "lstm"},
         {"history": None, "position": None},
     ):
         assert_problem(http.post("/v1/sessions", json={**body, **change}), 409, "session_exists")
