@@ -188,9 +188,9 @@ release. The service uses websockets only through uvicorn; the client uses its p
 
 def test_the_package_imports_no_private_module_of_its_server() -> None:
     found = {(name_of(path), module) for path in sources() for module in imports(path) if module.startswith(PRIVATE)}
-    public = ("websockets.asyncio.client", "websockets.sync.client", "websockets.exceptions")
+    public = ("websockets.asyncio.client", "websockets.exceptions")
     assert {
-        (name, module) for name, module in found if name != "client/driver" or not module.startswith(public)
+        (name, module) for name, module in found if name != "client/servers" or not module.startswith(public)
     } == set()
 
 
