@@ -17,6 +17,9 @@ from typing import Any
 from wane.service.api.schemas.sessions import StreamBody
 
 SCRIPT = """
+const key = document.getElementById('key')
+key.value = sessionStorage.getItem('wane-key') || ''
+key.addEventListener('change', () => sessionStorage.setItem('wane-key', key.value))
 addEventListener('submit', async event => {
   event.preventDefault()
   const form = event.target, answer = form.querySelector('output')
@@ -26,6 +29,7 @@ addEventListener('submit', async event => {
   try {
     const sent = {method: form.dataset.method, headers: {'content-type': 'application/json'}}
     if (body) sent.body = body.value
+    if (key.value) sent.headers.authorization = 'Bearer ' + key.value
     const response = await fetch('.' + path, sent), text = await response.text()
     let shown = text
     try { shown = JSON.stringify(JSON.parse(text), null, 2) } catch {}
@@ -33,7 +37,7 @@ addEventListener('submit', async event => {
   } catch (error) { answer.textContent = String(error) }
 })
 """
-"""Sends a form of the page `/docs` as a request, and shows the answer."""
+"""Sends a form of the page `/docs` as a request, and shows the answer. The console keeps its key at the same place."""
 
 DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
@@ -59,6 +63,7 @@ textarea { width: 100%; font: 14px/1.4 monospace; box-sizing: border-box } outpu
 output:not(:empty), pre { background: #f3f6f8; padding: .6em; white-space: pre-wrap; overflow-wrap: anywhere }
 h4 { margin: .8em 0 0 }
 """
+KEY = """<label>API key of the forms, if this server asks for one: <input id="key" type="password"></label>"""
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -96,7 +101,7 @@ def api_page(openapi: Schema) -> str:
     """Returns the page `/docs` for an OpenAPI description."""
     components = openapi.get("components", {}).get("schemas", {})
     about = escape(openapi["info"].get("description", ""))
-    parts = [f'<h1>Wane: the API</h1>\n<p>{about} For programs: <a href="openapi.json">openapi.json</a>.</p>']
+    parts = [f'<h1>Wane: the API</h1>\n<p>{about} For programs: <a href="openapi.json">openapi.json</a>.</p>', KEY]
     for group in openapi.get("tags", ()):
         parts.append(f"<h2>{escape(group['description'])}</h2>")
         for path, operations in openapi["paths"].items():

@@ -288,7 +288,7 @@ def test_a_call_that_needs_most_of_its_deadline_is_left_to_a_server_that_lives(b
 
     async def respond(request: httpx.Request) -> httpx.Response:
         asked.append(f"{request.url.host} {request.url.path}")
-        if request.url.path == "/livez":
+        if request.url.path == "/healthz":
             probed.set()
             return httpx.Response(401)
         await probed.wait()
@@ -297,7 +297,7 @@ def test_a_call_that_needs_most_of_its_deadline_is_left_to_a_server_that_lives(b
 
     client = both(["http://a", "http://b"], deadline_s=2, transport=httpx.MockTransport(respond))
     assert client.predict("a").position == 1
-    assert asked == ["a /v1/predict", "a /livez"]
+    assert asked == ["a /v1/predict", "a /healthz"]
 
 
 def test_a_server_that_hangs_leaves_time_for_the_next_address(both: Both) -> None:
@@ -311,7 +311,7 @@ def test_a_server_that_hangs_leaves_time_for_the_next_address(both: Both) -> Non
 
     client = both(["http://a", "http://b"], deadline_s=2, transport=httpx.MockTransport(respond))
     assert client.predict("a").position == 1
-    assert asked == ["a /v1/predict", "a /livez", "b /v1/predict"]
+    assert asked == ["a /v1/predict", "a /healthz", "b /v1/predict"]
 
 
 def test_a_call_in_the_thread_that_runs_the_calls_is_refused() -> None:
