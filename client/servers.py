@@ -188,8 +188,7 @@ class Servers:
         task = asyncio.create_task(limited())
         try:
             if watched is not None and not (await asyncio.wait([task], timeout=timeout_s / 4))[0]:
-                alive = self._exchange(self.http.build_request("GET", f"{watched}/healthz", headers=self.headers), False)
-                if isinstance(await self.within(alive, timeout_s / 4), str):
+                if isinstance(await self.within(self.http.get(f"{watched}/healthz"), timeout_s / 4), str):
                     scope.cancel()
             return await asyncio.shield(task)
         except asyncio.CancelledError:

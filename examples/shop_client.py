@@ -3,8 +3,8 @@ version of the model and the loss of all servers' sessions. The environment vari
 
     python examples/shop_client.py http://127.0.0.1:8000 runs/shop/sessions.jsonl --pause 0.5
 
-Creates a session for each line of the file, and appends the events of the line, one event in each step. After each step,
-prints the events that the model recommends. The recommendations exclude the events that are already in the session.
+Creates a session for each line of the file, and appends the events of the line, one event in each step. After each
+step, prints the events that the model recommends. They exclude the events that are already in the session.
 """
 
 from __future__ import annotations
