@@ -187,9 +187,9 @@ class Servers:
         # httpx loses its connection if a task is cancelled in it by other means than anyio's
         task = asyncio.create_task(limited())
         try:
-            if watched is not None and not (await asyncio.wait([task], timeout=timeout_s / 4))[0]:
-                if isinstance(await self.within(self.http.get(f"{watched}/healthz"), timeout_s / 4), str):
-                    scope.cancel()
+            late = watched is not None and not (await asyncio.wait([task], timeout=timeout_s / 4))[0]
+            if late and isinstance(await self.within(self.http.get(f"{watched}/healthz"), timeout_s / 4), str):
+                scope.cancel()
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             scope.cancel()
