@@ -22,17 +22,15 @@ key.value = sessionStorage.getItem('wane-key') || ''
 key.addEventListener('change', () => sessionStorage.setItem('wane-key', key.value))
 addEventListener('submit', async event => {
   event.preventDefault()
-  const form = event.target, answer = form.querySelector('output')
+  const form = event.target, answer = form.querySelector('output'), body = form.elements.body
   const path = form.dataset.path.replace(/{([a-z]+)}/g, (_, name) => encodeURIComponent(form.elements[name].value))
-  const body = form.elements.body
   answer.textContent = '...'
   try {
-    const sent = {method: form.dataset.method, headers: {'content-type': 'application/json'}}
-    if (body) sent.body = body.value
-    if (key.value) sent.headers.authorization = 'Bearer ' + key.value
-    const response = await fetch('.' + path, sent), text = await response.text()
-    let shown = text
-    try { shown = JSON.stringify(JSON.parse(text), null, 2) } catch {}
+    const headers = {'content-type': 'application/json'}
+    if (key.value) headers.authorization = 'Bearer ' + key.value
+    const response = await fetch('.' + path, {method: form.dataset.method, headers, body: body?.value})
+    let shown = await response.text()
+    try { shown = JSON.stringify(JSON.parse(shown), null, 2) } catch {}
     answer.textContent = response.status + ' ' + response.statusText + '\\n' + shown
   } catch (error) { answer.textContent = String(error) }
 })
