@@ -7,9 +7,9 @@ import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import cache, wraps
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
@@ -26,27 +26,29 @@ THREAD = "wane-client"
 INTERRUPTED_S = 1.0  # how long an interrupted call may take to end
 
 
-@cache
+LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork copies no thread
+
+
 def _loop() -> asyncio.AbstractEventLoop:
     """Returns the event loop of this process's calls, which a thread of its own runs."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
+    loop = LOOPS.get(os.getpid())
+    if loop is None:
+        made = asyncio.new_event_loop()
+        loop = LOOPS.setdefault(os.getpid(), made)  # of several threads that are here, one makes it
+        if loop is made:
+            threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
+        else:
+            made.close()
     return loop
 
 
-os.register_at_fork(after_in_child=_loop.cache_clear)  # threads are not copied
+def _begin(call: Awaitable[object]) -> None:
+    """Begins a call in the event loop."""
 
+    async def run() -> None:
+        await call
 
-def _begin(call: Awaitable[T], ended: Callable[[], object] = lambda: None) -> Future[T]:
-    """Begins a call in the event loop. `ended` is called at its end."""
-
-    async def run() -> T:
-        try:
-            return await call
-        finally:
-            ended()
-
-    return asyncio.run_coroutine_threadsafe(run(), _loop())
+    asyncio.run_coroutine_threadsafe(run(), _loop())
 
 
 def _run(call: Awaitable[T]) -> T:
@@ -55,9 +57,21 @@ def _run(call: Awaitable[T]) -> T:
         if isinstance(call, Coroutine):
             call.close()
         raise RuntimeError("a call of Wane cannot be made in the thread that runs Wane's calls")
-    over = threading.Event()
-    future = _begin(call, over.set)
+    future, over = Future[T](), threading.Event()
+
+    async def run() -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "this runs in a task: this is a bug"
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))  # no effect on a task that has ended
+        with suppress(InvalidStateError):  # interrupted meanwhile
+            try:
+                future.set_result(await call)
+            except BaseException as error:
+                future.set_exception(error)
+        over.set()
+
     try:
+        _begin(run())
         return future.result()
     finally:
         if future.cancel():
