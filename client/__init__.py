@@ -8,12 +8,14 @@ The package `wane` has the same files as `wane.client`.
 """
 
 from .answers import *  # noqa: F403
+from .blocking import Generation, Session, Wane
 from .errors import *  # noqa: F403
-from .wane import *  # noqa: F403
+from .session import AsyncSession
+from .wane import AsyncGeneration, AsyncWane
 
-__all__ = ["Mode"]  # noqa: F405
+__all__ = ["AsyncGeneration", "AsyncSession", "AsyncWane", "Generation", "Mode", "Session", "Wane"]  # noqa: F405
 __all__ += [
     name
     for name, value in list(globals().items())
-    if isinstance(value, type) and value.__module__ in {f"{__name__}.{part}" for part in ("answers", "errors", "wane")}
+    if isinstance(value, type) and value.__module__ in (f"{__name__}.answers", f"{__name__}.errors")
 ]

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 Mode = Literal["auto", "recurrent", "window", "both"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+@dataclass_transform(frozen_default=True)
+class Data:
+    """A frozen dataclass, as every class below it."""
+
+    def __init_subclass__(cls, kw_only: bool = False) -> None:
+        dataclass(frozen=True, kw_only=kw_only)(cls)
+
+
+class Prediction(Data):
     """A candidate for the next token or event. `bytes` is present if the token alone is not valid UTF-8."""
 
     token_id: int
@@ -24,8 +31,7 @@ class Prediction:
     bytes: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
+class Latency(Data):
     """The time of a request in the engine: in the queue, in the run, and in total."""
 
     queue_ms: float
@@ -33,8 +39,7 @@ class Latency:
     total_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(Data):
     """How a window's answer agrees with the recurrent answer."""
 
     top1_match: bool
@@ -47,16 +52,14 @@ class Agreement:
     error_bound: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ModeAnswer:
+class ModeAnswer(Data):
     """The answer of one mode, as a part of an answer in mode `both`."""
 
     predictions: tuple[Prediction, ...]
     latency: Latency
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Data):
     """The model version that answered, and its device."""
 
     model: str
@@ -64,16 +67,22 @@ class Served:
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answer(Served):
+class Ran(Served, kw_only=True):
+    """What the answers of a model's run have in common. `unknown` are the events that the vocabulary lacks."""
+
+    state: str
+    error_bound: float | None
+    latency: Latency
+    cache_tokens: int | None = None
+    unknown: tuple[str, ...] = ()
+
+
+class Answer(Ran, kw_only=True):
     """The predictions of the next token, the most probable first. `position` is the session's position."""
 
     mode: str
     window: int | None
     predictions: tuple[Prediction, ...]
-    latency: Latency
-    state: str
-    error_bound: float | None
     state_error_bound: float | None
     top1_proved: bool
     modes: dict[str, ModeAnswer] | None = None
@@ -83,12 +92,9 @@ class Answer(Served):
     replayed: bool = False
     created: bool = False
     durable: bool | None = None
-    cache_tokens: int | None = None
-    unknown: tuple[str, ...] = ()
     seen_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class SessionView(Served):
     """A session on a server."""
 
@@ -96,8 +102,7 @@ class SessionView(Served):
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class Score(Served):
+class Score(Ran, kw_only=True):
     """The tokens of a sequence, and the log-probability of each. None: the token has no prediction, or the event was
     skipped."""
 
@@ -107,18 +112,12 @@ class Score(Served):
     chunks: int
     rounds: int
     max_residual: float
-    state: str
-    error_bound: float | None
-    latency: Latency
     error_bounds: tuple[float | None, ...] | None = None
     predictions: tuple[tuple[Prediction, ...] | None, ...] | None = None
     warm_up: int | None = None
-    cache_tokens: int | None = None
-    unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedToken:
+class GeneratedToken(Data):
     """A generated token. In a stream, `text` is what is final after it."""
 
     token_id: int
@@ -129,8 +128,7 @@ class GeneratedToken:
     predictions: tuple[Prediction, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Generated(Served):
+class Generated(Ran, kw_only=True):
     """A generated text and its tokens. A stream's result has no `logprobs`: each of its tokens has its own."""
 
     text: str
@@ -138,27 +136,20 @@ class Generated(Served):
     finish_reason: str
     mode: str
     window: int | None
-    state: str
-    error_bound: float | None
-    latency: Latency
     logprobs: tuple[float, ...] = ()
     predictions: tuple[tuple[Prediction, ...], ...] | None = None
-    cache_tokens: int | None = None
     session: str | None = None
     position: int | None = None
-    unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Percentiles:
+class Percentiles(Data):
     """The percentiles of a latency over repeated runs."""
 
     p50_ms: float
     p99_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedMode:
+class ComparedMode(Data):
     """Recurrent mode, or a window of one size, in a comparison. `latency` is by phase: queue, compute and total.
     `agreement` is None for recurrent mode."""
 
@@ -171,7 +162,6 @@ class ComparedMode:
     agreement: Agreement | None
 
 
-@dataclass(frozen=True, slots=True)
 class Comparison(Served):
     """The comparison of one model's recurrent mode with windows, in the order of the request."""
 
@@ -183,8 +173,7 @@ class Comparison(Served):
     unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Certificate:
+class Certificate(Data):
     """Whether the model provably forgets. `reason` says why it is not certified."""
 
     contractive: bool
@@ -192,8 +181,7 @@ class Certificate:
     reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyFacts:
+class VocabularyFacts(Data):
     """The tokens of a model: of text, or `events`."""
 
     kind: str
@@ -201,8 +189,7 @@ class VocabularyFacts:
     eos_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(Data):
     """A served model. `k` is the number of tokens in its own window, and `k_epsilon` the smallest such number for each
     bound. `quality` has its claimed perplexities or recalls."""
 
@@ -220,16 +207,14 @@ class Model:
     quality: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(Data):
     """A bucket of a histogram: how many requests took at most `le_ms`; None: any time."""
 
     le_ms: float | None
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Durations:
+class Durations(Data):
     """The latency of `count` requests: quantiles, sum and histogram."""
 
     p50_ms: float | None
@@ -240,16 +225,14 @@ class Durations:
     buckets: tuple[Bucket, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ModeReport:
+class ModeReport(Data):
     """The requests of one mode, and the latency of each phase: queue, compute and total."""
 
     requests: int
     latency: dict[str, Durations]
 
 
-@dataclass(frozen=True, slots=True)
-class AgreementReport:
+class AgreementReport(Data):
     """The agreement of both modes over all comparisons, and by the source of the compared answers."""
 
     compared: int
@@ -262,7 +245,6 @@ class AgreementReport:
     sources: dict[str, AgreementReport] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class ModelReport(Served):
     """One model's statistics since the start. `sessions` counts resident, parked and rebuilt ones."""
 
@@ -273,8 +255,7 @@ class ModelReport(Served):
     sessions: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Data):
     """A server's statistics. `document` is all of it, as it was sent."""
 
     device: str

@@ -8,8 +8,11 @@ arguments raise ValueError, before anything is sent.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+OF_CODE: dict[str, type[WaneError]] = {}
+OF_STATUS: dict[int, type[WaneError]] = {}
 
 
 class WaneError(Exception):
@@ -19,9 +22,12 @@ class WaneError(Exception):
 
     code = "internal"
 
-    def __init_subclass__(cls, code: str | None = None) -> None:
-        """The code of a class is its name, unless it is given."""
+    def __init_subclass__(cls, code: str = "", of: Sequence[int] = ()) -> None:
+        """The code of a class is its name, unless it is given. `of`: it is the class of unknown codes with one of these
+        statuses."""
         cls.code = code or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        OF_CODE[cls.code] = cls
+        OF_STATUS.update(dict.fromkeys(of, cls))
 
     def __init__(
         self,
@@ -37,10 +43,13 @@ class WaneError(Exception):
         self.detail = str(self.document.get("detail") or message)
 
 
-class NotJson(WaneError): ...
+OF_CODE[WaneError.code] = WaneError
 
 
-class InvalidRequest(WaneError):
+class NotJson(WaneError, of=(400,)): ...
+
+
+class InvalidRequest(WaneError, of=(422,)):
     """The server refused the request. `field` names the invalid field, or is None."""
 
     @property
@@ -48,13 +57,13 @@ class InvalidRequest(WaneError):
         return self.document.get("field")
 
 
-class Unauthorized(WaneError): ...
+class Unauthorized(WaneError, of=(401,)): ...
 
 
-class Forbidden(WaneError): ...
+class Forbidden(WaneError, of=(403,)): ...
 
 
-class NotFound(WaneError): ...
+class NotFound(WaneError, of=(404,)): ...
 
 
 class UnknownModel(NotFound): ...
@@ -64,7 +73,7 @@ class UnknownSession(NotFound):
     """No server has the session, and the client cannot make it again from the tokens that it remembers."""
 
 
-class Conflict(WaneError):
+class Conflict(WaneError, of=(409,)):
     """The request contradicts the session on the server."""
 
 
@@ -91,16 +100,16 @@ class TokenizerChanged(Conflict): ...
 class LoadFailed(WaneError): ...
 
 
-class BodyTimeout(WaneError): ...
+class BodyTimeout(WaneError, of=(408,)): ...
 
 
-class TooLarge(WaneError): ...
+class TooLarge(WaneError, of=(413,)): ...
 
 
-class UnsupportedMedia(WaneError, code="unsupported_media_type"): ...
+class UnsupportedMedia(WaneError, code="unsupported_media_type", of=(415,)): ...
 
 
-class Overloaded(WaneError): ...
+class Overloaded(WaneError, of=(429,)): ...
 
 
 class RateLimited(Overloaded): ...
@@ -109,14 +118,14 @@ class RateLimited(Overloaded): ...
 class QuotaExceeded(Overloaded): ...
 
 
-class Unavailable(WaneError): ...
+class Unavailable(WaneError, of=(502, 503)): ...
 
 
 class Unreachable(Unavailable):
     """No server answered: the connection failed or was lost, or the deadline passed."""
 
 
-class DeadlineExceeded(WaneError): ...
+class DeadlineExceeded(WaneError, of=(504,)): ...
 
 
 class Abandoned(WaneError): ...
@@ -124,33 +133,6 @@ class Abandoned(WaneError): ...
 
 class NotWane(WaneError):
     """The answer is not one of Wane's. The message says what is wrong with it."""
-
-
-OF_STATUS: dict[int, type[WaneError]] = {
-    400: NotJson,
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    408: BodyTimeout,
-    409: Conflict,
-    413: TooLarge,
-    415: UnsupportedMedia,
-    422: InvalidRequest,
-    429: Overloaded,
-    502: Unavailable,
-    503: Unavailable,
-    504: DeadlineExceeded,
-}
-"""The class of an error whose code is unknown, by its status. Any other status is a WaneError."""
-
-
-def _classes(of: type[WaneError]) -> Iterator[type[WaneError]]:
-    yield of
-    for below in of.__subclasses__():
-        yield from _classes(below)
-
-
-OF_CODE = {kind.code: kind for kind in _classes(WaneError)}
 
 
 def error_of(request: str, status: int, document: Any, text: str, retry_after_s: float | None) -> WaneError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 from .answers import Mode
-from .shape import Misfit, Within, fit
+from .shape import Within, fit
 
 Input = str | int | Sequence[int] | Sequence[str]
 """A text, one token id, token ids, or names of events."""
@@ -62,37 +62,34 @@ class StepOptions(Ranked, total=False):
     mode: Mode
 
 
-class PredictOptions(Ranked, total=False):
+class OfModel(Timed, total=False):
     model: str | None
+    cache: bool
+    unknown: Unknown
+
+
+class PredictOptions(Ranked, OfModel, total=False):
     mode: Mode
     window: Positive | None
     tolerance: Share | None
     truncated: bool
-    unknown: Unknown
 
 
-class CompareOptions(Timed, total=False):
-    model: str | None
+class CompareOptions(OfModel, total=False):
     models: Sequence[str]
     windows: Sequence[Positive]
     repeat: Positive
-    cache: bool
-    unknown: Unknown
 
 
-class ScoreOptions(Timed, total=False):
-    model: str | None
+class ScoreOptions(OfModel, total=False):
     method: Literal["sequential", "parallel"]
     tolerance: Share | None
     truncated: bool
     top_k: Natural | None
-    cache: bool
     include_unknown: bool
-    unknown: Unknown
 
 
-class GenerateOptions(Timed, total=False):
-    model: str | None
+class GenerateOptions(OfModel, total=False):
     max_tokens: Positive
     temperature: Annotated[float, Within(least=0, most=1e9)]
     top_k: Positive | None
@@ -106,9 +103,7 @@ class GenerateOptions(Timed, total=False):
     mode: Literal["auto", "recurrent", "window"]
     window: Positive | None
     truncated: bool
-    cache: bool
     include_unknown: bool
-    unknown: Unknown
 
 
 def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +113,7 @@ def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in hints:
             raise TypeError(f"there is no argument {name!r}; there are {', '.join(hints)}")
         if value is not None:
-            try:
-                found[name] = fit(hints[name], value)
-            except Misfit as error:
-                raise ValueError(f"{name}{error.path}: {error.why}") from None
+            found[name] = fit(hints[name], value, name)
     return found
 
 

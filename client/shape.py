@@ -1,13 +1,10 @@
-"""Reads JSON values as Python types: the parts of an answer, and the arguments of a call.
-
-A value that does not have its type raises `Misfit`, which names the place. A field of an answer that a dataclass does
-not have is ignored, because a newer server may send more fields.
-"""
+"""Reads JSON values as Python types: the parts of an answer, and the arguments of a call."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -17,14 +14,10 @@ NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 
 
 class Misfit(ValueError):
-    """A value does not have its type. The message begins with its path, such as `predictions[0].logprob`."""
-
-    def __init__(self, why: str, path: str = "") -> None:
-        super().__init__(f"{path.removeprefix('.')}: {why}" if path else why)
-        self.why, self.path = why, path
+    """A value does not have its type. The message begins with its place, such as `predictions[0].logprob`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Within:
     """The range of a number: at least `least`, over `over`, and at most `most`."""
 
@@ -37,57 +30,46 @@ class Within:
         return " and ".join(f"{rule} {value}" for rule, value in rules if math.isfinite(value))
 
 
-def fit(kind: Any, value: Any) -> Any:
-    """Returns `value` as a `kind`: a dataclass, number, text, list, map, or a union of them. Raises Misfit."""
-    if type(value) is kind or kind is Any:
+def fit(kind: Any, value: Any, at: str = "") -> Any:
+    """Returns `value` as a `kind`: a dataclass, number, text, list, map, or a union of them. Raises Misfit, which names
+    the place, from `at` on. Fields that a dataclass lacks are ignored: a newer server may send more."""
+    if type(value) is kind or kind is Any or (kind is float and type(value) is int):
         return value
     origin, parts = _parts(kind)
-    if kind is float and type(value) is int:
-        return value
     if origin in (Union, UnionType):
+        *others, last = [part for part in parts if part is not NoneType]
         if value is None and NoneType in parts:
             return None
-        others = [part for part in parts if part is not NoneType]
-        fitting = [part for part in others[:-1] if _fits(part, value)]
-        return fit((fitting or others)[0 if fitting else -1], value)
+        for part in others:
+            with suppress(Misfit):
+                return fit(part, value, at)
+        return fit(last, value, at)
     if origin is Annotated:
-        value, within = fit(parts[0], value), parts[1]
+        value, within = fit(parts[0], value, at), parts[1]
         if within.least <= value <= within.most and within.over < value < math.inf:
             return value
-        raise Misfit(f"must be {within}, not {value}")
+        raise _misfit(at, f"must be {within}, not {value}")
     if origin is Literal and value in parts:
         return value
     if origin in (tuple, Sequence) and isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple([_within(parts[0], item, f"[{index}]") for index, item in enumerate(value)])
+        return tuple([fit(parts[0], item, f"{at}[{index}]") for index, item in enumerate(value)])
     if origin in (dict, Mapping) and isinstance(value, Mapping):
-        return {str(name): _within(parts[1], item, f".{name}") for name, item in value.items()}
+        return {str(name): fit(parts[1], item, f"{at}.{name}") for name, item in value.items()}
     if is_dataclass(kind) and isinstance(value, Mapping):
         constructor: Any = kind
-        found = {
-            name: _within(hint, value[name], f".{name}") for name, hint, _ in _fields(constructor) if name in value
-        }
-        missing = next((name for name, _, required in _fields(constructor) if required and name not in found), None)
-        if missing is None:
-            return constructor(**found)
-        raise Misfit("the field is missing", f".{missing}")
-    names = {Literal: f"one of {', '.join(map(str, parts))}", dict: "an object", Mapping: "an object"}
-    expected = NAMES.get(kind) or names.get(origin) or ("an object" if is_dataclass(kind) else "a list")
-    raise Misfit(f"{expected} is expected, not {value!r:.60}")
+        found = {}
+        for name, hint, required in _fields(constructor):
+            if name in value:
+                found[name] = fit(hint, value[name], f"{at}.{name}")
+            elif required:
+                raise _misfit(f"{at}.{name}", "the field is missing")
+        return constructor(**found)
+    names = {Literal: f"one of {', '.join(map(str, parts))}", tuple: "a list", Sequence: "a list"}
+    raise _misfit(at, f"{NAMES.get(kind) or names.get(origin, 'an object')} is expected, not {value!r:.60}")
 
 
-def _within(kind: Any, value: Any, part: str) -> Any:
-    try:
-        return fit(kind, value)
-    except Misfit as error:
-        raise Misfit(error.why, part + error.path) from None
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    try:
-        fit(kind, value)
-    except Misfit:
-        return False
-    return True
+def _misfit(at: str, why: str) -> Misfit:
+    return Misfit(f"{at.removeprefix('.')}: {why}" if at else why)
 
 
 @cache

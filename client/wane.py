@@ -1,119 +1,43 @@
-"""The clients: `Wane`, and `AsyncWane` for asyncio. Both have the same methods."""
+"""The client for asyncio."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Self, Unpack
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Self, Unpack
 
 import httpx
 
-from .answers import Generated, GeneratedToken
-from .calls import Calls, Events
-from .driver import AsyncDriver, Awaiting, Blocking, Driver, awaiting, blocking
-from .errors import WaneError
-from .options import ClientOptions, GenerateOptions, Input, SessionOptions
-from .retry import Servers
-from .session import LEAVING_S, Facts, Steps
+from .answers import Answer, Comparison, Data, Generated, GeneratedToken, Model, Report, Score
+from .options import (
+    ClientOptions,
+    CompareOptions,
+    GenerateOptions,
+    Input,
+    PredictOptions,
+    ScoreOptions,
+    SessionOptions,
+    Timed,
+    sequence,
+)
+from .servers import Servers
+from .session import AsyncSession
+
+BAR = 40
 
 
-class Wane(Blocking[Calls]):
-    """A client of one server, or of several replicas. Threads may share it. A `with` block closes its connections."""
+class _Progress(Data):
+    """How many tokens of a score are done."""
 
-    predict = blocking(Calls.predict)
-    compare = blocking(Calls.compare)
-    score = blocking(Calls.score)
-    generate = blocking(Calls.generate)
-    models = blocking(Calls.models)
-    report = blocking(Calls.report)
-
-    def __init__(
-        self,
-        addresses: str | Sequence[str] | None = None,
-        *,
-        transport: httpx.BaseTransport | None = None,
-        **options: Unpack[ClientOptions],
-    ) -> None:
-        """`addresses` are those of one server or of several replicas; default: WANE_URL, separated by commas.
-        `transport` is httpx's, for example with certificates of one's own. Raises ValueError."""
-        super().__init__(Calls(Servers.of(addresses, options)), Driver(transport))
-
-    def session(self, name: str | None = None, **options: Unpack[SessionOptions]) -> Session:
-        """Returns the session with this id, or a new session."""
-        return Session(Steps.of(self._plans, name, options), self._driver)
-
-    def generate_stream(self, input: Input, **options: Unpack[GenerateOptions]) -> Generation:  # noqa: A002
-        """Like `generate`, but returns an iterator of the tokens, as they are generated."""
-        return Generation(self._plans.generation(input, options), self._driver)
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._driver.http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    done: int
+    total: int
 
 
-class Session(Blocking[Steps], Facts):
-    """A session, for one thread at a time. A `with` block opens it, and ends it on the server if its id is new."""
-
-    append = blocking(Steps.append)
-    type = blocking(Steps.type)
-    predict = blocking(Steps.predict)
-    generate = blocking(Steps.generate)
-    rewind = blocking(Steps.rewind)
-    close = blocking(Steps.close)
-
-    @contextmanager
-    def stream(self) -> Iterator[Session]:
-        """Within the block, steps go over one WebSocket. Needs the extra `stream`."""
-        socket = self._plans.streamed()
-        try:
-            yield self
-        finally:
-            self._plans.socket = None
-            self._driver.close(socket)
-
-    def __enter__(self) -> Self:
-        self._driver.run(self._plans.open())
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._plans.owned and kind is None:
-            self.close()
-        elif self._plans.owned:  # what was raised is raised further
-            with suppress(WaneError):
-                self.close(deadline_s=LEAVING_S)
-
-
-class Generation(Blocking[Events]):
-    """Iterates once over generated tokens. Afterwards `result` is the whole answer, except log-probabilities."""
-
-    result: Generated | None = None
-
-    def __iter__(self) -> Iterator[GeneratedToken]:
-        self._plans.begin()
-        try:
-            while isinstance(found := self._driver.run(self._plans.token()), GeneratedToken):
-                yield found
-            self.result = found
-        finally:
-            if self._plans.reply is not None:
-                self._driver.end(self._plans.reply)
-
-
-class AsyncWane(Awaiting[Calls]):
+class AsyncWane:
     """Like `Wane`, for tasks of asyncio. Its methods are coroutines, except `session` and `generate_stream`."""
-
-    predict = awaiting(Calls.predict)
-    compare = awaiting(Calls.compare)
-    score = awaiting(Calls.score)
-    generate = awaiting(Calls.generate)
-    models = awaiting(Calls.models)
-    report = awaiting(Calls.report)
 
     def __init__(
         self,
@@ -123,19 +47,72 @@ class AsyncWane(Awaiting[Calls]):
         **options: Unpack[ClientOptions],
     ) -> None:
         """See `Wane`."""
-        super().__init__(Calls(Servers.of(addresses, options)), AsyncDriver(transport))
+        self._servers = Servers(addresses, transport, options)
+        self._kinds: dict[str, str] = {}  # the kind of each model's vocabulary
+
+    async def predict(self, input: Input, **options: Unpack[PredictOptions]) -> Answer:  # noqa: A002
+        """Predicts what follows a text, token ids, or a list of names of events."""
+        body, deadline = self._servers.started(PredictOptions, options)
+        return await self._servers.ask(Answer, "POST /v1/predict", body | sequence(input), deadline)
+
+    async def compare(self, input: Input, **options: Unpack[CompareOptions]) -> tuple[Comparison, ...]:  # noqa: A002
+        """Compares recurrent mode with windows of several sizes. Returns a comparison for each model."""
+        body, deadline = self._servers.started(CompareOptions, options)
+        kind = tuple[Comparison, ...]
+        return await self._servers.ask(kind, "POST /v1/compare", body | sequence(input), deadline, member="models")
+
+    async def score(self, input: Input, *, progress: bool = False, **options: Unpack[ScoreOptions]) -> Score:  # noqa: A002
+        """Returns the log-probability of each token. `progress` shows a bar on stderr."""
+        body, deadline = self._servers.started(ScoreOptions, options)
+        body |= sequence(input)
+        request, found = "POST /v1/score", dict[str, Any]()
+        if not progress:
+            return await self._servers.ask(Score, request, body, deadline)
+        events = self._servers.events("/v1/score", body, deadline, ("progress", "tokens", "finish"))
+        async with aclosing(events):
+            async for name, content in events:
+                if name == "progress":
+                    now = self._servers.read(_Progress, request, content)
+                    share = now.done / max(now.total, 1)
+                    bar = "#" * int(BAR * share)
+                    sys.stderr.write(f"\r[{bar:{BAR}}] {share:4.0%}" + "\n" * (share == 1))
+                    continue
+                part = self._servers.read(dict[str, Any], request, content)
+                if name == "finish":
+                    return self._servers.read(Score, request, part | found)
+                for key, values in part.items():
+                    found[key] = found.get(key, []) + values if isinstance(values, list) else values
+        raise AssertionError("events end with an error or a result: this is a bug")
+
+    async def generate(self, input: Input, **options: Unpack[GenerateOptions]) -> Generated:  # noqa: A002
+        """Continues a text, token ids, or a list of names of events."""
+        body, deadline = self._servers.started(GenerateOptions, options)
+        return await self._servers.ask(Generated, "POST /v1/generate", body | sequence(input), deadline)
+
+    def generate_stream(self, input: Input, **options: Unpack[GenerateOptions]) -> AsyncGeneration:  # noqa: A002
+        """Like `generate`, but returns an asynchronous iterator of the tokens."""
+        body, deadline = self._servers.started(GenerateOptions, options)
+        return AsyncGeneration(self._servers, body | sequence(input), deadline)
+
+    async def models(self, **options: Unpack[Timed]) -> tuple[Model, ...]:
+        """Returns the served models. The default model is the first."""
+        _, deadline = self._servers.started(Timed, options)
+        return await self._servers.ask(tuple[Model, ...], "GET /v1/models", None, deadline, member="data")
+
+    async def report(self, **options: Unpack[Timed]) -> Report:
+        """Returns a server's statistics since its start."""
+        _, deadline = self._servers.started(Timed, options)
+        content = (await self._servers.reply("GET /v1/report", None, deadline)).content
+        report = self._servers.read(Report, "GET /v1/report", content)
+        return replace(report, document=json.loads(content))
 
     def session(self, name: str | None = None, **options: Unpack[SessionOptions]) -> AsyncSession:
         """Returns the session with this id, or a new session."""
-        return AsyncSession(Steps.of(self._plans, name, options), self._driver)
-
-    def generate_stream(self, input: Input, **options: Unpack[GenerateOptions]) -> AsyncGeneration:  # noqa: A002
-        """Like `generate`, but returns an asynchronous iterator of the tokens, as they are generated."""
-        return AsyncGeneration(self._plans.generation(input, options), self._driver)
+        return AsyncSession(self._servers, self._kinds, name, options)
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._driver.http.aclose()
+        await self._servers.http.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -144,49 +121,21 @@ class AsyncWane(Awaiting[Calls]):
         await self.close()
 
 
-class AsyncSession(Awaiting[Steps], Facts):
-    """Like `Session`, for one task at a time."""
+class AsyncGeneration:
+    """Iterates once over generated tokens. Afterwards `result` is the whole answer, except log-probabilities."""
 
-    append = awaiting(Steps.append)
-    type = awaiting(Steps.type)
-    predict = awaiting(Steps.predict)
-    generate = awaiting(Steps.generate)
-    rewind = awaiting(Steps.rewind)
-    close = awaiting(Steps.close)
-
-    @asynccontextmanager
-    async def stream(self) -> AsyncIterator[AsyncSession]:
-        """Within the block, steps go over one WebSocket. Needs the extra `stream`."""
-        socket = self._plans.streamed()
-        try:
-            yield self
-        finally:
-            self._plans.socket = None
-            await self._driver.close(socket)
-
-    async def __aenter__(self) -> Self:
-        await self._driver.run(self._plans.open())
-        return self
-
-    async def __aexit__(self, kind: object, *_: object) -> None:
-        if self._plans.owned and kind is None:
-            await self.close()
-        elif self._plans.owned:
-            with suppress(WaneError):
-                await self.close(deadline_s=LEAVING_S)
-
-
-class AsyncGeneration(Awaiting[Events]):
-    """Like `Generation`, for `async for`."""
-
-    result: Generated | None = None
+    def __init__(self, servers: Servers, body: dict[str, Any], deadline: float) -> None:
+        self.result: Generated | None = None
+        self._servers, self._begun = servers, False
+        self._events = servers.events("/v1/generate", body, deadline, ("token", "finish"))
 
     async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
-        self._plans.begin()
-        try:
-            while isinstance(found := await self._driver.run(self._plans.token()), GeneratedToken):
-                yield found
-            self.result = found
-        finally:
-            if self._plans.reply is not None:
-                await self._driver.end(self._plans.reply)
+        if self._begun:
+            raise RuntimeError("a generation can be iterated over only once")
+        self._begun = True
+        async with aclosing(self._events):
+            async for name, content in self._events:
+                if name == "finish":
+                    self.result = self._servers.read(Generated, "POST /v1/generate", content)
+                    return
+                yield self._servers.read(GeneratedToken, "POST /v1/generate", content)

@@ -17,23 +17,25 @@ from typing import Any
 from wane.service.api.schemas.sessions import StreamBody
 
 SCRIPT = """
+const key = document.getElementById('key')
+key.value = sessionStorage.getItem('wane-key') || ''
+key.addEventListener('change', () => sessionStorage.setItem('wane-key', key.value))
 addEventListener('submit', async event => {
   event.preventDefault()
-  const form = event.target, answer = form.querySelector('output')
+  const form = event.target, answer = form.querySelector('output'), body = form.elements.body
   const path = form.dataset.path.replace(/{([a-z]+)}/g, (_, name) => encodeURIComponent(form.elements[name].value))
-  const body = form.elements.body
   answer.textContent = '...'
   try {
-    const sent = {method: form.dataset.method, headers: {'content-type': 'application/json'}}
-    if (body) sent.body = body.value
-    const response = await fetch('.' + path, sent), text = await response.text()
-    let shown = text
-    try { shown = JSON.stringify(JSON.parse(text), null, 2) } catch {}
+    const headers = {'content-type': 'application/json'}
+    if (key.value) headers.authorization = 'Bearer ' + key.value
+    const response = await fetch('.' + path, {method: form.dataset.method, headers, body: body?.value})
+    let shown = await response.text()
+    try { shown = JSON.stringify(JSON.parse(shown), null, 2) } catch {}
     answer.textContent = response.status + ' ' + response.statusText + '\\n' + shown
   } catch (error) { answer.textContent = String(error) }
 })
 """
-"""Sends a form of the page `/docs` as a request, and shows the answer."""
+"""Sends a form of the page `/docs` as a request, and shows the answer. The console keeps its key at the same place."""
 
 DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
@@ -59,6 +61,7 @@ textarea { width: 100%; font: 14px/1.4 monospace; box-sizing: border-box } outpu
 output:not(:empty), pre { background: #f3f6f8; padding: .6em; white-space: pre-wrap; overflow-wrap: anywhere }
 h4 { margin: .8em 0 0 }
 """
+KEY = """<label>API key of the forms, if this server asks for one: <input id="key" type="password"></label>"""
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -96,7 +99,7 @@ def api_page(openapi: Schema) -> str:
     """Returns the page `/docs` for an OpenAPI description."""
     components = openapi.get("components", {}).get("schemas", {})
     about = escape(openapi["info"].get("description", ""))
-    parts = [f'<h1>Wane: the API</h1>\n<p>{about} For programs: <a href="openapi.json">openapi.json</a>.</p>']
+    parts = [f'<h1>Wane: the API</h1>\n<p>{about} For programs: <a href="openapi.json">openapi.json</a>.</p>', KEY]
     for group in openapi.get("tags", ()):
         parts.append(f"<h2>{escape(group['description'])}</h2>")
         for path, operations in openapi["paths"].items():

@@ -23,7 +23,7 @@ class CommandError(Exception):
     """The command failed because of its arguments, its input or a server. The message says why."""
 
 
-class TracedTransport(httpx.HTTPTransport):
+class TracedTransport(httpx.AsyncHTTPTransport):
     """Records a span for every request. If the environment variable TRACEPARENT is set, each span has the parent that
     this variable names."""
 
@@ -32,13 +32,13 @@ class TracedTransport(httpx.HTTPTransport):
         self._tracing = tracing
         self._parent = Parent.of(os.environ.get(PARENT_VARIABLE, "").encode())
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         with self._tracing.calling(request.method, request.url.path, self._parent) as headers:
             request.headers.update(headers)
-            return super().handle_request(request)
+            return await super().handle_async_request(request)
 
 
-def connect(url: str, tracing: Tracing | None, transport: httpx.BaseTransport | None = None) -> Wane:
+def connect(url: str, tracing: Tracing | None, transport: httpx.AsyncBaseTransport | None = None) -> Wane:
     """Returns a client that sends each request once, because a command measures latencies, and names a server that
     does not answer. Raises CommandError if `url` is not an address."""
     if tracing is not None:

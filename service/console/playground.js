@@ -25,6 +25,7 @@ const here = {
   lost: null, // the answers before and after the state was lost
   leaves: false, // whether Tab leaves the text, after Escape
   scrolled: false, // whether the end of the first text was shown
+  clicked: false, // whether the text was clicked into
 };
 let reload = () => {};
 
@@ -247,6 +248,17 @@ function keys(event) {
   }
 }
 
+// The first click into the sample text is to continue it, wherever it hits.
+function clicked({ target }) {
+  if (!here.clicked && state.text === SAMPLE) target.setSelectionRange(SAMPLE.length, SAMPLE.length);
+  here.clicked = true;
+}
+
+function replaceBy(text) {
+  typed(text);
+  document.getElementById("text").focus();
+}
+
 // ---------------------------------------------------------------- the view
 
 const units = () => (isEvents() ? "events" : "tokens");
@@ -287,13 +299,14 @@ const textInput = () => html`
     .value=${state.text}
     @input=${(event) => typed(event.target.value)}
     @keydown=${keys}
+    @click=${clicked}
     @blur=${() => (here.leaves = false)}
   ></textarea>
   ${problem()}
   <p class="muted" id="text-help">
     <kbd>Tab</kbd> takes the first token, <kbd>Esc</kbd> then <kbd>Tab</kbd> leaves the text.
-    ${state.text === SAMPLE ? nothing : html`<button class="link" @click=${() => typed(SAMPLE)}>Use the sample text</button>`}
-    ${state.text ? html`<button class="link" @click=${() => typed("")}>Clear</button>` : nothing}
+    ${state.text === SAMPLE ? nothing : html`<button class="link" @click=${() => replaceBy(SAMPLE)}>Use the sample text</button>`}
+    ${state.text ? html`<button class="link" @click=${() => replaceBy("")}>Clear</button>` : nothing}
   </p>
 `;
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -20,8 +23,7 @@ from tests.client.alike import Both
 from tests.client.conftest import TEXT_MODEL
 from tests.service.live_server import TIMEOUT_S
 from wane.client import AsyncWane, PositionConflict, TooLarge, Unavailable, UnknownSession, Unreachable, Wane
-from wane.client.driver import limited, refused
-from wane.client.retry import Broken, Reply
+from wane.client.servers import refused
 
 VIEW = {"model": "m", "model_version": "1", "device": "cpu", "mode": "auto", "position": 0}
 
@@ -55,11 +57,11 @@ class Script:
         self.replies = list(replies)
         self.sent: list[tuple[str, str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
-        self.before: Callable[[], object] = lambda: None
+        self.before: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)
         self.transport = httpx.MockTransport(self._respond)
 
-    def _respond(self, request: httpx.Request) -> httpx.Response:
-        self.before()
+    async def _respond(self, request: httpx.Request) -> httpx.Response:
+        await self.before()
         last = request.url.path.rpartition("/")[2]
         if last == "models":
             return httpx.Response(200, json={"data": []})
@@ -77,7 +79,7 @@ class Script:
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wane.client.retry.FIRST_WAIT_S", 0)
+    monkeypatch.setattr("wane.client.servers.FIRST_WAIT_S", 0)
 
 
 def test_a_session_that_is_lost_while_it_gets_its_last_tokens_is_made_again(both: Both) -> None:
@@ -170,7 +172,7 @@ def test_a_server_that_neither_has_nor_makes_a_session_is_asked_with_pauses(both
         now[0] += 1
         return 0.0
 
-    servers = client._plans.servers
+    servers = client._inner._servers
     servers.clock, servers.pause_s = lambda: now[0], pause_s
     with pytest.raises(UnknownSession):
         session.append(5)
@@ -193,13 +195,14 @@ def test_an_interrupted_call_does_not_block_the_session() -> None:
     script = Script(CREATED, DELETED)
     with pytest.raises(KeyboardInterrupt), Wane("http://wane", transport=script.transport).session() as session:
 
-        def interrupt() -> None:
-            script.before = lambda: None
-            raise KeyboardInterrupt
+        def interrupt() -> Awaitable[object]:
+            script.before = lambda: asyncio.sleep(0)
+            signal.raise_signal(signal.SIGINT)
+            return asyncio.sleep(TIMEOUT_S)
 
         script.before = interrupt
         session.append(5)
-    assert script.asked()[1].startswith("DELETE")
+    assert script.asked() == ["POST sessions", f"DELETE {session.name}"]
 
 
 def test_a_second_thread_in_a_session_is_refused() -> None:
@@ -214,12 +217,7 @@ def test_a_second_thread_in_a_session_is_refused() -> None:
                 session.append(6)
             refused_calls.append(str(raised.value))
 
-        def meanwhile() -> None:
-            thread = threading.Thread(target=second)
-            thread.start()
-            thread.join()
-
-        script.before = meanwhile
+        script.before = lambda: asyncio.to_thread(second)
         assert session.append(7).position == session.position == 2
     assert len(refused_calls) == 1 and script.sent[-1][2]["tokens"] == [7]
 
@@ -284,6 +282,62 @@ def test_a_session_of_a_cancelled_task_is_ended(url: str, http: httpx.Client) ->
     assert http.get(f"/v1/sessions/{asyncio.run(run())}").status_code == 404
 
 
+def test_a_call_that_needs_most_of_its_deadline_is_left_to_a_server_that_lives(both: Both) -> None:
+    asked: list[str] = []
+    probed = asyncio.Event()
+
+    async def respond(request: httpx.Request) -> httpx.Response:
+        asked.append(f"{request.url.host} {request.url.path}")
+        if request.url.path == "/healthz":
+            probed.set()
+            return httpx.Response(401)
+        await probed.wait()
+        await asyncio.sleep(0.7)  # with the quarter before, more than half of the deadline
+        return httpx.Response(200, json=answer(1)[1])
+
+    client = both(["http://a", "http://b"], deadline_s=2, transport=httpx.MockTransport(respond))
+    assert client.predict("a").position == 1
+    assert asked == ["a /v1/predict", "a /healthz"]
+
+
+def test_a_server_that_hangs_leaves_time_for_the_next_address(both: Both) -> None:
+    asked: list[str] = []
+
+    async def respond(request: httpx.Request) -> httpx.Response:
+        asked.append(f"{request.url.host} {request.url.path}")
+        if request.url.host == "a":
+            await asyncio.sleep(TIMEOUT_S)
+        return httpx.Response(200, json=answer(1)[1])
+
+    client = both(["http://a", "http://b"], deadline_s=2, transport=httpx.MockTransport(respond))
+    assert client.predict("a").position == 1
+    assert asked == ["a /v1/predict", "a /healthz", "b /v1/predict"]
+
+
+def test_a_call_in_the_thread_that_runs_the_calls_is_refused() -> None:
+    async def respond(request: httpx.Request) -> httpx.Response:
+        with pytest.raises(RuntimeError, match="the thread that runs Wane's calls"):
+            wane.models()
+        return httpx.Response(200, json={"data": []})
+
+    with Wane("http://wane", transport=httpx.MockTransport(respond)) as wane:
+        assert wane.models() == ()
+
+
+def test_a_forked_process_has_an_event_loop_of_its_own(url: str) -> None:
+    program = f"""
+import os
+from wane.client import Wane
+assert Wane({url!r}).models()
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(not Wane({url!r}).models())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def stalling() -> Iterator[str]:
     """The address of a server that answers with headers and the beginning of a body, and then waits."""
@@ -314,14 +368,6 @@ def test_a_body_that_stalls_is_late_at_the_deadline(both: Both, stalling: str) -
             call()
 
 
-def test_a_wait_for_a_socket_ends_in_time() -> None:
-    left, right = socket.socketpair()
-    with closing(left), closing(right):
-        left.settimeout(TIMEOUT_S)
-        with limited(left, 0.01):
-            assert left.recv(1) == b""
-
-
 def test_a_very_long_deadline_is_possible(wane: Any) -> None:
     assert wane.predict([5], deadline_s=1e300).predictions
     assert len(list(wane.generate_stream([5], max_tokens=2, deadline_s=1e300))) == 2
@@ -331,8 +377,8 @@ def test_a_very_long_deadline_is_possible(wane: Any) -> None:
 
 def test_a_websocket_that_is_closed_for_a_long_message_is_too_large() -> None:
     found = refused(ConnectionClosedError(Close(1009, "the message is too long"), None))
-    assert isinstance(found, Reply) and (found.status, found.content) == (413, b"the message is too long")
-    assert isinstance(refused(ConnectionClosedError(Close(1001, ""), None)), Broken)
+    assert isinstance(found, httpx.Response) and (found.status_code, found.text) == (413, "the message is too long")
+    assert isinstance(refused(ConnectionClosedError(Close(1001, ""), None)), str)
 
 
 def test_a_message_that_is_too_long_is_refused_at_once(wane: Any) -> None:

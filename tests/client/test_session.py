@@ -88,7 +88,7 @@ def test_unknown_events_are_counted_as_the_server_counts_them(
         assert session.position == position
         assert session.append("socks").position == session.position
         http.delete(f"/v1/sessions/{session.name}")
-        assert first(session.predict()) == first(wane.predict(session._plans.known, model=EVENT_MODEL))
+        assert first(session.predict()) == first(wane.predict(session._inner._known, model=EVENT_MODEL))
         assert session.rebuilds == 1
 
 
@@ -256,7 +256,7 @@ def test_a_websocket_that_is_closed_is_opened_again_at_the_same_position(wane: A
     with wane.session() as session, session.stream() as stream:
         for position in range(1, 6):
             assert stream.append(position + 4).position == position
-            stream._plans.socket.address = "elsewhere"  # the next step needs a new connection
+            session._inner._socket.address = "elsewhere"  # the next step needs a new connection
         assert first(stream.predict()) == first(wane.predict([5, 6, 7, 8, 9], mode="recurrent"))
 
 

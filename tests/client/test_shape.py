@@ -112,8 +112,8 @@ def test_the_address_and_the_key_are_read_from_the_environment(monkeypatch: pyte
     monkeypatch.setenv("WANE_URL", "http://a:1/, http://b:2")
     monkeypatch.setenv("WANE_API_KEY", "secret")
     with Wane() as wane:
-        assert wane._plans.servers.addresses == ["http://a:1", "http://b:2"]
-        assert wane._plans.servers.headers == {"authorization": "Bearer secret"}
-        assert "secret" not in repr(wane._plans)
+        assert wane._inner._servers.addresses == ["http://a:1", "http://b:2"]
+        assert wane._inner._servers.headers == {"authorization": "Bearer secret"}
+        assert "secret" not in repr(vars(wane._inner))
     with pytest.raises(ValueError, match="printable ASCII"):
         Wane(key="a\nb")

@@ -49,6 +49,19 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(console: OpenConsole, guarded: 
     page.check(network_errors=True)
 
 
+def test_the_forms_of_the_api_page_send_a_key(console: OpenConsole, guarded: LiveServer) -> None:
+    page = console("docs", url=guarded.url, http_credentials={"username": "me", "password": KEY}).page
+    form = page.locator("form[data-path='/v1/predict']")
+    form.locator("xpath=ancestor::details").locator("summary").click()
+    for key, status in (("", "401"), (KEY, "200")):
+        page.fill("#key", key)
+        form.locator("button").click()
+        form.locator(f"output:has-text('{status} ')").wait_for()
+    assert '"predictions"' in form.locator("output").inner_text()
+    page.reload()
+    assert page.input_value("#key") == KEY
+
+
 def test_a_text_over_the_limit_is_kept_and_named(console: OpenConsole, guarded: LiveServer) -> None:
     page = console(url=guarded.url)
     page.page.wait_for_selector("#key-dialog[open]")

@@ -35,6 +35,24 @@ def test_the_first_page_predicts_by_both_modes_without_a_click(console: OpenCons
     page.check()
 
 
+def test_the_first_click_continues_the_sample_and_later_clicks_go_where_they_hit(console: OpenConsole) -> None:
+    page = console()
+    page.settle()
+    sample = page.page.input_value("#text")
+    for _ in range(2):
+        page.page.click("#text", position={"x": 30, "y": 60})
+        page.page.keyboard.type("!")
+    typed = page.page.input_value("#text")
+    assert typed.endswith("!") and typed.count("!") == 2 and not typed.endswith("!!")
+    page.page.click("text=Clear")
+    page.page.keyboard.type("A")
+    page.page.click("text=Use the sample text")
+    page.page.keyboard.press("Control+End")
+    page.page.keyboard.type("?")
+    assert page.page.input_value("#text") == sample + "?"
+    page.check()
+
+
 def test_the_predictions_after_typing_are_those_of_the_whole_text(console: OpenConsole) -> None:
     page = console()
     page.type("The")
