@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -129,8 +130,9 @@ def test_a_run_on_events_is_evaluated_and_exported(tmp_path: Path, capsys: pytes
         assert text in printed
     assert "per word" not in printed and "…" not in printed
     assert max(map(len, printed.splitlines())) <= 80
-    (row,) = [line for line in printed.splitlines() if line.startswith("Markov ")]
-    assert len(row.split()) == 8  # the method, and one number for each metric
+    *by_cutoff, test = [line for line in printed.splitlines() if line.startswith("Markov ")]
+    assert [len(re.findall(r"\d?\.\d{3}", row)) for row in by_cutoff] == [10] * 3  # six metrics and four intervals
+    assert len(re.findall(r"[+-]\d\.\d{3} \(\d\.\d{3}\)", test)) == 4
     saved = json.loads((tmp_path / "run" / "rankings.json").read_text())
     assert saved.keys() == {"valid", "test"}
     assert set(saved["test"]["methods"]["Markov"]["recall"]) == {"1", "5", "10", "20"}
