@@ -25,7 +25,7 @@ from wane.training.config import Experiment, Protocol
 from wane.training.errors import LostError, RunError, TrainingError
 from wane.training.evaluate import POSITIONS
 from wane.training.group import ALONE, Group
-from wane.training.run import evaluate_run, export_run, train
+from wane.training.run import evaluate_run, evaluate_server, export_run, train
 from wane.training.run_folder import RunFolder
 
 REPLACE = "replace a bundle of the same name even if its version is the same or higher"
@@ -74,6 +74,14 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="events: also evaluate the mixture of the model with transition tables, which no server answers with",
     )
+
+    command.add_argument(
+        "--server",
+        metavar="URL",
+        help="events: replay the test sessions through this server, step by step, and print the metrics of its "
+        "answers; the key is that of WANE_API_KEY",
+    )
+    command.add_argument("--model", help="name of the served model (default: the server's default model)")
 
     command = commands.add_parser("export")
     command.add_argument(
@@ -272,7 +280,15 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
     if not group.alone:
         raise RunError(f"`{options.command}` runs in one process, not {group.size}; only `train` runs in several")
     if options.command == "evaluate":
-        evaluate_run(options.run, options.data, options.positions, console, options.protocol, options.transitions)
+        given = (options.run, options.data, options.positions, console, options.protocol)
+        if options.server is None and options.model is not None:
+            raise RunError("--model needs --server")
+        if options.server is None:
+            evaluate_run(*given, options.transitions)
+        elif options.transitions:
+            raise RunError("--transitions is no part of a server's answers: omit it or --server")
+        else:
+            evaluate_server(*given, options.server, options.model)
     elif options.command == "audit":
         given = {name: value for name, value in vars(options).items() if name != "command"}
         audit(AuditOptions(command=_audit_as_typed(options), **given), console)

@@ -10,6 +10,7 @@ window perplexities are computed at positions spread evenly through the split.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosse
 from wane.training.group import ALONE
 from wane.training.lanes import SessionLanes
 from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
-from wane.training.ranking import Judged, Rankings, Scorer, judged_of
+from wane.training.ranking import Judged, Rankings, Scorer, judged_of, ranks_in
 from wane.training.sessions import Sessions
 from wane.training.transitions import PARTS, Transitions, TransitionWeights, fit, lengths_of, mixed
 
@@ -149,6 +150,11 @@ class Judge:
         shares = mixture.shares(np.stack([mixture.ring(one, len(one)) for one in known]), newest)
         return mixture.log_probabilities(logits, shares)
 
+    @torch.inference_mode()
+    def recurrent(self, cache: CacheModel | None) -> Judged:
+        """Returns the ranks of the model in the recurrent mode."""
+        return self.of_model(session_losses(self._network.eval(), self.sessions, self.positions)[1], cache)[1]
+
     def of_baseline(self, baseline: Baseline, advance: Advance | None = None) -> Judged:
         """Returns the ranks of a baseline."""
         found = []
@@ -157,6 +163,25 @@ class Judge:
             if advance is not None:
                 advance(len(some))
         return Judged.joined(found)
+
+    @property
+    def count(self) -> int:
+        """The number of judged positions with a next event."""
+        return len(self.judged)
+
+    def sessions_to_replay(self) -> Iterator[tuple[NDArray[np.int64], dict[int, int]]]:
+        """Yields each session with a judged position: its events up to the last of these, and for each number of events
+        after which a position is judged, the index of this position."""
+        edges = np.flatnonzero(np.diff(self._first_event, prepend=-1, append=-1))
+        for first, end in pairwise(edges.tolist()):
+            begin = self._first_event[first]
+            places = {int(self._at[row] - begin) + 1: row for row in range(first, end)}
+            yield self.sessions.stream[begin : self._at[end - 1] + 1], places
+
+    def of_lists(self, lists: NDArray[np.int64]) -> Judged:
+        """Returns the ranks of a method of which only the lists are known: int64 (judged positions, LISTED)."""
+        known = [rest[:0] if not len(rest) else self._targets[row : row + 1] for row, rest in enumerate(self._rests)]
+        return Judged(ranks_in(lists, known), ranks_in(lists, self._rests), lists)
 
     def fit_transitions(self, tables: Transitions, model: Scores) -> TransitionWeights:
         """Fits the weights of a mixture with transition tables to the judged positions."""

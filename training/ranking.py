@@ -252,6 +252,16 @@ def best_of(scores: NDArray[np.floating], choices: list[NDArray[np.int64]]) -> N
     return best
 
 
+def ranks_in(lists: NDArray[np.int64], choices: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Returns the smallest rank in each row's list among the row's `choices`, or UNRANKED if the list has none of them:
+    int64 (n,). lists: int64 (n, LISTED)."""
+    ranks = np.full(len(lists), UNRANKED)
+    for row, (ids, wanted) in enumerate(zip(lists, choices, strict=True)):
+        if len(places := np.flatnonzero(np.isin(ids, wanted))):
+            ranks[row] = places[0] + 1
+    return ranks
+
+
 def first_of(scores: NDArray[np.floating]) -> NDArray[np.int64]:
     """Returns the ids with the LISTED highest scores of each row, in the order of their ranks: int64 (n, LISTED), -1
     where no more events are ranked."""

@@ -38,13 +38,14 @@ from wane.training.config import DataConfig, Experiment, Protocol
 from wane.training.data import Corpus, load_corpus, source_hashes
 from wane.training.errors import DataError, RunError
 from wane.training.evaluate import POSITIONS, WINDOWS, Advance, SplitLosses, evaluate_split, evaluation_steps, quality
-from wane.training.evaluate_events import evaluate_events, fit_transitions, sessions_of
+from wane.training.evaluate_events import RECURRENT, Judge, evaluate_events, fit_transitions, sessions_of
 from wane.training.group import ALONE, Group
 from wane.training.lanes import lanes_of
 from wane.training.loop import Trainer
 from wane.training.origin import describe_origin
 from wane.training.plots import plot_log, plot_quality, plot_rankings
-from wane.training.ranking import RankingMetrics, Rankings
+from wane.training.ranking import LISTED, RankingMetrics, Rankings
+from wane.training.replay import replay
 from wane.training.run_folder import RunFolder
 from wane.training.transitions import Transitions, TransitionWeights
 
@@ -56,6 +57,7 @@ METRICS = {"recall": "recall", "hit_rate": "hit rate", "mrr": "MRR", "ndcg": "ND
 """The metrics of the tables of rankings that have an interval, with their titles."""
 SHOWN = (5, 10, 20)
 """The values of k in the tables of rankings. `rankings.json` has all of CUTOFFS."""
+SERVED = "served"
 LONGEST_WINDOW = 128
 """Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
@@ -294,6 +296,38 @@ def evaluate_opened(run: Trained, positions: int, console: Console, transitions:
             console.print(table, width=TABLE_WIDTH, crop=False)
     else:
         plot_quality(name, found, plot)
+    return found
+
+
+def evaluate_server(
+    path: Path,
+    data: Path | None,
+    positions: int,
+    console: Console,
+    protocol: Protocol | None,
+    url: str,
+    model: str | None,
+) -> Rankings:
+    """Replays the test sessions of a run through a running server, and prints the metrics of its answers beside those
+    of the run, computed from the files. Writes `served.json` into the run folder. Raises RunError."""
+    run = open_run(path, data, protocol)
+    if run.corpus.vocabulary.kind != "events":
+        raise RunError("--server needs a run on events")
+    judge = Judge(run.network, run.corpus, "test", positions)
+    steps = sum(len(events) for events, _ in judge.sessions_to_replay())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("steps", total=steps)
+        replayed = replay(judge, run.corpus.vocabulary, url, model, lambda count: bar.advance(task, count))
+    own = judge.recurrent(run.cache)
+    found = judge.rankings({SERVED: replayed.judged, RECURRENT: own}, [])
+    run.folder.write_rankings({"test": found}, "served.json")
+    for table in rankings_tables(run.experiment.name, "test", found):
+        if table.row_count:
+            console.print(table, width=TABLE_WIDTH, crop=False)
+    console.print(replayed.describe(), soft_wrap=True)
+    same = int((replayed.judged.lists == own.lists).all(1).sum())
+    console.print(f"{same:,} of {judge.count:,} lists of {LISTED} events are those of the run", soft_wrap=True)
     return found
 
 

@@ -9,6 +9,7 @@
     weights-N.pt      the weights after step N, if training.keep_every is set
     quality.json      the last evaluation, with its step and number of positions
     transitions.json  the fitted weights of the mixture with transition tables (events only)
+    served.json       the ranking metrics of a server's answers, and of the model (events only)
     rankings.json     the ranking metrics of the model and the baselines in the last evaluation (events only)
 
 Checkpoints and weights are written atomically and loaded with weights_only. A run can be trained where only torch and
@@ -188,10 +189,10 @@ class RunFolder:
         record = {"best_step": best_step, "positions": positions, "quality": found.model_dump(mode="json")}
         (self.path / "quality.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
-    def write_rankings(self, rankings: dict[str, Rankings]) -> None:
-        """Writes the ranking metrics of an evaluation, by split."""
+    def write_rankings(self, rankings: dict[str, Rankings], name: str = "rankings.json") -> None:
+        """Writes the ranking metrics of an evaluation, by split, to the file `name`."""
         record = {split: found.model_dump(mode="json") for split, found in rankings.items()}
-        (self.path / "rankings.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (self.path / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def write_transitions(self, fitted: TransitionWeights) -> None:
         """Writes the weights of the mixture with transition tables."""
