@@ -280,15 +280,15 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
     if not group.alone:
         raise RunError(f"`{options.command}` runs in one process, not {group.size}; only `train` runs in several")
     if options.command == "evaluate":
-        given = (options.run, options.data, options.positions, console, options.protocol)
+        judged = (options.run, options.data, options.positions, console, options.protocol)
         if options.server is None and options.model is not None:
             raise RunError("--model needs --server")
         if options.server is None:
-            evaluate_run(*given, options.transitions)
+            evaluate_run(*judged, options.transitions)
         elif options.transitions:
             raise RunError("--transitions is no part of a server's answers: omit it or --server")
         else:
-            evaluate_server(*given, options.server, options.model)
+            evaluate_server(*judged, options.server, options.model)
     elif options.command == "audit":
         given = {name: value for name, value in vars(options).items() if name != "command"}
         audit(AuditOptions(command=_audit_as_typed(options), **given), console)

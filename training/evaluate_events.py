@@ -22,16 +22,16 @@ from wane.models.cache_statistics import cache_statistics
 from wane.models.manifest import CacheModel
 from wane.models.networks import Network
 from wane.models.parity import log_softmax
-from wane.training.baselines import Baseline, baselines_of
 from wane.training.cache import sequence_before
 from wane.training.data import Corpus
 from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosses, spread_positions, window_hidden
 from wane.training.group import ALONE
 from wane.training.lanes import SessionLanes
 from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
-from wane.training.ranking import Judged, Rankings, Scorer, judged_of, ranks_in
+from wane.training.rankings.baselines import Baseline, baselines_of
+from wane.training.rankings.metrics import Judged, Rankings, Scorer, judged_of, ranks_in
+from wane.training.rankings.transitions import PARTS, Transitions, TransitionWeights, fit, lengths_of, mixed
 from wane.training.sessions import Sessions
-from wane.training.transitions import PARTS, Transitions, TransitionWeights, fit, lengths_of, mixed
 
 WIDTH, CHUNK = 64, 128
 """The number of sessions in a batch, and the largest number of tokens of each session in a batch."""

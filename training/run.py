@@ -33,7 +33,6 @@ from wane.models.certificate.certify import CERTIFIED
 from wane.models.export import ExportError, export_bundle
 from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision, Provenance, Quality, Unknown
 from wane.models.networks import Network
-from wane.training.baselines import baselines_of
 from wane.training.config import DataConfig, Experiment, Protocol
 from wane.training.data import Corpus, load_corpus, source_hashes
 from wane.training.errors import DataError, RunError
@@ -44,10 +43,11 @@ from wane.training.lanes import lanes_of
 from wane.training.loop import Trainer
 from wane.training.origin import describe_origin
 from wane.training.plots import plot_log, plot_quality, plot_rankings
-from wane.training.ranking import LISTED, RankingMetrics, Rankings
-from wane.training.replay import replay
+from wane.training.rankings.baselines import baselines_of
+from wane.training.rankings.metrics import LISTED, RankingMetrics, Rankings
+from wane.training.rankings.replay import replay
+from wane.training.rankings.transitions import Transitions, TransitionWeights
 from wane.training.run_folder import RunFolder
-from wane.training.transitions import Transitions, TransitionWeights
 
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512

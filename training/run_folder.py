@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from wane.training.config import Experiment
     from wane.training.data import Corpus
     from wane.training.origin import Origin
-    from wane.training.ranking import Rankings
-    from wane.training.transitions import TransitionWeights
+    from wane.training.rankings.metrics import Rankings
+    from wane.training.rankings.transitions import TransitionWeights
 
 FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device"), ("data", "path")}
 
@@ -205,7 +205,7 @@ class RunFolder:
 
     def transitions(self) -> TransitionWeights:
         """Reads the weights of the mixture with transition tables. Raises RunError."""
-        from wane.training.transitions import TransitionWeights
+        from wane.training.rankings.transitions import TransitionWeights
 
         path = self.path / TRANSITIONS
         try:

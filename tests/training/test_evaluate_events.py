@@ -19,7 +19,7 @@ from wane.training.data import Corpus
 from wane.training.evaluate import quality
 from wane.training.evaluate_events import evaluate_events
 from wane.training.plots import plot_rankings
-from wane.training.ranking import CUTOFFS
+from wane.training.rankings.metrics import CUTOFFS
 
 BASELINES = (
     "popularity",

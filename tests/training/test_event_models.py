@@ -20,7 +20,7 @@ from wane.models.layer_registry import Kind
 from wane.models.manifest import Certificate, Start
 from wane.training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
 from wane.training.evaluate_events import evaluate_events
-from wane.training.ranking import Rankings
+from wane.training.rankings.metrics import Rankings
 from wane.training.run import Trained, describe_certificate, open_run, train
 
 DATA = os.environ.get("WANE_DATA")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from wane.models.networks import Network
-from wane.training.baselines import baselines_of
 from wane.training.config import DataConfig, ModelConfig
 from wane.training.data import Corpus, load_corpus
 from wane.training.evaluate_events import Judge, sessions_of
+from wane.training.rankings.baselines import baselines_of
 
 DATA = Path(os.environ.get("WANE_DATA", "missing"))
 pytestmark = [

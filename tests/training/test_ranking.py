@@ -11,8 +11,8 @@ import pytest
 import pytrec_eval
 from numpy.typing import NDArray
 
-from wane.training.baselines import Vsknn, baselines_of
-from wane.training.ranking import CUTOFFS, UNRANKED, Difference, Judged, Scorer, first_of, judged_of, ranks_of
+from wane.training.rankings.baselines import Vsknn, baselines_of
+from wane.training.rankings.metrics import CUTOFFS, UNRANKED, Difference, Judged, Scorer, first_of, judged_of, ranks_of
 from wane.training.sessions import Sessions
 
 EOS, UNK, SIZE = 0, 1, 14
@@ -195,9 +195,9 @@ def rule_counts(lists: list[list[int]]) -> tuple[Counter[tuple[int, int]], dict[
 
 @pytest.mark.parametrize("most", [20, 3])
 def test_rules_and_item_to_item_equal_their_definitions(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr("wane.training.baselines.RULES", most)
-    monkeypatch.setattr("wane.training.baselines.SIMILAR", most)
-    monkeypatch.setattr("wane.training.baselines.PAIRS_AT_ONCE", 50)
+    monkeypatch.setattr("wane.training.rankings.baselines.RULES", most)
+    monkeypatch.setattr("wane.training.rankings.baselines.SIMILAR", most)
+    monkeypatch.setattr("wane.training.rankings.baselines.PAIRS_AT_ONCE", 50)
     sessions, lists = train()
     counts = Counter(event for events in lists for event in events)
     together, after = rule_counts(lists)
@@ -236,8 +236,8 @@ def vsknn(lists: list[list[int]], query: list[int], recent: int, neighbours: int
 
 @pytest.mark.parametrize(("recent", "neighbours"), [(1000, 100), (1000, 7), (20, 100), (9, 4)])
 def test_vsknn_equals_its_description(monkeypatch: pytest.MonkeyPatch, recent: int, neighbours: int) -> None:
-    monkeypatch.setattr("wane.training.baselines.RECENT", recent)
-    monkeypatch.setattr("wane.training.baselines.NEIGHBOURS", neighbours)
+    monkeypatch.setattr("wane.training.rankings.baselines.RECENT", recent)
+    monkeypatch.setattr("wane.training.rankings.baselines.NEIGHBOURS", neighbours)
     sessions, lists = train()
     queries = [np.array(query) for query in QUERIES]
     found, rare = (Vsknn(sessions, SIZE, idf=idf).scores(queries) for idf in (False, True))

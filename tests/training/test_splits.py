@@ -11,9 +11,9 @@ import pytest
 from tests.training.corpora import event_experiment
 from tests.training.test_layouts import put
 from wane.training.cli import main
-from wane.training.config import ConfigError, DataConfig, Experiment
+from wane.training.config import DataConfig, Experiment
 from wane.training.data import Corpus, load_corpus
-from wane.training.errors import DataError
+from wane.training.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.train
 

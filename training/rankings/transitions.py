@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.layer_registry import Frozen
-from wane.training.baselines import Popularity, Table, followers
+from wane.training.rankings.baselines import Popularity, Table, followers
 from wane.training.sessions import Sessions
 
 REACH = 10

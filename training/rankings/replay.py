@@ -18,7 +18,7 @@ from wane.client import Wane, WaneError
 from wane.models.vocabulary import Vocabulary
 from wane.training.errors import RunError
 from wane.training.evaluate_events import Judge
-from wane.training.ranking import LISTED, Judged
+from wane.training.rankings.metrics import LISTED, Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ def replay(judge: Judge, vocabulary: Vocabulary, url: str, model: str | None, ad
     None for the default model. `advance` is called after every step. Raises RunError if the server refuses a step or
     cannot be reached."""
     lists = np.full((judge.count, LISTED), -1)
-    durations, versions = [], []
+    durations: list[float] = []
+    versions: list[str] = []
     started = time.perf_counter()
     try:
         with Wane(url) as wane:
