@@ -77,7 +77,7 @@ def session_losses(
 
 
 Scores = Callable[[NDArray[np.int64]], NDArray[np.float64]]
-"""Returns a model's log-probabilities, float64 (m, V), at some judged positions, int64 (m,)."""
+"""Returns the scores of all events, float64 (m, V), at some judged positions, int64 (m,)."""
 
 
 class Judge:
@@ -155,14 +155,23 @@ class Judge:
         """Returns the ranks of the model in the recurrent mode."""
         return self.of_model(session_losses(self._network.eval(), self.sessions, self.positions)[1], cache)[1]
 
-    def of_baseline(self, baseline: Baseline, advance: Advance | None = None) -> Judged:
-        """Returns the ranks of a baseline."""
+    def of_scores(self, scores: Scores, advance: Advance | None = None) -> Judged:
+        """Returns the ranks of a method that has a score for every event."""
         found = []
         for some in self._pieces():
-            found.append(self._judge(baseline.scores(self.known(some)), some))
+            found.append(self._judge(scores(some), some))
             if advance is not None:
                 advance(len(some))
         return Judged.joined(found)
+
+    def loss_of(self, scores: Scores) -> float:
+        """Returns the mean of -log p of the next events, in nats, where `scores` are log-probabilities."""
+        pieces = [scores(some)[np.arange(len(some)), self._targets[some]] for some in self._pieces()]
+        return float(-np.concatenate(pieces).mean())
+
+    def of_baseline(self, baseline: Baseline, advance: Advance | None = None) -> Judged:
+        """Returns the ranks of a baseline."""
+        return self.of_scores(lambda some: baseline.scores(self.known(some)), advance)
 
     @property
     def count(self) -> int:
@@ -183,8 +192,8 @@ class Judge:
         known = [rest[:0] if not len(rest) else self._targets[row : row + 1] for row, rest in enumerate(self._rests)]
         return Judged(ranks_in(lists, known), ranks_in(lists, self._rests), lists)
 
-    def fit_transitions(self, tables: Transitions, model: Scores) -> TransitionWeights:
-        """Fits the weights of a mixture with transition tables to the judged positions."""
+    def fit_transitions(self, tables: Transitions, model: Scores, used: Collection[str] = PARTS) -> TransitionWeights:
+        """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions."""
         parts, rows = [np.zeros((0, len(PARTS)))], [np.zeros(0, np.int64)]
         for some in self._pieces():
             sessions, at = self.known(some), np.arange(len(some))
@@ -194,12 +203,11 @@ class Judge:
                 columns.append(np.where(shares.any(1), shares[at, self._targets[some]], columns[0]))
             parts.append(np.stack(columns, 1))
             rows.append(lengths_of(sessions))
-        return fit(np.concatenate(parts), np.concatenate(rows))
+        return fit(np.concatenate(parts), np.concatenate(rows), used)
 
-    def with_transitions(self, tables: Transitions, fitted: TransitionWeights, model: Scores) -> Judged:
-        """Returns the ranks of the mixture of a model with transition tables."""
-        found = [self._judge(mixed(tables, fitted, self.known(some), model(some)), some) for some in self._pieces()]
-        return Judged.joined(found)
+    def with_transitions(self, tables: Transitions, fitted: TransitionWeights, model: Scores) -> Scores:
+        """Returns the log-probabilities of the mixture of a model with transition tables."""
+        return lambda some: mixed(tables, fitted, self.known(some), model(some))
 
     def scores(self, hidden: Tensor, cache: CacheModel | None) -> Scores:
         """Returns the function of a model's log-probabilities, float64 (m, V), at some judged positions. hidden:
@@ -265,7 +273,7 @@ def evaluate_events(
     if cache is not None:
         _, methods[WITHOUT_CACHE] = judge.of_model(hidden, None)
     if transitions is not None:
-        methods[WITH_TRANSITIONS] = judge.with_transitions(*transitions, judge.scores(hidden, cache))
+        methods[WITH_TRANSITIONS] = judge.of_scores(judge.with_transitions(*transitions, judge.scores(hidden, cache)))
     depth = positions - sessions.begin_of(positions) + 1
     index = np.searchsorted(judge.judged, np.arange(len(positions)))
     for k in windows:

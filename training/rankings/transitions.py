@@ -16,6 +16,8 @@ like a cache it changes neither a bound nor a proof of the network's state.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -95,17 +97,18 @@ def lengths_of(sessions: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.array([min(len(session), LENGTHS) - 1 for session in sessions], np.int64)
 
 
-def fit(parts: NDArray[np.float64], rows: NDArray[np.int64]) -> TransitionWeights:
+def fit(parts: NDArray[np.float64], rows: NDArray[np.int64], used: Collection[str] = PARTS) -> TransitionWeights:
     """Returns the weights under which the next events have the largest likelihood. parts: float64 (n, PARTS), the
     probability of the next event by each part, with the model's in place of a part without counts. rows: int64 (n,),
-    `lengths_of` the sessions."""
+    `lengths_of` the sessions. used: the parts whose weight may be more than 0."""
     parts = np.maximum(parts, 1e-12)
+    allowed = np.array([part in used for part in PARTS], np.float64)
     table = []
     for row in range(LENGTHS):
-        own, weights = parts[rows == row], np.full(len(PARTS), 1 / len(PARTS))
+        own, weights = parts[rows == row], allowed / allowed.sum()
         for _ in range(ITERATIONS):
             shares = own * weights
             shares /= shares.sum(1, keepdims=True)
-            weights = (shares.sum(0) + PRIOR) / (len(own) + PRIOR * len(PARTS))
+            weights = (shares.sum(0) + PRIOR * allowed) / (len(own) + PRIOR * allowed.sum())
         table.append(tuple(round(float(weight), 6) for weight in weights))
     return TransitionWeights.model_validate({"weights": table})
