@@ -6,7 +6,7 @@
 
     service  -> the light part of models (no torch), never training; its commands `compare` and `report` -> client
     client   -> httpx and its anyio, and websockets for streams: it is also a distribution of its own
-    training -> models, never service
+    training -> models, never service; `rankings/replay` -> client
     research -> benchmarks; nothing but tests imports research
 """
 
@@ -83,7 +83,7 @@ ONLY_IN = {
     "uvicorn": ("service/net/server", "service/server"),
     "httptools": ("service/net/connection", "service/cli/load"),
     "httpx": ("client/", "service/cli/connect"),
-    "wane.client": ("client/", "service/cli/"),
+    "wane.client": ("client/", "service/cli/", "training/rankings/replay"),
     "redis": ("service/sessions/stores/redis",),
     "rich": ("service/cli/", "training/"),
     "matplotlib": ("service/cli/render", "training/"),

@@ -6,6 +6,7 @@ import argparse
 import errno
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -20,11 +21,11 @@ from wane.training.audit.audit import audit
 from wane.training.audit.subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
 from wane.training.audit.subject import POSITIONS as AUDITED
 from wane.training.bundle import export_bundle_again, fit_bundle_cache
-from wane.training.config import Experiment
+from wane.training.config import Experiment, Protocol
 from wane.training.errors import LostError, RunError, TrainingError
 from wane.training.evaluate import POSITIONS
 from wane.training.group import ALONE, Group
-from wane.training.run import evaluate_run, export_run, train
+from wane.training.run import evaluate_run, evaluate_server, export_run, train
 from wane.training.run_folder import RunFolder
 
 REPLACE = "replace a bundle of the same name even if its version is the same or higher"
@@ -45,15 +46,42 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--tokenizer", type=Path, help="existing tokenizer.json (default: trains a new tokenizer)")
 
+    command.add_argument(
+        "--after",
+        type=Path,
+        metavar="RUN",
+        help="events: run folder of the same experiment; trains on the training and the validation split together, for "
+        "as many epochs as the best weights of RUN had, and saves the last weights",
+    )
+
     command = commands.add_parser("evaluate")
     command.add_argument("run", type=Path, help="run folder")
     command.add_argument("--data", type=Path, help="file or folder of data; overrides the experiment's data.path")
     command.add_argument(
         "--positions",
-        type=_positive,
+        type=_positions,
         default=POSITIONS,
-        help="number of positions of each split at which windows are evaluated (default: %(default)s)",
+        help="number of positions of each split at which windows and, for events, rankings are evaluated, or all "
+        "(default: %(default)s)",
     )
+    command.add_argument(
+        "--protocol",
+        choices=get_args(Protocol),
+        help="events: the events that are predicted; overrides the experiment's data.protocol",
+    )
+    command.add_argument(
+        "--transitions",
+        action="store_true",
+        help="events: also evaluate the mixture of the model with transition tables, which no server answers with",
+    )
+
+    command.add_argument(
+        "--server",
+        metavar="URL",
+        help="events: replay the test sessions through this server, step by step, and print the metrics of its "
+        "answers; the key is that of WANE_API_KEY",
+    )
+    command.add_argument("--model", help="name of the served model (default: the server's default model)")
 
     command = commands.add_parser("export")
     command.add_argument(
@@ -248,12 +276,21 @@ def main(arguments: Sequence[str]) -> int:
 def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
     if options.command == "train":
         experiment = group.from_first(lambda: Experiment.read(options.experiment))
-        train(experiment, options.data, options.run, options.tokenizer, _as_typed(options, group), console, group)
+        command = _as_typed(options, group)
+        train(experiment, options.data, options.run, options.tokenizer, command, console, group, options.after)
         return
     if not group.alone:
         raise RunError(f"`{options.command}` runs in one process, not {group.size}; only `train` runs in several")
     if options.command == "evaluate":
-        evaluate_run(options.run, options.data, options.positions, console)
+        judged = (options.run, options.data, options.positions, console, options.protocol)
+        if options.server is None and options.model is not None:
+            raise RunError("--model needs --server")
+        if options.server is None:
+            evaluate_run(*judged, options.transitions)
+        elif options.transitions:
+            raise RunError("--transitions is no part of a server's answers: omit it or --server")
+        else:
+            evaluate_server(*judged, options.server, options.model)
     elif options.command == "audit":
         given = {name: value for name, value in vars(options).items() if name != "command"}
         audit(AuditOptions(command=_audit_as_typed(options), **given), console)
@@ -311,7 +348,7 @@ def _as_typed(options: argparse.Namespace, group: Group) -> str:
     """Returns the `train` command that is recorded in the run's origin. Paths are replaced by the names of their files
     and folders."""
     words = [*group.launcher, "train", options.experiment.name]
-    for option in ("data", "run", "tokenizer"):
+    for option in ("data", "run", "tokenizer", "after"):
         if (path := getattr(options, option)) is not None:
             words += [f"--{option}", path.name]
     return shlex.join(words)
@@ -345,6 +382,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def _positions(text: str) -> int:
+    return sys.maxsize if text == "all" else _positive(text)
 
 
 def _window(text: str) -> int:

@@ -25,6 +25,11 @@ TEXT_VOCABULARY = 2048
 Whole = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Protocol = Literal["next", "leave_one_out"]
+File = Annotated[str, Field(min_length=1)]
+Files = File | Annotated[tuple[File, ...], Field(min_length=1)]
+EVENT_KEYS = ("min_count", "unknown", "start", "split", "train", "valid", "test", "whole", "train_on", "protocol")
+"""The keys of the table `[data]` that need events, besides those of `EventFormat`."""
 
 
 class ModelConfig(Frozen):
@@ -91,7 +96,12 @@ class ModelConfig(Frozen):
         le=LARGEST_CACHE,
         strict=True,
         description="size, in tokens, of a cache language model that is mixed with the network, also in the training "
-        "loss; absent: no cache",
+        "loss (`cache_in_loss`); absent: no cache",
+    )
+    cache_in_loss: bool = Field(
+        default=True,
+        description="whether the training loss is that of the mixture with the cache; `false` trains the network alone "
+        "and fits the cache at each validation",
     )
 
     def architecture(self, vocabulary_size: int) -> Architecture:
@@ -171,6 +181,29 @@ class DataConfig(EventFormat):
         "for events, a folder may hold the splits as `train.jsonl`, `valid.jsonl` and `test.jsonl`; absent: the value "
         "of `--data`, or a download",
     )
+    train: Files | None = Field(
+        default=None,
+        description="events: file, or list of files, of the training split, in the folder `path`; needs `valid` and "
+        "`test`; absent: the data is split by `split`",
+    )
+    valid: Files | None = Field(default=None, description="events: file, or list of files, of the validation split")
+    test: Files | None = Field(default=None, description="events: file, or list of files, of the test split")
+    whole: Files | None = Field(
+        default=None,
+        description="events: file, or list of files, of the training split of `train_on = 'train_and_valid'`; absent: "
+        "those of `train` and `valid`",
+    )
+    train_on: Literal["train", "train_and_valid"] = Field(
+        default="train",
+        description="events: `train_and_valid` trains on the validation split, too, and saves the last weights; "
+        "`wane train --after` sets it",
+    )
+    protocol: Protocol | None = Field(
+        default=None,
+        description="events that validation and test predict: `next`: every event after the first of a session, ranked "
+        "among all events; `leave_one_out`: the last event of a session, ranked among all events that the session "
+        "did not have before; absent: that of `layout`",
+    )
     vocabulary: Literal["bpe", "words"] = Field(
         default="bpe",
         description="vocabulary of a text: `bpe`: byte-level BPE; `words`: one token per word; ignored for events",
@@ -217,10 +250,26 @@ class DataConfig(EventFormat):
                 "<unk>"
             )
         if self.kind != "events":
-            for key in ("min_count", "unknown", "start", "split", *EventFormat.model_fields):
+            for key in (*EVENT_KEYS, *EventFormat.model_fields):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} needs kind = 'events'")
+        files = [key for key in ("train", "valid", "test") if getattr(self, key) is not None]
+        if files and len(files) < 3:
+            raise ValueError(
+                f"train, valid and test name the files of the splits together: there is only {' and '.join(files)}"
+            )
+        if self.whole is not None and not files:
+            raise ValueError("whole needs the files train, valid and test")
+        if self.layout == "leave_one_out" and self.protocol == "next":
+            raise ValueError("layout = 'leave_one_out' judges only a session's last event, so protocol cannot be next")
+        if files and self.layout == "leave_one_out":
+            raise ValueError("layout = 'leave_one_out' has the three splits in each line, not in train, valid and test")
         return self
+
+    @property
+    def last_only(self) -> bool:
+        """Whether validation and test predict only the last event of a session."""
+        return (self.protocol or self.layout) == "leave_one_out"
 
 
 class ProofConfig(Frozen):
@@ -323,6 +372,12 @@ class TrainingConfig(Frozen):
         description="number of tokens, drawn in each step and shared by its batch, from which the sampled softmax "
         "estimates the sum over the vocabulary; 0: the full softmax",
     )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of each training target that is spread evenly over the vocabulary",
+    )
     activation_penalty: Finite = Field(
         default=0.0,
         ge=0,
@@ -390,15 +445,22 @@ class Experiment(Frozen):
     @model_validator(mode="after")
     def _can_be_built(self) -> Experiment:
         architecture = self.model.architecture(LEAST_VOCABULARY)
-        if self.training.negatives and self.model.cache is not None:
-            raise ValueError(
-                "training.negatives needs a model without a cache: fit the cache after training with `wane cache`"
-            )
+        in_loss = self.model.cache is not None and self.model.cache_in_loss
+        for key in ("negatives", "label_smoothing"):
+            if getattr(self.training, key) and in_loss:
+                raise ValueError(
+                    f"training.{key} needs a model without a cache, or cache_in_loss = false: fit the cache after "
+                    "training with `wane cache`"
+                )
+        if self.training.label_smoothing and (self.training.negatives or self.training.teacher is not None):
+            raise ValueError("training.label_smoothing needs the full softmax without a teacher")
         if self.training.teacher is not None:
             if self.training.negatives or self.model.cache is not None:
                 raise ValueError("training.teacher needs the full softmax: negatives = 0, and no cache")
             if self.data.kind == "events":
                 raise ValueError("training.teacher needs text")
+        if self.data.train_on == "train_and_valid" and self.training.schedule == "plateau":
+            raise ValueError("data.train_on = 'train_and_valid' has no validation, which schedule = 'plateau' needs")
         if self.data.kind == "events" and (self.training.activation_penalty or self.training.slowness_penalty):
             raise ValueError(
                 "activation_penalty and slowness_penalty need text, because batches of events have padding"

@@ -29,6 +29,7 @@ from wane.training.events import (
     event_tokenizer,
     read_log,
     sha256_of,
+    split_items,
     split_log,
 )
 from wane.training.wikitext import fetch_wikitext_2, read_wikitext_2
@@ -46,9 +47,11 @@ class Corpus:
     """The token streams of a corpus, by split, over one vocabulary, with the word counts of the splits and the hashes
     of the source files.
 
-    Three fields are for events. `start`: "token" if a model reads `<eos>` before a sequence, "zero" if it does not.
+    The other fields are for events. `start`: "token" if a model reads `<eos>` before a sequence, "zero" if it does not.
     `missed`: for each split, the number of events that were left out because the vocabulary lacks them, and that follow
-    a known event of their session. `notes`: lines about splits and vocabulary, for the user.
+    a known event of their session. `notes`: lines about splits and vocabulary, for the user. `last_only`: whether
+    validation and test predict only the last event of a session, as the protocol `leave_one_out` does. `validated`:
+    whether the validation split is not a part of the training split.
     """
 
     vocabulary: Vocabulary
@@ -59,6 +62,8 @@ class Corpus:
     start: Start = "token"
     missed: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    last_only: bool = False
+    validated: bool = True
 
 
 def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus:
@@ -261,22 +266,29 @@ def _word_tokenizer(counts: Counter[str], size: int) -> str:
 
 def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> Corpus:
     """Reads event logs (`training/events.py`) as a corpus. Raises DataError."""
-    files = _files(path) if path.is_dir() else [path]
-    by_split = {file.stem: file for file in files}
-    if path.is_dir() and sorted(by_split) == sorted(SPLITS) and len(files) == len(SPLITS):
-        logs = {split: read_log([by_split[split]], config) for split in SPLITS}
+    named = _split_files(config, path)
+    files = list(dict.fromkeys(file for some in named.values() for file in some)) if named else _source_files(path)
+    if named:
+        logs = {split: read_log(some, config) for split, some in named.items()}
         read = tuple(f"{split}: {note}" for split, log in logs.items() for note in log.notes)
         how = "by the files of the folder"
     else:
-        logs = split_log(log := read_log(files, config), config, path)
+        log = read_log(files, config)
+        logs = split_items(log, config) if log.held is not None else split_log(log, config, path)
         read = log.notes
         how = "at random by session" if config.split == "session" else "by the end of the sessions"
+        if log.held is not None:
+            how = "by the parts of each line"
     if tokenizer_json is None:
         tokenizer_json = event_tokenizer(logs["train"], config)
     vocabulary = Vocabulary("events", tokenizer_json)
     if config.unknown == "token" and not vocabulary.has_unknown:
         raise DataError(f"{path}: data.unknown = 'token' needs a vocabulary with {UNK}")
-    encoded = {split: encode_log(log, vocabulary, config.unknown) for split, log in logs.items()}
+    encoded = {
+        split: encode_log(log, vocabulary, config.unknown, last_only=config.last_only and split != "train")
+        for split, log in logs.items()
+    }
+    missed = {split: part.missed for split, part in encoded.items()}
     corpus = Corpus(
         vocabulary,
         tokenizer_json,
@@ -284,15 +296,51 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
         {},
         _hashes(files, path),
         start=config.start,
-        missed={split: part.missed for split, part in encoded.items()},
-        notes=(*read, *describe_events(logs, vocabulary, how)),
+        missed=missed,
+        last_only=config.last_only,
+        validated=config.train_on == "train",
+        notes=(*read, *describe_events(logs, vocabulary, how, missed)),
     )
     return _checked(corpus, path, logs)
 
 
-def source_hashes(path: Path) -> dict[str, str]:
-    """Returns the SHA-256 of a file, or of each file of a folder, by name, as in `Corpus.hashes`. Raises DataError."""
-    return _hashes(_files(path) if path.is_dir() else [path], path)
+def _split_files(config: DataConfig, path: Path) -> dict[str, list[Path]]:
+    """Returns the files of each split: those that the experiment names, or those of a folder that has nothing but
+    `train`, `valid` and `test`. Returns an empty dictionary if the data is to be split. Raises DataError."""
+    if config.train is not None and config.valid is not None and config.test is not None:
+        if not path.is_dir():
+            raise DataError(f"{path}: data.train, data.valid and data.test name files of a folder, and this is none")
+        given = {"train": config.train, "valid": config.valid, "test": config.test}
+        if config.train_on == "train_and_valid" and config.whole is not None:
+            given["train"] = config.whole
+        named = {
+            split: [path / name for name in ([some] if isinstance(some, str) else some)]
+            for split, some in given.items()
+        }
+        return named if config.whole is not None else _with_valid(named, config)
+    if not path.is_dir() or config.layout == "leave_one_out":
+        return {}
+    files = _files(path)
+    by_split = {file.stem: [file] for file in files}
+    is_split = sorted(by_split) == sorted(SPLITS) and len(files) == len(SPLITS)
+    return _with_valid({split: by_split[split] for split in SPLITS}, config) if is_split else {}
+
+
+def _with_valid(named: dict[str, list[Path]], config: DataConfig) -> dict[str, list[Path]]:
+    """Returns the files of each split, with those of `valid` added to `train` if the run trains on both."""
+    if config.train_on == "train":
+        return named
+    return named | {"train": list(dict.fromkeys([*named["train"], *named["valid"]]))}
+
+
+def _source_files(path: Path) -> list[Path]:
+    return _files(path) if path.is_dir() else [path]
+
+
+def source_hashes(config: DataConfig, path: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file of the data, by name, as in `Corpus.hashes`. Raises DataError."""
+    named = _split_files(config, path) if config.kind == "events" else {}
+    return _hashes(list(dict.fromkeys(file for some in named.values() for file in some)) or _source_files(path), path)
 
 
 def _hashes(files: list[Path], path: Path) -> dict[str, str]:

@@ -9,7 +9,8 @@ window perplexities are computed at positions spread evenly through the split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,20 +22,22 @@ from wane.models.cache_statistics import cache_statistics
 from wane.models.manifest import CacheModel
 from wane.models.networks import Network
 from wane.models.parity import log_softmax
-from wane.training.baselines import Baseline, baselines_of
 from wane.training.cache import sequence_before
 from wane.training.data import Corpus
 from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosses, spread_positions, window_hidden
 from wane.training.group import ALONE
 from wane.training.lanes import SessionLanes
 from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
-from wane.training.ranking import RankingMetrics, Rankings, best_of, metrics_of, ranks_of
+from wane.training.rankings.baselines import Baseline, baselines_of
+from wane.training.rankings.metrics import Judged, Rankings, Scorer, judged_of, ranks_in
+from wane.training.rankings.transitions import PARTS, Transitions, TransitionWeights, fit, lengths_of, mixed
 from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
 """The number of sessions in a batch, and the largest number of tokens of each session in a batch."""
 
-RECURRENT, WITHOUT_CACHE = "recurrent", "recurrent, without the cache"
+RECURRENT, WITHOUT_CACHE = "recurrent", "without the cache"
+WITH_TRANSITIONS = "with transitions"
 
 
 def sessions_of(corpus: Corpus, split: str) -> Sessions:
@@ -73,91 +76,171 @@ def session_losses(
     return losses, after
 
 
-class _Judge:
-    """Computes the losses and the ranking metrics of a method at sampled positions of a split."""
+Scores = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+"""Returns the scores of all events, float64 (m, V), at some judged positions, int64 (m,)."""
 
-    def __init__(self, network: Network, corpus: Corpus, sessions: Sessions, positions: NDArray[np.int64]) -> None:
-        self._network, self._sessions, self._positions = network, sessions, positions
-        stream = sessions.stream
-        self._size = corpus.vocabulary.size
+
+class Judge:
+    """Ranks the next event at the judged positions of a split, by a method after another.
+
+    positions: int64 (n,), the judged positions: all of the protocol, or some, spread evenly over the split.
+    """
+
+    def __init__(self, network: Network, corpus: Corpus, split: str, count: int | None = None) -> None:
+        """count: the largest number of positions; None for all."""
+        self._network, self.sessions = network, (sessions := sessions_of(corpus, split))
+        self.last_only = corpus.last_only
+        stream, eos = sessions.stream, sessions.eos_id
         self._excluded = list(corpus.vocabulary.unlisted)
-        given = stream[positions] != sessions.eos_id
-        next_event = given & (stream[positions + 1] != sessions.eos_id)
-        self.positions = int(next_event.sum())
-        self._ranked = next_event & ~np.isin(stream[positions + 1], self._excluded)
-        inside = (stream[:-1] != sessions.eos_id) & (stream[1:] != sessions.eos_id)
-        ends = sessions.end_of(positions)
-        rests = (stream[at + 1 : end] for at, end in zip(positions, ends, strict=True))
-        self._rest = [rest[~np.isin(rest, self._excluded)] for rest in rests]
-        self.rows = max(1, min(ROWS, LOGITS_AT_ONCE // self._size))
-        self._split_targets = int(inside.sum())
-
-    def missed_share(self, missed: int) -> float:
-        """Returns the share of the split's next events that were left out of the stream. missed: the number of events
-        that were left out."""
-        return missed / max(1, missed + self._split_targets)
+        self.inputs = sessions.last_inputs() if self.last_only else sessions.inputs()
+        self.positions = self.inputs
+        if count is not None:
+            self.positions = self.inputs[spread_positions(np.append(self.inputs, 0), count, 1)]
+        targets = stream[self.positions + 1]
+        self.judged = np.flatnonzero((stream[self.positions] != eos) & (targets != eos))
+        at = self.positions[self.judged]
+        self._first_event = sessions.begin_of(at) + (sessions.start == "token")
+        self._at, self._targets = at, stream[at + 1]
+        rests = (stream[one + 1 : end] for one, end in zip(at, sessions.end_of(at), strict=True))
+        known = ~np.isin(self._targets, self._excluded)
+        self._rests = [
+            rest[~np.isin(rest, self._excluded)] if one else rest[:0] for rest, one in zip(rests, known, strict=True)
+        ]
+        self.rows = max(1, min(ROWS, LOGITS_AT_ONCE // corpus.vocabulary.size))
+        every = self.inputs
+        inside = int(np.count_nonzero((stream[every] != eos) & (stream[every + 1] != eos)))
+        missed = corpus.missed.get(split, 0)
+        self.missed_share = missed / max(1, missed + inside)
+        counts = np.bincount(corpus.streams["train"], minlength=corpus.vocabulary.size).astype(np.float64)
+        counts[[eos, *self._excluded]] = 0
+        events = corpus.vocabulary.size - len({eos, *self._excluded})
+        self._scorer = Scorer(sessions.begin_of(at), counts, events, self.missed_share)
 
     def of_model(
-        self, hidden: Tensor, cache: CacheModel | None, missed_share: float
-    ) -> tuple[NDArray[np.float64], RankingMetrics]:
-        """Returns the model's -log p of the token after each sampled position, float64 (n,), and its ranking metrics.
-        hidden: (n, H), the output layer's input at these positions."""
-        stream, targets = self._sessions.stream, self._sessions.stream[self._positions + 1]
-        losses: list[NDArray[np.float64]] = []
-        next_ranks: list[NDArray[np.int64]] = []
-        best_ranks: list[NDArray[np.int64]] = []
-        mixture = None if cache is None else CacheMixture(cache, self._size)
-        for first in range(0, len(targets), self.rows):
-            some = slice(first, first + self.rows)
-            logits = self._network.logits(hidden[some]).float().numpy(force=True)
-            if mixture is None or cache is None:
-                scores = log_softmax(logits)
-            else:
-                known = [
-                    sequence_before(stream, int(at), cache.length, self._sessions.eos_id)
-                    for at in self._positions[some]
-                ]
-                newest = np.array([(len(one) - 1) % cache.length for one in known])
-                found = mixture.shares(np.stack([mixture.ring(one, len(one)) for one in known]), newest)
-                scores = mixture.log_probabilities(logits, found)
-            losses.append(-scores[np.arange(len(scores)), targets[some]])
-            ranked = np.flatnonzero(self._ranked[some])
-            self._rank(scores[ranked], ranked + first, next_ranks, best_ranks)
-        return np.concatenate(losses), self._metrics(next_ranks, best_ranks, missed_share)
+        self, hidden: Tensor, cache: CacheModel | None, rows: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.float64], Judged]:
+        """Returns the model's -log p of the token after each position, float64 (m,), and its ranks at those that are
+        judged. rows: int64 (m,), the indices of the positions, in ascending order; None for all. hidden: (m, H), the
+        output layer's input at these positions."""
+        rows = np.arange(len(self.positions)) if rows is None else rows
+        index = np.full(len(self.positions), -1)
+        index[self.judged] = np.arange(len(self.judged))
+        stream, losses, found = self.sessions.stream, [np.zeros(0)], []
+        for first in range(0, len(rows), self.rows):
+            some = rows[first : first + self.rows]
+            at = self.positions[some]
+            scores = self._log_probabilities(hidden[first : first + self.rows], at, cache)
+            losses.append(-scores[np.arange(len(scores)), stream[at + 1]])
+            chosen = np.flatnonzero(index[some] >= 0)
+            found.append(self._judge(scores[chosen], index[some[chosen]]))
+        return np.concatenate(losses), Judged.joined(found)
 
-    def of_baseline(self, baseline: Baseline, missed_share: float) -> RankingMetrics:
-        """Returns the metrics of a baseline."""
-        next_ranks: list[NDArray[np.int64]] = []
-        best_ranks: list[NDArray[np.int64]] = []
-        stream, ranked = self._sessions.stream, np.flatnonzero(self._ranked)
-        first_event = self._sessions.begin_of(self._positions) + (self._sessions.start == "token")
-        for first in range(0, len(ranked), self.rows):
-            some = ranked[first : first + self.rows]
-            sessions = [stream[first_event[at] : self._positions[at] + 1] for at in some]
-            self._rank(baseline.scores(sessions), some, next_ranks, best_ranks)
-        return self._metrics(next_ranks, best_ranks, missed_share)
+    def _log_probabilities(
+        self, hidden: Tensor, at: NDArray[np.int64], cache: CacheModel | None
+    ) -> NDArray[np.float64]:
+        """Returns the model's log-probabilities after the positions `at` of the stream: float64 (m, V). hidden: (m, H),
+        the output layer's input there."""
+        logits = self._network.logits(hidden).float().numpy(force=True)
+        if cache is None:
+            return log_softmax(logits)
+        mixture = CacheMixture(cache, logits.shape[1])
+        stream, eos = self.sessions.stream, self.sessions.eos_id
+        known = [sequence_before(stream, int(one), cache.length, eos) for one in at]
+        newest = np.array([(len(one) - 1) % cache.length for one in known])
+        shares = mixture.shares(np.stack([mixture.ring(one, len(one)) for one in known]), newest)
+        return mixture.log_probabilities(logits, shares)
 
-    def _rank(
-        self,
-        scores: NDArray[np.float64],
-        some: NDArray[np.int64],
-        next_ranks: list[NDArray[np.int64]],
-        best_ranks: list[NDArray[np.int64]],
-    ) -> None:
-        """Appends the ranks of the next events to `next_ranks`, and the smallest ranks among the sessions' remaining
-        events to `best_ranks`. some: int64 (n,), the indices of the positions. scores: float64 (n, V), the scores of
-        all tokens at these positions."""
-        targets = self._sessions.stream[self._positions[some] + 1]
-        best = best_of(scores, [self._rest[index] for index in some])
-        next_ranks.append(ranks_of(scores, targets, self._excluded))
-        best_ranks.append(ranks_of(scores, best, self._excluded))
+    @torch.inference_mode()
+    def recurrent(self, cache: CacheModel | None) -> Judged:
+        """Returns the ranks of the model in the recurrent mode."""
+        return self.of_model(session_losses(self._network.eval(), self.sessions, self.positions)[1], cache)[1]
 
-    def _metrics(
-        self, next_ranks: list[NDArray[np.int64]], best_ranks: list[NDArray[np.int64]], missed_share: float
-    ) -> RankingMetrics:
-        none = np.zeros(0, np.int64)
-        ranks, best = np.concatenate([none, *next_ranks]), np.concatenate([none, *best_ranks])
-        return metrics_of(ranks, best, self.positions, missed_share)
+    def of_scores(self, scores: Scores, advance: Advance | None = None) -> Judged:
+        """Returns the ranks of a method that has a score for every event."""
+        found = []
+        for some in self._pieces():
+            found.append(self._judge(scores(some), some))
+            if advance is not None:
+                advance(len(some))
+        return Judged.joined(found)
+
+    def loss_of(self, scores: Scores) -> float:
+        """Returns the mean of -log p of the next events, in nats, where `scores` are log-probabilities."""
+        pieces = [scores(some)[np.arange(len(some)), self._targets[some]] for some in self._pieces()]
+        return float(-np.concatenate(pieces).mean())
+
+    def of_baseline(self, baseline: Baseline, advance: Advance | None = None) -> Judged:
+        """Returns the ranks of a baseline."""
+        return self.of_scores(lambda some: baseline.scores(self.known(some)), advance)
+
+    @property
+    def count(self) -> int:
+        """The number of judged positions with a next event."""
+        return len(self.judged)
+
+    def sessions_to_replay(self) -> Iterator[tuple[NDArray[np.int64], dict[int, int]]]:
+        """Yields each session with a judged position: its events up to the last of these, and for each number of events
+        after which a position is judged, the index of this position."""
+        edges = np.flatnonzero(np.diff(self._first_event, prepend=-1, append=-1))
+        for first, end in pairwise(edges.tolist()):
+            begin = self._first_event[first]
+            places = {int(self._at[row] - begin) + 1: row for row in range(first, end)}
+            yield self.sessions.stream[begin : self._at[end - 1] + 1], places
+
+    def of_lists(self, lists: NDArray[np.int64]) -> Judged:
+        """Returns the ranks of a method of which only the lists are known: int64 (judged positions, LISTED)."""
+        known = [rest[:0] if not len(rest) else self._targets[row : row + 1] for row, rest in enumerate(self._rests)]
+        return Judged(ranks_in(lists, known), ranks_in(lists, self._rests), lists)
+
+    def fit_transitions(self, tables: Transitions, model: Scores, used: Collection[str] = PARTS) -> TransitionWeights:
+        """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions."""
+        parts, rows = [np.zeros((0, len(PARTS)))], [np.zeros(0, np.int64)]
+        for some in self._pieces():
+            sessions, at = self.known(some), np.arange(len(some))
+            columns = [np.exp(model(some)[at, self._targets[some]])]
+            for part in PARTS[1:]:
+                shares = tables.shares(sessions, part)
+                columns.append(np.where(shares.any(1), shares[at, self._targets[some]], columns[0]))
+            parts.append(np.stack(columns, 1))
+            rows.append(lengths_of(sessions))
+        return fit(np.concatenate(parts), np.concatenate(rows), used)
+
+    def with_transitions(self, tables: Transitions, fitted: TransitionWeights, model: Scores) -> Scores:
+        """Returns the log-probabilities of the mixture of a model with transition tables."""
+        return lambda some: mixed(tables, fitted, self.known(some), model(some))
+
+    def scores(self, hidden: Tensor, cache: CacheModel | None) -> Scores:
+        """Returns the function of a model's log-probabilities, float64 (m, V), at some judged positions. hidden:
+        (n, H), the output layer's input at all positions."""
+        return lambda some: self._log_probabilities(hidden[self.judged[some]], self._at[some], cache)
+
+    def _pieces(self) -> Iterator[NDArray[np.int64]]:
+        every = np.arange(len(self.judged))
+        yield from (every[first : first + self.rows] for first in range(0, len(every), self.rows))
+
+    def known(self, some: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Returns the session's events up to each of some judged positions."""
+        return [self.sessions.stream[self._first_event[row] : self._at[row] + 1] for row in some]
+
+    def rankings(self, methods: dict[str, Judged], baselines: Collection[str]) -> Rankings:
+        """Returns the metrics of all methods. The first method is tested against each of the `baselines`."""
+        model = next(iter(methods.values()))
+        return Rankings(
+            protocol="leave_one_out" if self.last_only else "next",
+            positions=self._scorer.positions,
+            sessions=self._scorer.sessions,
+            missed_share=self.missed_share,
+            methods={name: self._scorer.metrics(judged) for name, judged in methods.items()},
+            tests={name: self._scorer.test(model, methods[name]) for name in baselines},
+        )
+
+    def _judge(self, scores: NDArray[np.float64], some: NDArray[np.int64]) -> Judged:
+        """Ranks the events at some judged positions. scores: float64 (m, V), changed by this call."""
+        scores[:, self._excluded] = -np.inf
+        if self.last_only:
+            for row, seen in enumerate(self.known(some)):
+                scores[row, seen] = -np.inf
+        return judged_of(scores, self._targets[some], [self._rests[index] for index in some])
 
 
 @torch.inference_mode()
@@ -166,46 +249,47 @@ def evaluate_events(
     corpus: Corpus,
     split: str,
     windows: Sequence[int] = WINDOWS,
-    count: int = POSITIONS,
+    count: int | None = POSITIONS,
     advance: Advance | None = None,
     cache: CacheModel | None = None,
     baselines: dict[str, Baseline] | None = None,
+    transitions: tuple[Transitions, TransitionWeights] | None = None,
 ) -> tuple[SplitLosses, Rankings]:
-    """Evaluates one split. With a `cache`, a window's prediction uses the same cache contents as the recurrent run.
-    `baselines`: the baselines to evaluate, by name; None for `baselines_of` the training split."""
+    """Evaluates one split at `count` positions, or at all if it is None. With a `cache`, a window's prediction uses the
+    same cache contents as the recurrent run. `baselines`: the baselines to evaluate, by name; None for `baselines_of`
+    the training split. `transitions`: the tables and weights of a mixture to evaluate, too."""
     network.eval()
-    sessions = sessions_of(corpus, split)
-    inputs = sessions.inputs()
-    positions = inputs[spread_positions(np.append(inputs, 0), count, 1)]
-    judge = _Judge(network, corpus, sessions, positions)
-    missed_share = judge.missed_share(corpus.missed.get(split, 0))
+    judge = Judge(network, corpus, split, count)
+    sessions, inputs, positions = judge.sessions, judge.inputs, judge.positions
     alone, hidden = session_losses(network, sessions, positions, advance)
     alone = alone[inputs]
     whole = alone
     if cache is not None:
         statistics = cache_statistics(sessions.stream, cache.length, sessions.eos_id).at(inputs)
         whole = -statistics.log_probabilities(cache, -alone)
-    methods: dict[str, RankingMetrics] = {}
+    methods: dict[str, Judged] = {}
     of_window: dict[int, float] = {}
-    at_positions, methods[RECURRENT] = judge.of_model(hidden, cache, missed_share)
+    at_positions, methods[RECURRENT] = judge.of_model(hidden, cache)
     if cache is not None:
-        _, methods[WITHOUT_CACHE] = judge.of_model(hidden, None, missed_share)
+        _, methods[WITHOUT_CACHE] = judge.of_model(hidden, None)
+    if transitions is not None:
+        methods[WITH_TRANSITIONS] = judge.of_scores(judge.with_transitions(*transitions, judge.scores(hidden, cache)))
     depth = positions - sessions.begin_of(positions) + 1
+    index = np.searchsorted(judge.judged, np.arange(len(positions)))
     for k in windows:
         late = np.flatnonzero(depth > k)
-        cut = hidden.clone()
+        cut = hidden[torch.from_numpy(late)]
         for first in range(0, len(late), ROWS):
             some = late[first : first + ROWS]
-            cut[torch.from_numpy(some)] = window_hidden(network, sessions.stream, k, positions[some])
+            cut[first : first + ROWS] = window_hidden(network, sessions.stream, k, positions[some])
             if advance is not None:
                 advance(k * len(some))
-        nats, methods[f"window {k}"] = (
-            judge.of_model(cut, cache, missed_share) if len(late) else (at_positions, methods[RECURRENT])
-        )
-        of_window[k] = float(nats.mean())
+        nats, changed = judge.of_model(cut, cache, late)
+        methods[f"window {k}"] = methods[RECURRENT].replaced(index[late[np.isin(late, judge.judged)]], changed)
+        of_window[k] = float((at_positions.sum() + nats.sum() - at_positions[late].sum()) / max(1, len(positions)))
     if baselines is None:
         baselines = baselines_of(sessions_of(corpus, "train"), corpus.vocabulary.size)
-    methods |= {name: judge.of_baseline(baseline, missed_share) for name, baseline in baselines.items()}
+    methods |= {name: judge.of_baseline(baseline, advance) for name, baseline in baselines.items()}
     losses = SplitLosses(
         tokens=len(inputs),
         words=None,
@@ -215,4 +299,15 @@ def evaluate_events(
         recurrent_at_positions=float(at_positions.mean()),
         window=of_window,
     )
-    return losses, Rankings(positions=judge.positions, missed_share=missed_share, methods=methods)
+    return losses, judge.rankings(methods, list(baselines))
+
+
+@torch.inference_mode()
+def fit_transitions(
+    network: Network, corpus: Corpus, tables: Transitions, count: int, cache: CacheModel | None
+) -> TransitionWeights:
+    """Fits the weights of the model's mixture with transition tables to `count` positions of the validation split."""
+    network.eval()
+    judge = Judge(network, corpus, "valid", count)
+    _, hidden = session_losses(network, judge.sessions, judge.positions)
+    return judge.fit_transitions(tables, judge.scores(hidden, cache))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from wane.models.event_files.event_log import EventLog
 from wane.models.event_files.event_log import read_log as read_files
-from wane.models.event_files.faults import EventFileError
+from wane.models.event_files.faults import EventFileError, counted
 from wane.models.event_files.format import EventFormat
 from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.training.config import DataConfig
@@ -58,7 +58,24 @@ def split_log(log: EventLog, config: DataConfig, path: Path) -> dict[str, EventL
     if config.split == "session":
         order = np.random.default_rng(SEED).permutation(count)
     parts = {"train": order[:train], "valid": order[train : train + valid], "test": order[train + valid :]}
+    if config.train_on == "train_and_valid":
+        parts["train"] = order[: train + valid]
     return {name: log.sessions(np.sort(chosen)) for name, chosen in parts.items()}
+
+
+def split_items(log: EventLog, config: DataConfig) -> dict[str, EventLog]:
+    """Splits a log of the layout `leave_one_out`. The training split has the training items of every session. The
+    sessions of the other splits end with their validation item, or their test item; those without one are left out."""
+    assert log.held is not None, "a log without held-out items: this is a bug"
+    every, (valid, test) = np.arange(len(log)), log.held.T
+    lengths = np.diff(log.begins)
+    seen = lengths - test
+    trained = seen if config.train_on == "train_and_valid" else seen - valid
+    return {
+        "train": log.first_events(every, trained),
+        "valid": log.first_events(every[valid > 0], seen[valid > 0]),
+        "test": log.first_events(every[test > 0], lengths[test > 0]),
+    }
 
 
 def event_tokenizer(train: EventLog, config: DataConfig) -> str:
@@ -92,17 +109,21 @@ class EncodedLog:
     missed: int
 
 
-def encode_log(log: EventLog, vocabulary: Vocabulary, unknown: str) -> EncodedLog:
+def encode_log(log: EventLog, vocabulary: Vocabulary, unknown: str, *, last_only: bool = False) -> EncodedLog:
     """Converts sessions to token ids. Events that the vocabulary lacks become `<unk>`, or are left out if `unknown` is
     "skip". Reserved names, such as padding, are left out. A session all of whose events are left out is left out,
-    too."""
+    too. With `last_only`, only the last event of a session is predicted, so a session whose last event would be left
+    out is left out, and only such sessions are `missed`."""
     ids = {name: -1 if index in vocabulary.reserved else index for index, name in enumerate(vocabulary.texts)}
     absent = ids.get(UNK, -1) if unknown == "token" else -1
     table = np.array([ids.get(name, absent) for name in log.names], np.int64)
     tokens = table[log.events]
     known = tokens >= 0
     missed = 0
-    if not known.all():
+    if last_only and not (ends := known[log.begins[1:] - 1]).all():
+        found = encode_log(log.sessions(np.flatnonzero(ends)), vocabulary, unknown, last_only=True)
+        return EncodedLog(found.stream, int(np.count_nonzero(~ends)))
+    if not known.all() and not last_only:
         at = np.where(known, np.arange(len(tokens)), len(tokens))
         lengths = np.diff(log.begins)
         first = np.repeat(np.minimum.reduceat(at, log.begins[:-1]), lengths)
@@ -115,8 +136,11 @@ def encode_log(log: EventLog, vocabulary: Vocabulary, unknown: str) -> EncodedLo
     return EncodedLog(stream, missed)
 
 
-def describe_events(splits: dict[str, EventLog], vocabulary: Vocabulary, how: str) -> tuple[str, ...]:
-    """Returns lines about the splits and about what the vocabulary lacks. `how`: how the sessions were split."""
+def describe_events(
+    splits: dict[str, EventLog], vocabulary: Vocabulary, how: str, missed: dict[str, int]
+) -> tuple[str, ...]:
+    """Returns lines about the splits and about what the vocabulary lacks. `how`: how the sessions were split. `missed`:
+    for each split, the number of next events that the vocabulary lacks."""
     lines = []
     for name, log in splits.items():
         line = f"{name}: {len(log.events):,} events in {len(log):,} sessions"
@@ -138,6 +162,21 @@ def describe_events(splits: dict[str, EventLog], vocabulary: Vocabulary, how: st
             else "; it has every event of the training split"
         )
     )
+    trained_on = {train.names[index] for index in np.flatnonzero(counts)}
+    for name in ("valid", "test"):
+        if missed[name]:
+            log = splits[name]
+            left_out = np.array([text not in known and text in trained_on for text in log.names])
+            rare = int(np.count_nonzero(left_out[log.events]))
+            lines.append(
+                f"{name}: the vocabulary lacks {counted(missed[name], 'next event')}, each of which counts as a miss"
+                + (
+                    f"; {counted(rare, 'event')} of this split occur in the training split, but data.min_count or "
+                    "data.vocabulary_size leaves them out"
+                    if rare
+                    else "; none of them occurs in the training split"
+                )
+            )
     return tuple(lines)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wane.models.constraints import project
@@ -23,9 +24,11 @@ from wane.training.losses.teacher import Teacher
 from wane.training.proof import ProofPressure
 from wane.training.run_folder import RunFolder, kept_name
 from wane.training.schedule import learning_rate
+from wane.training.sessions import Sessions
 from wane.training.weight_average import WeightAverage
 
 if TYPE_CHECKING:
+    from wane.models.manifest import CacheModel
     from wane.training.cache import CacheTraining
     from wane.training.config import Experiment
     from wane.training.data import Corpus
@@ -54,9 +57,18 @@ class Trainer:
     the folder. Raises ResumeError if the folder contains another run.
     """
 
-    def __init__(self, experiment: Experiment, corpus: Corpus, folder: RunFolder, group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        corpus: Corpus,
+        folder: RunFolder,
+        group: Group = ALONE,
+        cache: CacheModel | None = None,
+    ) -> None:
+        """cache: the fitted cache of an earlier run, for a run without validation."""
         self.corpus, self.folder, self.group = corpus, folder, group
         self.config = experiment.training
+        self.cache_in_loss = experiment.model.cache_in_loss
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with group.together():
@@ -77,7 +89,10 @@ class Trainer:
             self.average = WeightAverage(self.network)
             self.train_lanes = self._lanes("train", self._train_width(), self.config.seed)
             self.valid_lanes = self._lanes("valid", self._valid_width(), None)
+            self.judged = self._judged()
             self.cache = self._cache(experiment)
+            if self.cache is not None and cache is not None:
+                self.cache.model = cache
             self.sampled = self._sampled_softmax()
             self.teacher = self._teacher()
         self.step = self.step_tokens = 0
@@ -109,8 +124,10 @@ class Trainer:
                 record: dict[str, object] = {"step": self.step, "loss": loss, "learning_rate": rate}
                 self._log(record | ({} if self.proved is None else {"proved": self.proved}))
             self._average()
-            evaluated = self.step % self.config.evaluate_every == 0 or last
-            valid_loss = self._validate() if evaluated else None
+            evaluated = last or (self.corpus.validated and self.step % self.config.evaluate_every == 0)
+            valid_loss = self._validate() if evaluated and self.corpus.validated else None
+            if evaluated and not self.corpus.validated:
+                self._save_last()
             self._maybe_decay()
             self._maybe_keep()
             self.wall_s += time.monotonic() - started
@@ -132,7 +149,8 @@ class Trainer:
             hidden, self.state = self.parallel(batch.inputs, state)
             losses = self._losses(batch, hidden, carried)
         positions = batch.chosen_positions()
-        losses = losses if self.cache is None else self.cache.losses("train", positions, losses)
+        if self.cache is not None and self.cache_in_loss:
+            losses = self.cache.losses("train", positions, losses)
         loss = losses.mean() if losses.numel() else hidden.sum() * 0
         means = [loss.item()]
         loss = loss + self._penalty(hidden)
@@ -167,6 +185,24 @@ class Trainer:
         if self.step > begin:
             self.average.add()
 
+    def _save_last(self) -> None:
+        """Saves the weights, or their average, as the best ones: of a run without validation these are the last."""
+        project(self.network, *self.constraints)
+        with self.average.in_place():
+            project(self.network, *self.constraints)
+            self.best_step = self.step
+            self._save("best.pt", {"weights": self.network.weights(), "step": self.step} | self._saved_cache())
+
+    def _judged(self) -> NDArray[np.bool_] | None:
+        """Returns the positions of the validation split whose losses count, bool (positions,): those that predict the
+        last event of a session, or None for all."""
+        if not self.corpus.last_only:
+            return None
+        stream = self.corpus.streams["valid"]
+        counted = np.zeros(len(stream), np.bool_)
+        counted[Sessions(stream, self.corpus.vocabulary.eos_id, self.corpus.start).last_inputs()] = True
+        return counted
+
     def _validate(self) -> float:
         """Returns the mean loss of the weights, or of their average if there is one, over the validation split."""
         project(self.network, *self.constraints)
@@ -192,8 +228,12 @@ class Trainer:
             with self._autocast():
                 hidden, state = self.network(batch.inputs, None if batch.fresh or not carried else state)
                 hidden, targets = batch.chosen(hidden), batch.chosen(batch.targets)
-                losses.append(full_losses(self.network, hidden.flatten(0, -2), targets.flatten()))
-            positions.append(torch.from_numpy(batch.chosen_positions().ravel()))
+                hidden, targets, at = hidden.flatten(0, -2), targets.flatten(), batch.chosen_positions().ravel()
+                if self.judged is not None:
+                    chosen = torch.from_numpy(self.judged[at]).to(targets.device)
+                    hidden, targets, at = hidden[chosen], targets[chosen], at[self.judged[at]]
+                losses.append(full_losses(self.network, hidden, targets))
+            positions.append(torch.from_numpy(at))
         self.network.train()
         loss = self._mean(losses) if self.cache is None else self._fit(self.cache, losses, positions)
         if loss < self.best_loss:
@@ -237,7 +277,7 @@ class Trainer:
         if self.teacher is not None:
             return self.teacher.losses(batch, self.network.logits(hidden), carried)
         if self.sampled is None:
-            return token_losses(self.network.logits(hidden), targets)
+            return token_losses(self.network.logits(hidden), targets, self.config.label_smoothing)
         return self.sampled.losses(self.network, hidden.flatten(0, -2), targets.flatten()).view_as(targets)
 
     def _penalty(self, hidden: Tensor) -> Tensor | float:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from wane.models.manifest import Quality
 from wane.training.audit.forgetting import Quantiles
 from wane.training.audit.report import AuditReport
-from wane.training.ranking import CUTOFFS, Rankings
+from wane.training.rankings.metrics import CUTOFFS, Rankings
 
 FIGURE = (7.0, 4.2)
 AUDIT = (11.0, 8.0)

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.progress import (
@@ -32,25 +33,31 @@ from wane.models.certificate.certify import CERTIFIED
 from wane.models.export import ExportError, export_bundle
 from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision, Provenance, Quality, Unknown
 from wane.models.networks import Network
-from wane.training.baselines import baselines_of
-from wane.training.config import Experiment
+from wane.training.config import DataConfig, Experiment, Protocol
 from wane.training.data import Corpus, load_corpus, source_hashes
 from wane.training.errors import DataError, RunError
 from wane.training.evaluate import POSITIONS, WINDOWS, Advance, SplitLosses, evaluate_split, evaluation_steps, quality
-from wane.training.evaluate_events import evaluate_events, sessions_of
+from wane.training.evaluate_events import RECURRENT, Judge, evaluate_events, fit_transitions, sessions_of
 from wane.training.group import ALONE, Group
+from wane.training.lanes import lanes_of
 from wane.training.loop import Trainer
 from wane.training.origin import describe_origin
 from wane.training.plots import plot_log, plot_quality, plot_rankings
-from wane.training.ranking import CUTOFFS, Rankings
+from wane.training.rankings.baselines import baselines_of
+from wane.training.rankings.metrics import LISTED, RankingMetrics, Rankings
+from wane.training.rankings.replay import replay
+from wane.training.rankings.transitions import Transitions, TransitionWeights
 from wane.training.run_folder import RunFolder
 
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
 TABLE_WIDTH = 80
 """The width of a table of rankings in characters, even if the terminal is narrower."""
-RANKED = (*(("recall", k) for k in CUTOFFS), *((metric, CUTOFFS[-1]) for metric in ("MRR", "NDCG", "hit_rate")))
-"""The metrics of the tables of rankings, each with its k. `rankings.json` has all metrics for every k."""
+METRICS = {"recall": "recall", "hit_rate": "hit rate", "mrr": "MRR", "ndcg": "NDCG"}
+"""The metrics of the tables of rankings that have an interval, with their titles."""
+SHOWN = (5, 10, 20)
+"""The values of k in the tables of rankings. `rankings.json` has all of CUTOFFS."""
+SERVED = "served"
 LONGEST_WINDOW = 128
 """Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
@@ -69,13 +76,18 @@ def train(
     command: str,
     console: Console,
     group: Group = ALONE,
+    after: Path | None = None,
 ) -> Path:
     """Trains or resumes an experiment. Returns the run folder. Records `command` in the run's origin (`Origin`).
+    `after`: the folder of a run of the same experiment, whose choices this run repeats on the training and the
+    validation split together (`chosen_by`).
 
     In a group only the first process reads the data and writes the folder.
     """
     folder = RunFolder(run or Path("runs") / experiment.name)
-    experiment = _with_data(experiment, data)
+    experiment, cache = _with_data(experiment, data), None
+    if after is not None:
+        experiment, cache = group.from_first(lambda: chosen_by(after, experiment))
     with console.status("reading the data"):
         corpus = group.from_first(
             lambda: (
@@ -84,8 +96,10 @@ def train(
                 else load_corpus(experiment.data, _read_tokenizer(tokenizer))
             )
         )
-    trainer = Trainer(experiment, corpus, folder, group)
+    trainer = Trainer(experiment, corpus, folder, group, cache)
     if group.first:
+        if after is not None:
+            folder.keep_transitions(RunFolder(after))
         folder.add_origin(describe_origin(command, trainer.device, group.size))
     parameters = sum(tensor.numel() for tensor in trainer.network.weights().values())
     console.print(
@@ -120,12 +134,40 @@ def train(
     if group.first:
         plot_log(experiment.name, folder.path / "log.jsonl", folder.path / "training.png")
     epochs = trainer.step / trainer.train_lanes.steps
+    best = f"best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}"
     console.print(
-        f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}; {epochs:.1f} epochs, "
+        f"done: {best if corpus.validated else 'the last weights are saved'}; {epochs:.1f} epochs, "
         f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations, peak memory {peak_memory_gib():.2f} GiB",
         soft_wrap=True,
     )
     return folder.path
+
+
+def chosen_by(after: Path, experiment: Experiment) -> tuple[Experiment, CacheModel | None]:
+    """Returns an experiment that trains on the training and the validation split together, for as many epochs as the
+    best weights of the run `after` had, and this run's fitted cache. The schedule of the learning rate ends with these
+    epochs. Raises RunError if the run is of another experiment or other data."""
+    folder = RunFolder(after)
+    before = folder.experiment()
+    for part in ("model", "training", "data"):
+        own, other = getattr(experiment, part).model_dump(mode="json"), getattr(before, part).model_dump(mode="json")
+        for key in own.keys() - {"path", "steps", "threads", "device", "seed"}:
+            if own[key] != other[key]:
+                raise RunError(f"--after {after} holds a run with {part}.{key} = {other[key]!r}, not {own[key]!r}")
+    if experiment.data.kind != "events":
+        raise RunError("--after needs a run on events")
+    if not load_corpus(experiment.data).validated:
+        raise RunError(f"--after {after} holds a run without validation, which has chosen nothing")
+    both = experiment.model_copy(update={"data": experiment.data.model_copy(update={"train_on": "train_and_valid"})})
+    config, best = experiment.training, folder.load("best.pt")
+    old, new = (
+        lanes_of(ALONE, load_corpus(one.data), "train", config.batch, config.chunk, config.seed).steps
+        for one in (experiment, both)
+    )
+    steps = max(1, round(best["step"] * new / old))
+    training = config.model_copy(update={"steps": steps, "warmup": min(config.warmup, steps)})
+    cache = CacheModel.model_validate_json(best["cache"]) if "cache" in best else None
+    return Experiment.model_validate(both.model_copy(update={"training": training}).model_dump()), cache
 
 
 def _load_again(folder: RunFolder, experiment: Experiment) -> Corpus:
@@ -136,7 +178,7 @@ def _load_again(folder: RunFolder, experiment: Experiment) -> Corpus:
     except DataError:
         path = experiment.data.path
         if path is not None and path.exists() and experiment.data.kind != "wikitext-2":
-            folder.check_data(folder.load("checkpoint.pt"), source_hashes(path))
+            folder.check_data(folder.load("checkpoint.pt"), source_hashes(experiment.data, path))
         raise
 
 
@@ -166,11 +208,17 @@ class Trained:
     cache: CacheModel | None
 
 
-def open_run(path: Path, data: Path | None) -> Trained:
-    """Reads a run folder. Raises TrainingError if the folder has no run, if the folder is damaged, or if the run was
-    trained on other data."""
+def open_run(path: Path, data: Path | None, protocol: Protocol | None = None) -> Trained:
+    """Reads a run folder. `protocol`: replaces that of the experiment. Raises TrainingError if the folder has no run,
+    if the folder is damaged, or if the run was trained on other data."""
     folder = RunFolder(path)
     experiment = _with_data(folder.experiment(), data)
+    if protocol is not None:
+        changed = experiment.data.model_dump() | {"protocol": protocol}
+        try:
+            experiment = experiment.model_copy(update={"data": DataConfig.model_validate(changed)})
+        except ValidationError as error:
+            raise RunError(f"--protocol {protocol}: {error.errors()[0]['msg']}") from error
     if experiment.training.threads is not None:
         torch.set_num_threads(experiment.training.threads)
     corpus = _load_again(folder, experiment)
@@ -180,18 +228,45 @@ def open_run(path: Path, data: Path | None) -> Trained:
     return Trained(folder, experiment, corpus, network, best["step"], cache)
 
 
-def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
+def evaluate_run(
+    path: Path,
+    data: Path | None,
+    positions: int,
+    console: Console,
+    protocol: Protocol | None = None,
+    transitions: bool = False,
+) -> Quality:
     """Evaluates a run's best weights. Writes `quality.json`, `evaluation.png` and, for events, `rankings.json` into the
-    run folder."""
-    return evaluate_opened(open_run(path, data), positions, console)
+    run folder. `protocol`: replaces that of the experiment. `transitions`: whether the mixture with transition tables
+    is evaluated, too. Its weights are fitted to the validation split, and written to `transitions.json`."""
+    run = open_run(path, data, protocol)
+    if transitions and run.corpus.vocabulary.kind != "events":
+        raise RunError("--transitions needs a run on events")
+    return evaluate_opened(run, positions, console, transitions)
 
 
-def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
+def _transitions(run: Trained, positions: int) -> tuple[Transitions, TransitionWeights]:
+    """Returns the transition tables of a run's training split, with their fitted weights. Raises RunError."""
+    tables = Transitions(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
+    if not run.corpus.validated:
+        return tables, run.folder.transitions()
+    fitted = fit_transitions(run.network, run.corpus, tables, positions, run.cache)
+    run.folder.write_transitions(fitted)
+    return tables, fitted
+
+
+def evaluate_opened(run: Trained, positions: int, console: Console, transitions: bool = False) -> Quality:
     """Evaluates a run that was read by `open_run`, and writes the same files as `evaluate_run`."""
+    splits = EVALUATED_SPLITS if run.corpus.validated else EVALUATED_SPLITS[1:]
     windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
-        total = evaluation_steps(run.corpus, EVALUATED_SPLITS, windows, positions)
+        is_events = run.corpus.vocabulary.kind == "events"
+        total = evaluation_steps(run.corpus, splits, windows, positions)
+        baselines = {}
+        if is_events:
+            baselines = baselines_of(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
+            total += sum(min(positions, len(run.corpus.streams[split])) for split in splits) * len(baselines)
         task = bar.add_task("evaluating", total=total)
 
         def advance(tokens: int) -> None:
@@ -199,14 +274,14 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
 
         rankings: dict[str, Rankings] = {}
         losses: dict[str, SplitLosses] = {}
-        if run.corpus.vocabulary.kind == "events":
-            baselines = baselines_of(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
-            for split in EVALUATED_SPLITS:
+        if is_events:
+            tables = _transitions(run, positions) if transitions else None
+            for split in splits:
                 losses[split], rankings[split] = evaluate_events(
-                    run.network, run.corpus, split, windows, positions, advance, run.cache, baselines
+                    run.network, run.corpus, split, windows, positions, advance, run.cache, baselines, tables
                 )
         else:
-            for split in EVALUATED_SPLITS:
+            for split in splits:
                 losses[split] = evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
         found = quality(losses)
         # For a split with fewer positions than requested, the evaluation took fewer steps than `total` assumes.
@@ -224,6 +299,38 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
     return found
 
 
+def evaluate_server(
+    path: Path,
+    data: Path | None,
+    positions: int,
+    console: Console,
+    protocol: Protocol | None,
+    url: str,
+    model: str | None,
+) -> Rankings:
+    """Replays the test sessions of a run through a running server, and prints the metrics of its answers beside those
+    of the run, computed from the files. Writes `served.json` into the run folder. Raises RunError."""
+    run = open_run(path, data, protocol)
+    if run.corpus.vocabulary.kind != "events":
+        raise RunError("--server needs a run on events")
+    judge = Judge(run.network, run.corpus, "test", positions)
+    steps = sum(len(events) for events, _ in judge.sessions_to_replay())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("steps", total=steps)
+        replayed = replay(judge, run.corpus.vocabulary, url, model, lambda count: bar.advance(task, count))
+    own = judge.recurrent(run.cache)
+    found = judge.rankings({SERVED: replayed.judged, RECURRENT: own}, [])
+    run.folder.write_rankings({"test": found}, "served.json")
+    for table in rankings_tables(run.experiment.name, "test", found):
+        if table.row_count:
+            console.print(table, width=TABLE_WIDTH, crop=False)
+    console.print(replayed.describe(), soft_wrap=True)
+    same = int((replayed.judged.lists == own.lists).all(1).sum())
+    console.print(f"{same:,} of {judge.count:,} lists of {LISTED} events are those of the run", soft_wrap=True)
+    return found
+
+
 def losses_of_split(
     network: Network, corpus: Corpus, split: str, windows: list[int], advance: Advance, cache: CacheModel | None
 ) -> SplitLosses:
@@ -234,20 +341,53 @@ def losses_of_split(
 
 
 def rankings_tables(name: str, split: str, found: Rankings) -> list[Table]:
-    """Returns two tables of metrics, with a row for each method and a column for each metric: one of the model and the
-    baselines, one of the model's windows. A metric is "-" if no position was evaluated."""
-    counted = f"{found.positions:,} next events" + (f", {found.missed_share:.2%} unknown" if found.missed_share else "")
-    titles = (f"{name}: {split}, {counted}", f"{name}: {split}, the last k events of a session alone")
-    tables = [Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False) for title in titles]
-    tables[0].caption = "hit rate: any of the session's remaining events"
-    for table in tables:
-        table.add_column("")
-        for metric, k in RANKED:
-            table.add_column(f"{metric.replace('_', ' ')}\n@{k}", justify="right", no_wrap=True)
-    for method, metrics in found.methods.items():
-        cells = [f"{getattr(metrics, metric.lower())[k]:.3f}" if found.positions else "-" for metric, k in RANKED]
-        tables[method.startswith("window ")].add_row(method, *cells)
+    """Returns a table of the model and the baselines for each of SHOWN, one of the model's windows, and one of the
+    tests. An interval is shown as its mean half-width. A metric is "-" if no position was evaluated."""
+    judged = "next events" if found.protocol == "next" else "last events of sessions"
+    counted = f"{found.positions:,} {judged}"
+    counted += f", {found.missed_share:.2%} unknown" if found.missed_share else ""
+    whole = {method: metrics for method, metrics in found.methods.items() if not method.startswith("window ")}
+    windows = {method: metrics for method, metrics in found.methods.items() if method.startswith("window ")}
+    tables = []
+    for k in SHOWN:
+        table = _table(f"{name}: {split}, {counted}, k = {k}", [*METRICS.values(), "cover\nage", "popu\nlarity"])
+        for method, metrics in whole.items():
+            cells = [_with_interval(metrics, metric, k) for metric in METRICS]
+            cells += [f"{metrics.coverage[k]:.3f}", f"{metrics.popularity[k]:.3f}"]
+            table.add_row(method, *(cells if found.positions else ["-"] * len(cells)))
+        tables.append(table)
+    tables[
+        -1
+    ].caption = (
+        "±: half of the 95 % interval of a bootstrap over sessions; hit rate: any of the session's remaining events"
+    )
+    pairs = [(metric, k) for metric in ("recall", "mrr") for k in SHOWN[1:]]
+    headers = [f"{METRICS[metric]}\n@{k}" for metric, k in pairs]
+    table = _table(f"{name}: {split}, the last k events of a session alone", headers)
+    for method, metrics in windows.items():
+        cells = [f"{getattr(metrics, metric)[k]:.3f}" if found.positions else "-" for metric, k in pairs]
+        table.add_row(method, *cells)
+    tables.append(table)
+    if found.tests and found.positions:
+        table = _table(f"{name}: {split}, {next(iter(whole))} minus a baseline (p of a paired test)", headers)
+        for method, tests in found.tests.items():
+            cells = [f"{tests[metric][k].difference:+.3f} ({tests[metric][k].p:.3f})" for metric, k in pairs]
+            table.add_row(method, *cells)
+        tables.append(table)
     return tables
+
+
+def _table(title: str, headers: list[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def _with_interval(metrics: RankingMetrics, metric: str, k: int) -> str:
+    low, high = metrics.intervals[metric][k]
+    return f"{getattr(metrics, metric)[k]:.3f} ±{(high - low) / 2:.3f}".replace("±0.", "±.")
 
 
 def quality_table(name: str, found: Quality) -> Table:

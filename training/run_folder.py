@@ -8,6 +8,8 @@
     best.pt           the weights with the lowest validation loss
     weights-N.pt      the weights after step N, if training.keep_every is set
     quality.json      the last evaluation, with its step and number of positions
+    transitions.json  the fitted weights of the mixture with transition tables (events only)
+    served.json       the ranking metrics of a server's answers, and of the model (events only)
     rankings.json     the ranking metrics of the model and the baselines in the last evaluation (events only)
 
 Checkpoints and weights are written atomically and loaded with weights_only. A run can be trained where only torch and
@@ -33,9 +35,13 @@ if TYPE_CHECKING:
     from wane.training.config import Experiment
     from wane.training.data import Corpus
     from wane.training.origin import Origin
-    from wane.training.ranking import Rankings
+    from wane.training.rankings.metrics import Rankings
+    from wane.training.rankings.transitions import TransitionWeights
 
 FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device"), ("data", "path")}
+
+
+TRANSITIONS = "transitions.json"
 
 
 def kept_name(step: int) -> str:
@@ -62,7 +68,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be created: {error.strerror}") from error
-        for name in ("best.pt", "quality.json", "rankings.json", "origin.jsonl"):
+        for name in ("best.pt", "quality.json", "rankings.json", TRANSITIONS, "origin.jsonl"):
             (self.path / name).unlink(missing_ok=True)
         (self.path / "tokenizer.json").write_text(corpus.tokenizer_json, encoding="utf-8")
         (self.path / "log.jsonl").write_text("")
@@ -183,10 +189,34 @@ class RunFolder:
         record = {"best_step": best_step, "positions": positions, "quality": found.model_dump(mode="json")}
         (self.path / "quality.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
-    def write_rankings(self, rankings: dict[str, Rankings]) -> None:
-        """Writes the ranking metrics of an evaluation, by split."""
+    def write_rankings(self, rankings: dict[str, Rankings], name: str = "rankings.json") -> None:
+        """Writes the ranking metrics of an evaluation, by split, to the file `name`."""
         record = {split: found.model_dump(mode="json") for split, found in rankings.items()}
-        (self.path / "rankings.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (self.path / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def write_transitions(self, fitted: TransitionWeights) -> None:
+        """Writes the weights of the mixture with transition tables."""
+        (self.path / TRANSITIONS).write_text(fitted.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    def keep_transitions(self, chosen: RunFolder) -> None:
+        """Copies the weights of the mixture with transition tables from the run that chose them, if it has any."""
+        if (chosen.path / TRANSITIONS).is_file():
+            self.write_transitions(chosen.transitions())
+
+    def transitions(self) -> TransitionWeights:
+        """Reads the weights of the mixture with transition tables. Raises RunError."""
+        from wane.training.rankings.transitions import TransitionWeights
+
+        path = self.path / TRANSITIONS
+        try:
+            return TransitionWeights.model_validate_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RunError(
+                f"{path}: {error.strerror}: a run without validation takes these weights from the run of `--after`, "
+                "which `wane evaluate --transitions` writes before"
+            ) from error
+        except ValueError as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
 
     def quality(self, best_step: int, positions: int) -> Quality | None:
         """Returns the written evaluation if it is of the weights after step `best_step` and has at least `positions`

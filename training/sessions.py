@@ -35,6 +35,11 @@ class Sessions:
         index = np.searchsorted(self.begins, positions, side="right") - 1
         return self.begins[index] + self.lengths[index]
 
+    def last_inputs(self) -> NDArray[np.int64]:
+        """Returns, for each session with a predicted event, the position after which its last event is predicted."""
+        positions: NDArray[np.int64] = self.begins + self.lengths - 2
+        return positions[self.lengths >= 2]
+
     def inputs(self) -> NDArray[np.int64]:
         """Returns the positions of all inputs, ascending: those after which a token is predicted."""
         positions = np.arange(len(self.stream) - 1)

@@ -7,15 +7,16 @@ have one event per row, in any order. An event's name is text or an integer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.event_files.faults import EventFileError, Faults, counted
+from wane.models.event_files.faults import EventFileError, Faults, counted, listed
 from wane.models.event_files.format import EventFormat
 from wane.models.event_files.forms import describe_forms
+from wane.models.event_files.item_lines import PARTS, read_item_lines
 from wane.models.event_files.json_lines import read_json_lines
 from wane.models.event_files.parquet import read_parquet
 from wane.models.event_files.rows import Rows
@@ -35,7 +36,9 @@ class EventLog:
     names: the event names. events: int32 (events,), the index in `names` of each event, session after session. begins:
     int64 (sessions + 1), the index in `events` of each session's first event and, as the last number, the length of
     `events`. ends: float64 (sessions,), the time of each session's last event in seconds since 1970, or None if the
-    source has no times. notes: sentences about what was read and what was left out.
+    source has no times. held: int64 (sessions, 2), in the layout `leave_one_out` the number of events at each session's
+    end that are its validation item, and its test item; otherwise None. notes: sentences about what was read and what
+    was left out.
     """
 
     names: list[str]
@@ -43,10 +46,14 @@ class EventLog:
     begins: NDArray[np.int64]
     ends: NDArray[np.float64] | None
     notes: tuple[str, ...] = ()
+    held: NDArray[np.int64] | None = None
 
     def sessions(self, chosen: NDArray[np.int64]) -> EventLog:
         """Returns the sessions with the indices `chosen`, int64 (n,), in the order of `chosen`, without the notes."""
-        lengths = np.diff(self.begins)[chosen]
+        return self.first_events(chosen, np.diff(self.begins)[chosen])
+
+    def first_events(self, chosen: NDArray[np.int64], lengths: NDArray[np.int64]) -> EventLog:
+        """Returns the first `lengths` events of the sessions `chosen`, int64 (n,) each, like `sessions`."""
         begins = np.concatenate([[0], np.cumsum(lengths)])
         index = np.repeat(self.begins[chosen] - begins[:-1], lengths) + np.arange(begins[-1])
         return EventLog(self.names, self.events[index], begins, None if self.ends is None else self.ends[chosen])
@@ -65,15 +72,20 @@ def suffix_of(path: Path) -> str:
 def read_log(paths: Sequence[Path], form: EventFormat) -> EventLog:
     """Reads files of one kind as one log. Raises EventFileError, which names the file and its bad lines."""
     suffixes = {suffix_of(path) for path in paths}
-    kind = next((kind for kind in (JSON_LINES, PARQUET, TABLES) if suffixes <= set(kind)), None)
+    kinds = (TABLES,) if form.layout == "leave_one_out" else (JSON_LINES, PARQUET, TABLES)
+    kind = next((kind for kind in kinds if suffixes <= set(kind)), None)
     if kind is None:
-        known = ", ".join((*JSON_LINES, *TABLES, *PARQUET))
+        known = ", ".join(suffix for kind in kinds for suffix in kind)
         found = ", ".join(sorted(suffixes))
         raise EventFileError(f"{paths[0]}: events are read from files of one kind: {known}; found {found}")
     rows, notes, count = Rows(form), [], 0
+    held: list[tuple[int, int]] = []
     for path in paths:
         rows.faults, rows.left_out = Faults(), Faults()
-        if kind is JSON_LINES:
+        if form.layout == "leave_one_out":
+            lines, more = read_item_lines(path, form, rows)
+            held += more
+        elif kind is JSON_LINES:
             lines = read_json_lines(path, form, rows)
         elif kind is PARQUET:
             lines = read_parquet(path, form, rows)
@@ -85,12 +97,18 @@ def read_log(paths: Sequence[Path], form: EventFormat) -> EventLog:
         raise EventFileError(f"{paths[0]}: data.session_gap_s needs times, which these JSON lines do not have")
     if not len(rows):
         raise EventFileError(": ".join([f"{paths[0]}", *notes, "the file has no events"]))
-    log, more = _grouped(rows, form)
+    log, grouped = _grouped(rows, form)
     first = f"read {counted(len(log.events), 'event')} of {counted(len(log), 'session')} from {counted(count, 'line')}"
     of_files = "" if len(paths) == 1 else f" of {counted(len(paths), 'file')}"
     unit = rows.clock.describe()
-    notes = [first + of_files + (f"; {unit}" if unit else ""), *notes, *more, *_forms(rows)]
-    return EventLog(log.names, log.events, log.begins, log.ends, tuple(notes))
+    notes = [first + of_files + (f"; {unit}" if unit else ""), *notes, *grouped, *_forms(rows)]
+    if form.layout != "leave_one_out":
+        return replace(log, notes=tuple(notes))
+    ends = np.array(held, np.int64).reshape(-1, 2)
+    empty = [
+        f"{int(np.count_nonzero(column == 0)):,} have no {part}" for part, column in zip(PARTS[1:], ends.T, strict=True)
+    ]
+    return replace(log, notes=(*notes, f"of {counted(len(log), 'session')}, {listed(empty)}"), held=ends)
 
 
 def _check(path: Path, lines: int, rows: Rows, form: EventFormat) -> list[str]:

@@ -36,6 +36,11 @@ class EventColumns(Frozen):
 class EventFormat(Frozen):
     """The keys of the table `[data]` that say how files of events are read."""
 
+    layout: Literal["events", "leave_one_out"] = Field(
+        default="events",
+        description="`leave_one_out`: each line has a user's training items, validation item and test item, such as "
+        "`12 7 31,9,14`; the last two may be empty",
+    )
     columns: EventColumns = EventColumns()
     fields: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
         default=None, description="names of all columns, for a file without a header; absent: those of the header"
@@ -86,6 +91,10 @@ class EventFormat(Frozen):
 
     @model_validator(mode="after")
     def _readable(self) -> EventFormat:
+        if self.layout == "leave_one_out":
+            for key in EventFormat.model_fields.keys() - {"layout", "separator", "on_bad_line"}:
+                if getattr(self, key) != EventFormat.model_fields[key].default:
+                    raise ValueError(f"layout = 'leave_one_out' does not read {key}")
         if self.separator is not None and ('"' in self.separator or "\n" in self.separator):
             raise ValueError("separator must have neither a quotation mark nor a line break")
         if self.fields is not None and len(set(self.fields)) < len(self.fields):

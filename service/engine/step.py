@@ -264,8 +264,8 @@ class SessionSteps:
         if kept is None and routing.is_free(None, record.mode):
             _, dropped_tokens = self._rebuilding(record.position, self._input_ids(record), dropped_tokens)
         plan = self._plan(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
-        norms = None
-        if self._manifest.certificate.readout is not None and resident and resident.position == record.position:
+        norms, has_run = None, record.position or self._manifest.start_tokens
+        if has_run and self._manifest.certificate.readout and resident and resident.position == record.position:
             norms = self._sessions.norms(resident)
         found = plan.bound_of(self._manifest.certificate, mode is not Mode.WINDOW, None, norms)
         cache = self._answer_builder.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from wane.models.layer_registry import Kind
 from wane.models.manifest import Certificate, Start
 from wane.training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
 from wane.training.evaluate_events import evaluate_events
-from wane.training.ranking import Rankings
+from wane.training.rankings.metrics import Rankings
 from wane.training.run import Trained, describe_certificate, open_run, train
 
 DATA = os.environ.get("WANE_DATA")
@@ -129,8 +130,9 @@ def test_a_run_on_events_is_evaluated_and_exported(tmp_path: Path, capsys: pytes
         assert text in printed
     assert "per word" not in printed and "…" not in printed
     assert max(map(len, printed.splitlines())) <= 80
-    (row,) = [line for line in printed.splitlines() if line.startswith("Markov ")]
-    assert len(row.split()) == 8  # the method, and one number for each metric
+    *by_cutoff, test = [line for line in printed.splitlines() if line.startswith("Markov ")]
+    assert [len(re.findall(r"\d?\.\d{3}", row)) for row in by_cutoff] == [10] * 3  # six metrics and four intervals
+    assert len(re.findall(r"[+-]\d\.\d{3} \(\d\.\d{3}\)", test)) == 4
     saved = json.loads((tmp_path / "run" / "rankings.json").read_text())
     assert saved.keys() == {"valid", "test"}
     assert set(saved["test"]["methods"]["Markov"]["recall"]) == {"1", "5", "10", "20"}

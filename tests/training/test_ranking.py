@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import pytrec_eval
 from numpy.typing import NDArray
 
-from wane.training.baselines import Vsknn, baselines_of
-from wane.training.ranking import CUTOFFS, best_of, metrics_of, ranks_of
+from wane.training.rankings.baselines import Vsknn, baselines_of
+from wane.training.rankings.metrics import CUTOFFS, UNRANKED, Difference, Judged, Scorer, first_of, judged_of, ranks_of
 from wane.training.sessions import Sessions
 
 EOS, UNK, SIZE = 0, 1, 14
@@ -47,35 +48,99 @@ def expected(rows: list[list[float]], rests: list[list[int]], missed: int) -> di
     return {name: {k: gain / (len(rows) + missed) for k, gain in by_k.items()} for name, by_k in gains.items()}
 
 
-def test_the_metrics_equal_their_definitions() -> None:
+def positions(
+    count: int, size: int = SIZE
+) -> tuple[NDArray[np.float64], list[list[int]], NDArray[np.int64], NDArray[np.float64]]:
+    """Returns random positions: scores, of which many are equal, the remaining events, the session of each position,
+    and the counts of the events in training."""
     random = np.random.default_rng(1)
+    scores = random.integers(0, 6, (count, size)).astype(float)
+    rests = [random.integers(1, size, random.integers(1, 5)).tolist() for _ in range(count)]
+    counts = random.integers(1, 9, size).astype(float)
+    counts[[EOS, UNK]] = 0
+    return scores, rests, np.sort(random.integers(0, count // 3, count)), counts
+
+
+def judged(scores: NDArray[np.float64], rests: list[list[int]]) -> Judged:
+    """Ranks the events as `Judge` does: an unknown next event has no rank, and special tokens are not ranked."""
+    scores = scores.copy()
+    scores[:, [EOS, UNK]] = -np.inf
+    choices = [np.array([event for event in rest if event != UNK and rest[0] != UNK], np.int64) for rest in rests]
+    return judged_of(scores, np.array([rest[0] for rest in rests]), choices)
+
+
+def test_the_metrics_equal_their_definitions() -> None:
     count, missed = 200, 50
-    scores = random.integers(0, 6, (count, SIZE)).astype(float)  # only six values, so that many scores are equal
-    rests = [random.integers(1, SIZE, random.integers(1, 5)).tolist() for _ in range(count)]
-    known = np.array([rest[0] != UNK for rest in rests])
-    assert 0 < (~known).sum() < count
-    choices = [
-        np.array([event for event in rest if event != UNK]) for rest, one in zip(rests, known, strict=True) if one
-    ]
-    targets = np.array([rest[0] for rest, one in zip(rests, known, strict=True) if one])
-    excluded = [EOS, UNK]
-    found = metrics_of(
-        ranks_of(scores[known], targets, excluded),
-        ranks_of(scores[known], best_of(scores[known], choices), excluded),
-        count,
-        missed / (count + missed),
-    )
+    scores, rests, sessions, counts = positions(count)
+    assert 0 < sum(rest[0] == UNK for rest in rests) < count
+    found = Scorer(sessions, counts, SIZE - 2, missed / (count + missed)).metrics(judged(scores, rests))
     definition = expected(scores.tolist(), rests, missed)
     assert found.recall == pytest.approx(definition["recall"])
     assert found.mrr == pytest.approx(definition["mrr"])
     assert found.ndcg == pytest.approx(definition["ndcg"])
     assert found.hit_rate == pytest.approx(definition["hit"])
     assert all(found.hit_rate[k] > found.recall[k] for k in CUTOFFS[:3])
+    for k in CUTOFFS:
+        lists = [ranking(row)[:k] for row in scores.tolist()]
+        assert found.coverage[k] == len({event for top in lists for event in top}) / (SIZE - 2)
+        shares = [counts[event] / counts.max() for top in lists for event in top]
+        assert found.popularity[k] == pytest.approx(float(np.mean(shares)))
+
+
+def test_the_metrics_equal_those_of_trec_eval() -> None:
+    """trec_eval orders equal scores by name, so the scores differ here. Its ideal DCG is 1 for one relevant event."""
+    random, size, count = np.random.default_rng(2), 60, 150
+    scores = random.permuted(np.tile(np.arange(size, dtype=float), (count, 1)), axis=1)
+    rests = [random.integers(2, size, 1).tolist() for _ in range(count)]
+    found = Scorer(np.arange(count), np.ones(size), size - 2, 0.0).metrics(judged(scores, rests))
+    wanted = {str(row): {str(rest[0]): 1} for row, rest in enumerate(rests)}
+    measures = {f"{name}.{','.join(map(str, CUTOFFS))}" for name in ("recall", "ndcg_cut", "success")}
+    oracle = pytrec_eval.RelevanceEvaluator(wanted, measures)
+    run = {str(row): {str(event): own[event] for event in range(2, size)} for row, own in enumerate(scores.tolist())}
+    by_position = oracle.evaluate(run).values()
+    for k in CUTOFFS:
+        assert found.recall[k] == pytest.approx(np.mean([values[f"recall_{k}"] for values in by_position]))
+        assert found.ndcg[k] == pytest.approx(np.mean([values[f"ndcg_cut_{k}"] for values in by_position]))
+        assert found.hit_rate[k] == pytest.approx(np.mean([values[f"success_{k}"] for values in by_position]))
+        cut = {row: dict(sorted(own.items(), key=lambda pair: -pair[1])[:k]) for row, own in run.items()}
+        ranks = pytrec_eval.RelevanceEvaluator(wanted, {"recip_rank"}).evaluate(cut).values()
+        assert found.mrr[k] == pytest.approx(np.mean([values["recip_rank"] for values in ranks]))
+
+
+def test_intervals_contain_the_mean_of_new_samples_as_often_as_they_say() -> None:
+    """The gains of a session are equal, so an interval that took positions for independent would be too short."""
+    random, inside, rounds = np.random.default_rng(3), 0, 60
+    for _ in range(rounds):
+        found = random.random(40) < 0.3
+        hits = np.repeat(found, 5)
+        ranks = np.where(hits, 1, UNRANKED)
+        one = Judged(ranks, ranks, np.full((200, 20), -1))
+        low, high = Scorer(np.repeat(np.arange(40), 5), np.ones(3), 3, 0.0).metrics(one).intervals["recall"][1]
+        inside += low <= 0.3 <= high
+    assert 0.85 * rounds <= inside <= rounds
+
+
+def test_a_paired_test_tells_methods_apart_only_if_they_differ() -> None:
+    random = np.random.default_rng(4)
+    scorer = Scorer(np.arange(300), np.ones(3), 3, 0.0)
+
+    def method(share: float) -> Judged:
+        ranks = np.where(random.random(300) < share, 1, UNRANKED)
+        return Judged(ranks, ranks, np.full((300, 20), -1))
+
+    good, bad = method(0.6), method(0.4)
+    worse = scorer.test(bad, good)["recall"][1]
+    assert worse.difference == pytest.approx(good.gains()[:, 0].mean() * -1 + bad.gains()[:, 0].mean())
+    assert worse.p < 0.01
+    assert scorer.test(good, good)["recall"][1] == Difference(difference=0, p=1)
+    assert np.median([scorer.test(method(0.5), method(0.5))["recall"][1].p for _ in range(20)]) > 0.1
 
 
 def test_equal_scores_are_ranked_by_id_and_special_tokens_have_no_rank() -> None:
-    scores = np.array([[9.0, 9.0, 1.0, 1.0, 1.0]] * 3)
-    assert ranks_of(scores, np.array([2, 3, 4]), [EOS, UNK]).tolist() == [1, 2, 3]
+    scores = np.array([[-np.inf, -np.inf, 1.0, 1.0, 1.0]] * 3)
+    assert ranks_of(scores, np.array([2, 3, 4])).tolist() == [1, 2, 3]
+    assert ranks_of(scores, np.array([0, 1, 4])).tolist() == [UNRANKED, UNRANKED, 3]
+    assert first_of(scores)[0].tolist() == [2, 3, 4] + [-1] * 17
 
 
 def train() -> tuple[Sessions, list[list[int]]]:
@@ -113,6 +178,46 @@ def test_popularity_last_item_and_markov_equal_their_definitions() -> None:
         assert ranking(found["Markov"].scores(queries)[row].tolist()) == followers
 
 
+def rule_counts(lists: list[list[int]]) -> tuple[Counter[tuple[int, int]], dict[tuple[int, int], float]]:
+    """Returns the numbers of association rules and of sequential rules by pair, as session-rec counts them: event after
+    event, with all earlier events of the session, or with the last ten by 1 / distance."""
+    together: Counter[tuple[int, int]] = Counter()
+    after: dict[tuple[int, int], float] = defaultdict(float)
+    for events in lists:
+        for at, event in enumerate(events):
+            for back, earlier in enumerate(reversed(events[:at]), start=1):
+                together[event, earlier] += 1
+                together[earlier, event] += 1
+                if back <= 10:
+                    after[earlier, event] += 1 / back
+    return together, after
+
+
+@pytest.mark.parametrize("most", [20, 3])
+def test_rules_and_item_to_item_equal_their_definitions(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr("wane.training.rankings.baselines.RULES", most)
+    monkeypatch.setattr("wane.training.rankings.baselines.SIMILAR", most)
+    monkeypatch.setattr("wane.training.rankings.baselines.PAIRS_AT_ONCE", 50)
+    sessions, lists = train()
+    counts = Counter(event for events in lists for event in events)
+    together, after = rule_counts(lists)
+    similar = {
+        (first, second): number / math.sqrt((counts[first] + 20) * (counts[second] + 20))
+        for (first, second), number in together.items()
+        if first != second
+    }
+    found = baselines_of(sessions, SIZE)
+    for name, table in (("association rules", together), ("sequential rules", after), ("item to item", similar)):
+        scores = found[name].scores([np.array(query) for query in QUERIES])
+        for row, query in enumerate(QUERIES):
+            values = {event: round(table.get((query[-1], event), 0), 9) for event in range(2, SIZE)}
+            order = sorted(values, key=lambda event: (-values[event], -counts[event], event))
+            kept = [event for event in order if values[event]][:most]
+            rest = sorted(set(order) - set(kept), key=lambda event: (-counts[event], event))
+            assert ranking(scores[row].tolist())[: len(kept)] == kept, name
+            assert ranking(scores[row].tolist())[len(kept) :] == rest, name
+
+
 def vsknn(lists: list[list[int]], query: list[int], recent: int, neighbours: int) -> list[float]:
     """Returns the scores of V-SkNN, computed as the paper describes them. recent, neighbours: m and k of the paper."""
     weight = {event: (index + 1) / len(query) for index, event in enumerate(query)}
@@ -131,9 +236,15 @@ def vsknn(lists: list[list[int]], query: list[int], recent: int, neighbours: int
 
 @pytest.mark.parametrize(("recent", "neighbours"), [(1000, 100), (1000, 7), (20, 100), (9, 4)])
 def test_vsknn_equals_its_description(monkeypatch: pytest.MonkeyPatch, recent: int, neighbours: int) -> None:
-    monkeypatch.setattr("wane.training.baselines.RECENT", recent)
-    monkeypatch.setattr("wane.training.baselines.NEIGHBOURS", neighbours)
+    monkeypatch.setattr("wane.training.rankings.baselines.RECENT", recent)
+    monkeypatch.setattr("wane.training.rankings.baselines.NEIGHBOURS", neighbours)
     sessions, lists = train()
-    found = Vsknn(sessions, SIZE).scores([np.array(query) for query in QUERIES])
+    queries = [np.array(query) for query in QUERIES]
+    found, rare = (Vsknn(sessions, SIZE, idf=idf).scores(queries) for idf in (False, True))
+    counts = Counter(event for events in lists for event in events)
     for row, query in enumerate(QUERIES):
-        assert found[row].tolist() == pytest.approx(vsknn(lists, query, recent, neighbours))
+        scores = vsknn(lists, query, recent, neighbours)
+        assert found[row].tolist() == pytest.approx(scores)
+        assert rare[row][2:].tolist() == pytest.approx(
+            [scores[event] * (1 + math.log(len(lists) / max(1, counts[event]))) for event in range(2, SIZE)]
+        )

@@ -27,9 +27,12 @@ LOGITS_AT_ONCE = 1 << 24
 """The largest number of logits that a piece of an evaluation holds, 64 MiB."""
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns -log p of each target, in nats: float32 of the shape of `targets`. logits: (..., V)."""
-    flat = functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
+def token_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Returns -log p of each target, in nats: float32 of the shape of `targets`. logits: (..., V). smoothing: the share
+    of each target that is spread evenly over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567, section 7)."""
+    flat = functional.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing
+    )
     return flat.view_as(targets)
 
 

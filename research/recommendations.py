@@ -1,0 +1,127 @@
+"""What trained recommenders reach, and what each part of a mixture adds: the tables of `docs/recommendations.md`.
+
+    python -m research.recommendations RUN [RUN ...] [--parts RUN --data PATH] [--page docs/recommendations.md]
+
+The first table has a row for each method of each experiment, from the `rankings.json` that `wane evaluate --positions
+all --transitions` wrote into the run folders: the mean over the runs of one experiment, which differ in their seeds.
+The second one is of `--parts`, a run with a validation split: parts are added to its network one after another. The
+weights of each mixture are fitted to the validation split, and the metrics are of the test split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from wane.training.evaluate_events import Judge, Scores, session_losses, sessions_of
+from wane.training.rankings.baselines import Vsknn
+from wane.training.rankings.metrics import RankingMetrics, Rankings
+from wane.training.rankings.transitions import PARTS, Transitions
+from wane.training.run import open_run
+from wane.training.run_folder import RunFolder
+
+COLUMNS = (("recall", 10), ("recall", 20), ("mrr", 20), ("ndcg", 10))
+SHARES = np.linspace(0, 0.5, 11)
+"""The shares of V-SkNN that are tried in a mixture with it."""
+
+
+def results(runs: list[Path]) -> Iterator[str]:
+    """Yields the lines of the table of the runs. Runs with the same experiment, up to seed and steps, are one row."""
+    groups: dict[str, list[Path]] = {}
+    for run in runs:
+        groups.setdefault(RunFolder(run).experiment().name, []).append(run)
+    yield "| data | method | R@10 | R@20 | MRR@20 | NDCG@10 | seeds | hours |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for name, members in groups.items():
+        found = [_test_of(run) for run in members]
+        hours = sum(RunFolder(run).load("checkpoint.pt")["wall_s"] for run in members) / 3600
+        for method in found[0].methods:
+            if method.startswith("window "):
+                continue
+            rows = np.array([[getattr(one.methods[method], metric)[k] for metric, k in COLUMNS] for one in found])
+            trained = method not in found[0].tests
+            cells = [_cell(column, len(found) > 1 and trained) for column in rows.T]
+            seeds, took = (str(len(found)), f"{hours:.2f}") if trained else ("", "")
+            yield f"| {name} | {method} | {' | '.join(cells)} | {seeds} | {took} |"
+
+
+def _test_of(run: Path) -> Rankings:
+    return Rankings.model_validate(json.loads((run / "rankings.json").read_text(encoding="utf-8"))["test"])
+
+
+def _cell(values: np.ndarray, spread: bool) -> str:
+    return f"{values.mean():.3f}" + (f" ({values.min():.3f} to {values.max():.3f})" if spread else "")
+
+
+def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
+    """Yields the lines of the table of what each part adds to a run's network."""
+    run = open_run(run_folder, data)
+    tables = Transitions(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
+    neighbours = Vsknn(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, idf=True)
+    valid, test = (Judge(run.network, run.corpus, split) for split in ("valid", "test"))
+    hidden = {judge: session_losses(run.network, judge.sessions, judge.positions)[1] for judge in (valid, test)}
+    yield "| parts | R@10 | R@20 | MRR@20 | NDCG@10 |"
+    yield "| --- | --- | --- | --- | --- |"
+
+    def line(name: str, scores: Scores) -> str:
+        found: RankingMetrics = test.rankings({name: test.of_scores(scores)}, []).methods[name]
+        return f"| {name} | {' | '.join(f'{getattr(found, metric)[k]:.3f}' for metric, k in COLUMNS)} |"
+
+    yield line("network", test.scores(hidden[test], None))
+    if run.cache is not None:
+        yield line("network + cache", test.scores(hidden[test], run.cache))
+    for count in range(2, len(PARTS) + 1):
+        fitted = valid.fit_transitions(tables, valid.scores(hidden[valid], None), PARTS[:count])
+        mixture = {
+            judge: judge.with_transitions(tables, fitted, judge.scores(hidden[judge], None)) for judge in (valid, test)
+        }
+        yield line(" + ".join(("network", *PARTS[1:count])), mixture[test])
+    share, loss = 0.0, np.inf
+    for tried in SHARES:
+        found = valid.loss_of(_with_neighbours(valid, mixture[valid], neighbours, tried))
+        if found < loss:
+            share, loss = float(tried), found
+    yield line(f"all of these + V-SkNN, share {share:.2f}", _with_neighbours(test, mixture[test], neighbours, share))
+
+
+def _with_neighbours(judge: Judge, mixture: Scores, neighbours: Vsknn, share: float) -> Scores:
+    def scores(some: np.ndarray) -> np.ndarray:
+        near = neighbours.scores(judge.known(some))
+        near /= np.maximum(near.sum(1, keepdims=True), 1e-9)
+        with np.errstate(divide="ignore"):
+            return np.log((1 - share) * np.exp(mixture(some)) + share * near)
+
+    return scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="*", type=Path, help="evaluated run folders")
+    parser.add_argument("--parts", type=Path, help="run folder whose mixture is taken apart")
+    parser.add_argument("--data", type=Path, help="data of --parts; overrides the experiment's data.path")
+    parser.add_argument("--page", type=Path, help="page whose tables are replaced (default: prints them)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    blocks = {"results": results(options.runs)} if options.runs else {}
+    if options.parts is not None:
+        with torch.inference_mode():
+            blocks["parts"] = iter([*parts(options.parts, options.data)])
+    text = options.page.read_text(encoding="utf-8") if options.page else ""
+    for name, lines in blocks.items():
+        table = "\n".join(lines)
+        Console().print(table, soft_wrap=True, markup=False, highlight=False)
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        if begin:
+            text = f"{before}{begin}\n{table}\n\n{rest[rest.index(f'<!-- /{name} -->') :]}"
+    if options.page:
+        options.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
