@@ -165,7 +165,7 @@ def refer_outside(path: Path, name: str) -> None:
         (lambda path: refer_outside(path, "step.onnx"), "small/step.onnx: onnxruntime cannot open the graph: "),
         (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but its version is still 1"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
-        (lambda path: edit_manifest(put(path.parent, "2", "lstm", name="other"), "name", value=MODEL),
+        (lambda path: edit_manifest(put(path.parent, "2", "gated-stable", name="other"), "name", value=MODEL),
          "two different bundles have version 2"),
     ],
     ids=["hash", "json", "FIFO", "graph FIFO", "no graph", "outside data", "version", "field", "twice"],
@@ -377,7 +377,7 @@ async def test_sessions_keep_as_many_tokens_as_the_longest_window_of_any_loaded_
     await registry.load()
     store = registry.session_store
     assert store is not None and store.session_history_tokens == registry.get().manifest.max_window == 256
-    put(folder, "2", "lstm")
+    put(folder, "2", "gated-stable")
     await registry.load_model(MODEL)
     assert store.session_history_tokens == registry.get().manifest.max_window == 512
     await registry.close()
