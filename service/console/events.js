@@ -5,11 +5,12 @@ import { html, nothing } from "./vendor/lit-html.js";
 import { state, update } from "./state.js";
 
 const LISTED = 8;
+const ASKED = 100; // more than are listed, so that the name itself is found before the longer ones
 const PAGE = 10_000;
 
 let ids = new Map(); // by name
 let model = null;
-const box = { text: "", names: [], active: -1, asked: 0, problem: null };
+const box = { text: "", names: [], active: -1, asked: 0, problem: null, searching: false, entered: null };
 
 function table() {
   if (model !== state.model) [ids, model] = [new Map(), state.model];
@@ -37,24 +38,30 @@ async function list(prefix, limit, after = -1) {
   return page;
 }
 
+// Lists the names that begin with a text, the text itself first. Enter meanwhile chooses the first of them.
 async function search(text) {
-  box.text = text;
+  Object.assign(box, { text, searching: true, entered: null });
   const asked = (box.asked += 1);
   try {
-    const { events } = await list(text, LISTED);
+    const { events } = await list(text, ASKED);
     if (asked !== box.asked) return;
-    box.names = events.map((one) => one.name);
+    const names = events.map((one) => one.name);
+    box.names = [...names.filter((name) => name === text), ...names.filter((name) => name !== text)].slice(0, LISTED);
     box.problem = text && !events.length ? "No event of this model begins with this text." : null;
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
+    if (asked !== box.asked) return;
+    box.names = [];
     box.problem = error.message;
   }
+  box.searching = false;
+  if (box.entered && box.names.length) return choose(box.names[0], box.entered);
   box.active = box.names.length && text ? 0 : -1;
   update();
 }
 
 function choose(name, chosen) {
-  Object.assign(box, { text: "", names: [], active: -1, problem: null });
+  Object.assign(box, { text: "", names: [], active: -1, problem: null, searching: false, entered: null });
   box.asked += 1;
   chosen(name);
 }
@@ -65,6 +72,7 @@ export function chooser(chosen, stop) {
     if (event.key === "ArrowDown" && !count) search(box.text);
     else if (event.key === "ArrowDown" && count) box.active = (box.active + 1) % count;
     else if (event.key === "ArrowUp" && count) box.active = (box.active + count - 1) % count;
+    else if (event.key === "Enter" && box.searching && box.text) box.entered = chosen;
     else if (event.key === "Enter" && box.names[box.active] !== undefined) choose(box.names[box.active], chosen);
     else if (event.key === "Escape") {
       stop();

@@ -313,7 +313,7 @@ const textInput = () => html`
 const eventInput = () => html`
   <div class="head">
     <b id="events-label">The session’s events</b>
-    <span class="muted">${state.events.length ? `${count(state.events.length)} events` : ""}</span>
+    <span class="muted">${state.events.length ? `${count(state.events.length)} ${state.events.length === 1 ? "event" : "events"}` : ""}</span>
   </div>
   <ol class="chips" aria-labelledby="events-label">
     ${state.events.map(

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -241,6 +242,24 @@ def test_events_are_chosen_by_name_and_a_name_is_never_markup(console: OpenConso
     page.settle()
     assert page.page.locator(".chip > span").all_inner_texts() == rest
     assert page.page.title() == "Playground · Wane"
+    page.check()
+
+
+def test_enter_takes_the_name_that_was_typed_before_its_completions_arrive(console: OpenConsole) -> None:
+    page = console(f"#playground?model={SHOP}")
+    page.page.click("#event")
+    page.page.wait_for_selector("#event-names li")
+    waiting: list[Any] = []
+    page.page.route("**/vocabulary?*", lambda route: waiting.append(route))
+    page.page.keyboard.type("event 7")
+    page.page.keyboard.press("Enter")
+    assert waiting
+    for route in waiting:
+        route.continue_()
+    page.page.wait_for_selector(".chip > span")
+    page.settle()
+    assert page.page.locator(".chip > span").all_inner_texts() == ["event 7"]
+    assert page.page.input_value("#event") == ""
     page.check()
 
 
