@@ -1,11 +1,12 @@
 """What trained recommenders reach, and what each part of a mixture adds: the tables of `docs/recommendations.md`.
 
-    python -m research.recommendations RUN [RUN ...] [--parts RUN --data PATH] [--page docs/recommendations.md]
+    python -m research.recommendations [RUN ...] [--untrained RUN ...] [--parts RUN --data PATH] [--page PAGE]
 
 The first table has a row for each method of each experiment, from the `rankings.json` that `wane evaluate --positions
-all --transitions` wrote into the run folders: the mean over the runs of one experiment, which differ in their seeds.
-The second one is of `--parts`, a run with a validation split: parts are added to its network one after another. The
-weights of each mixture are fitted to the validation split, and the metrics are of the test split.
+all --transitions` wrote into the run folders: the mean over the runs of one experiment, which differ in their seeds. Of
+the runs after `--untrained`, it has only the rows without a network. The second table is of `--parts`, a run with a
+validation split: parts are added to its network one after another. The weights of each mixture are fitted to the
+validation split, and the metrics are of the test split.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from wane.training.evaluate_events import Judge, Scores, session_losses, sessions_of
+from wane.training.evaluate_events import TRANSITIONS_ALONE, Judge, Scores, popularity_of, session_losses, sessions_of
 from wane.training.rankings.baselines import Vsknn
 from wane.training.rankings.metrics import RankingMetrics, Rankings
 from wane.training.rankings.transitions import PARTS, Transitions
@@ -31,21 +32,21 @@ SHARES = np.linspace(0, 0.5, 11)
 """The shares of V-SkNN that are tried in a mixture with it."""
 
 
-def results(runs: list[Path]) -> Iterator[str]:
-    """Yields the lines of the table of the runs. Runs with the same experiment, up to seed and steps, are one row."""
-    groups: dict[str, list[Path]] = {}
-    for run in runs:
-        groups.setdefault(RunFolder(run).experiment().name, []).append(run)
+def results(runs: list[Path], untrained: list[Path]) -> Iterator[str]:
+    """Yields the lines of the table of the runs. Runs whose experiments have the same name are one row."""
     yield "| data | method | R@10 | R@20 | MRR@20 | NDCG@10 | seeds | hours |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    for name, members in groups.items():
+    groups: dict[tuple[str, bool], list[Path]] = {}
+    for run in (*runs, *untrained):
+        groups.setdefault((RunFolder(run).experiment().name, run in untrained), []).append(run)
+    for (name, only_counts), members in groups.items():
         found = [_test_of(run) for run in members]
         hours = sum(RunFolder(run).load("checkpoint.pt")["wall_s"] for run in members) / 3600
         for method in found[0].methods:
-            if method.startswith("window "):
+            trained = method not in found[0].tests and method != TRANSITIONS_ALONE
+            if method.startswith("window ") or (trained and only_counts):
                 continue
             rows = np.array([[getattr(one.methods[method], metric)[k] for metric, k in COLUMNS] for one in found])
-            trained = method not in found[0].tests
             cells = [_cell(column, len(found) > 1 and trained) for column in rows.T]
             seeds, took = (str(len(found)), f"{hours:.2f}") if trained else ("", "")
             yield f"| {name} | {method} | {' | '.join(cells)} | {seeds} | {took} |"
@@ -73,6 +74,8 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
         found: RankingMetrics = test.rankings({name: test.of_scores(scores)}, []).methods[name]
         return f"| {name} | {' | '.join(f'{getattr(found, metric)[k]:.3f}' for metric, k in COLUMNS)} |"
 
+    alone = valid.fit_transitions(tables, popularity_of(tables))
+    yield line("popularity + all tables", test.with_transitions(tables, alone, popularity_of(tables)))
     yield line("network", test.scores(hidden[test], None))
     if run.cache is not None:
         yield line("network + cache", test.scores(hidden[test], run.cache))
@@ -103,12 +106,14 @@ def _with_neighbours(judge: Judge, mixture: Scores, neighbours: Vsknn, share: fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path, help="evaluated run folders")
+    parser.add_argument("--untrained", nargs="+", default=[], type=Path, help="runs whose networks are left out")
     parser.add_argument("--parts", type=Path, help="run folder whose mixture is taken apart")
     parser.add_argument("--data", type=Path, help="data of --parts; overrides the experiment's data.path")
     parser.add_argument("--page", type=Path, help="page whose tables are replaced (default: prints them)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    blocks = {"results": results(options.runs)} if options.runs else {}
+    is_listed = options.runs or options.untrained
+    blocks = {"results": results(options.runs, options.untrained)} if is_listed else {}
     if options.parts is not None:
         with torch.inference_mode():
             blocks["parts"] = iter([*parts(options.parts, options.data)])

@@ -30,14 +30,22 @@ from wane.training.lanes import SessionLanes
 from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
 from wane.training.rankings.baselines import Baseline, baselines_of
 from wane.training.rankings.metrics import Judged, Rankings, Scorer, judged_of, ranks_in
-from wane.training.rankings.transitions import PARTS, Transitions, TransitionWeights, fit, lengths_of, mixed
+from wane.training.rankings.transitions import (
+    PARTS,
+    Transitions,
+    TransitionWeights,
+    Weights,
+    fit,
+    lengths_of,
+    mixed,
+)
 from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
 """The number of sessions in a batch, and the largest number of tokens of each session in a batch."""
 
 RECURRENT, WITHOUT_CACHE = "recurrent", "without the cache"
-WITH_TRANSITIONS = "with transitions"
+WITH_TRANSITIONS, TRANSITIONS_ALONE = "with transitions", "transitions alone"
 
 
 def sessions_of(corpus: Corpus, split: str) -> Sessions:
@@ -192,7 +200,7 @@ class Judge:
         known = [rest[:0] if not len(rest) else self._targets[row : row + 1] for row, rest in enumerate(self._rests)]
         return Judged(ranks_in(lists, known), ranks_in(lists, self._rests), lists)
 
-    def fit_transitions(self, tables: Transitions, model: Scores, used: Collection[str] = PARTS) -> TransitionWeights:
+    def fit_transitions(self, tables: Transitions, model: Scores, used: Collection[str] = PARTS) -> Weights:
         """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions."""
         parts, rows = [np.zeros((0, len(PARTS)))], [np.zeros(0, np.int64)]
         for some in self._pieces():
@@ -205,9 +213,9 @@ class Judge:
             rows.append(lengths_of(sessions))
         return fit(np.concatenate(parts), np.concatenate(rows), used)
 
-    def with_transitions(self, tables: Transitions, fitted: TransitionWeights, model: Scores) -> Scores:
+    def with_transitions(self, tables: Transitions, weights: Weights, model: Scores) -> Scores:
         """Returns the log-probabilities of the mixture of a model with transition tables."""
-        return lambda some: mixed(tables, fitted, self.known(some), model(some))
+        return lambda some: mixed(tables, weights, self.known(some), model(some))
 
     def scores(self, hidden: Tensor, cache: CacheModel | None) -> Scores:
         """Returns the function of a model's log-probabilities, float64 (m, V), at some judged positions. hidden:
@@ -273,7 +281,10 @@ def evaluate_events(
     if cache is not None:
         _, methods[WITHOUT_CACHE] = judge.of_model(hidden, None)
     if transitions is not None:
-        methods[WITH_TRANSITIONS] = judge.of_scores(judge.with_transitions(*transitions, judge.scores(hidden, cache)))
+        tables, fitted = transitions
+        model, popular = judge.scores(hidden, cache), popularity_of(tables)
+        methods[WITH_TRANSITIONS] = judge.of_scores(judge.with_transitions(tables, fitted.with_model, model))
+        methods[TRANSITIONS_ALONE] = judge.of_scores(judge.with_transitions(tables, fitted.alone, popular))
     depth = positions - sessions.begin_of(positions) + 1
     index = np.searchsorted(judge.judged, np.arange(len(positions)))
     for k in windows:
@@ -302,12 +313,20 @@ def evaluate_events(
     return losses, judge.rankings(methods, list(baselines))
 
 
+def popularity_of(tables: Transitions) -> Scores:
+    """Returns the scores of popularity, which stand in a model's place in the mixture of transition tables alone."""
+    return lambda some: tables.popular(len(some))
+
+
 @torch.inference_mode()
 def fit_transitions(
     network: Network, corpus: Corpus, tables: Transitions, count: int, cache: CacheModel | None
 ) -> TransitionWeights:
-    """Fits the weights of the model's mixture with transition tables to `count` positions of the validation split."""
+    """Fits the weights of the mixtures with transition tables to `count` positions of the validation split."""
     network.eval()
     judge = Judge(network, corpus, "valid", count)
     _, hidden = session_losses(network, judge.sessions, judge.positions)
-    return judge.fit_transitions(tables, judge.scores(hidden, cache))
+    return TransitionWeights(
+        with_model=judge.fit_transitions(tables, judge.scores(hidden, cache)),
+        alone=judge.fit_transitions(tables, popularity_of(tables)),
+    )

@@ -179,6 +179,8 @@ def corpus_of(data: dict[str, Any]) -> SimpleNamespace:
         streams=streams,
         words={split: sum(len(line) + 1 for line in part) for split, part in words.items()},
         hashes=hashes,
+        last_only=False,
+        validated=True,
     )
 
 

@@ -182,7 +182,7 @@ def test_a_run_is_chosen_and_then_trained_on_validation_too(tmp_path: Path, caps
     assert main(["evaluate", str(one), *evaluate]) == 0
     printed = capsys.readouterr().out
     assert "both: test, 42 last events of sessions, k = 20" in printed
-    assert "\nwith transitions " in printed
+    assert "\nwith transitions " in printed and "\ntransitions alone " in printed
     assert main([*train, str(two), "--after", str(one)]) == 0
     assert "the last weights are saved" in capsys.readouterr().out
     assert not any("valid_loss" in line for line in (two / "log.jsonl").read_text().splitlines())

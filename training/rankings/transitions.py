@@ -35,10 +35,15 @@ PRIOR = 0.1
 """The number of pseudo-positions that are added to the positions of each length and part."""
 
 
-class TransitionWeights(Frozen):
-    """The weights of PARTS for sessions of 1, 2, .. LENGTHS or more events."""
+Weights = tuple[tuple[float, float, float, float, float], ...]
+"""The weights of PARTS for sessions of 1, 2, .. LENGTHS or more events."""
 
-    weights: tuple[tuple[float, float, float, float, float], ...]
+
+class TransitionWeights(Frozen):
+    """The fitted weights of the mixture with a model, and of the one with popularity in the model's place (`alone`)."""
+
+    with_model: Weights
+    alone: Weights
 
 
 class Transitions:
@@ -53,6 +58,12 @@ class Transitions:
         self._size = size
         self._next = Table(*followers(train, size, 1), popularity)
         self._near = Table(both, near, popularity)
+        self._popular = np.log((popularity.counts + 1) / (popularity.counts + 1).sum())
+
+    def popular(self, count: int) -> NDArray[np.float64]:
+        """Returns the logarithms of the events' shares of the training split, with 1 added to each count: float64
+        (count, V)."""
+        return np.tile(self._popular, (count, 1))
 
     def shares(self, sessions: list[NDArray[np.int64]], part: str) -> NDArray[np.float64]:
         """Returns the distribution of one of PARTS but the model, or zeros where it has no counts: float64 (sessions,
@@ -75,17 +86,17 @@ class Transitions:
 
 
 def mixed(
-    tables: Transitions, fitted: TransitionWeights, sessions: list[NDArray[np.int64]], model: NDArray[np.float64]
+    tables: Transitions, weights: Weights, sessions: list[NDArray[np.int64]], model: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Returns the logarithms of the mixture's probabilities: float64 (n, V). model: float64 (n, V), the
     log-probabilities of the model."""
-    weights = np.array(fitted.weights)[lengths_of(sessions)]
-    left, total = weights[:, 0].copy(), np.zeros(model.shape)
+    shares_of = np.array(weights)[lengths_of(sessions)]
+    left, total = shares_of[:, 0].copy(), np.zeros(model.shape)
     for column, part in enumerate(PARTS[1:], start=1):
         shares = tables.shares(sessions, part)
         empty = ~shares.any(1)
-        left[empty] += weights[empty, column]
-        shares *= weights[:, column, None]
+        left[empty] += shares_of[empty, column]
+        shares *= shares_of[:, column, None]
         total += shares
     total += left[:, None] * np.exp(model)
     with np.errstate(divide="ignore"):
@@ -97,18 +108,19 @@ def lengths_of(sessions: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.array([min(len(session), LENGTHS) - 1 for session in sessions], np.int64)
 
 
-def fit(parts: NDArray[np.float64], rows: NDArray[np.int64], used: Collection[str] = PARTS) -> TransitionWeights:
+def fit(parts: NDArray[np.float64], rows: NDArray[np.int64], used: Collection[str] = PARTS) -> Weights:
     """Returns the weights under which the next events have the largest likelihood. parts: float64 (n, PARTS), the
     probability of the next event by each part, with the model's in place of a part without counts. rows: int64 (n,),
     `lengths_of` the sessions. used: the parts whose weight may be more than 0."""
     parts = np.maximum(parts, 1e-12)
     allowed = np.array([part in used for part in PARTS], np.float64)
-    table = []
+    table: list[tuple[float, float, float, float, float]] = []
     for row in range(LENGTHS):
         own, weights = parts[rows == row], allowed / allowed.sum()
         for _ in range(ITERATIONS):
             shares = own * weights
             shares /= shares.sum(1, keepdims=True)
             weights = (shares.sum(0) + PRIOR * allowed) / (len(own) + PRIOR * allowed.sum())
-        table.append(tuple(round(float(weight), 6) for weight in weights))
-    return TransitionWeights.model_validate({"weights": table})
+        first, second, third, fourth, fifth = (round(float(weight), 6) for weight in weights)
+        table.append((first, second, third, fourth, fifth))
+    return tuple(table)
