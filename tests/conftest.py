@@ -59,7 +59,7 @@ TRAIN_FILES = [
         "training/test_run.py",
     )
 ]
-ONNX_FILES = [HERE / "models/imported", HERE / "service/test_imported.py"]
+ONNX_FOLDERS = [HERE / "models/imported", HERE / "service/test_imported.py"]
 """The tests that need the package onnx, but not torch."""
 MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]
 
@@ -89,7 +89,7 @@ MAX_WORKER_BYTES = 3 * 2**30
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
 
-collect_ignore = [str(file) for file in (TRAIN_FILES if MISSING else []) + (ONNX_FILES if "onnx" in MISSING else [])]
+collect_ignore = [str(file) for file in (TRAIN_FILES if MISSING else []) + (ONNX_FOLDERS if "onnx" in MISSING else [])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
