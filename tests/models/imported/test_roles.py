@@ -18,7 +18,9 @@ from tests.models.bundles import WORDS
 from tests.models.imported.graphs import gru, node
 from wane.cli import main
 from wane.models import bundle as bundle_module
-from wane.models.bundle import IMPORTED, Bundle, BundleError, CertificateError
+from wane.models.bundle import IMPORTED, Bundle, BundleError, CertificateError, verify_graphs
+from wane.models.parity import Run
+from wane.service.runners.onnx import OnnxRunner
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,25 @@ def test_a_graph_that_was_changed_is_refused(
     with pytest.raises(BundleError) as failure:
         Bundle.read(copy)
     assert name in str(failure.value) and reason in str(failure.value)
+
+
+@pytest.mark.parametrize("name", ["window.onnx", "head.onnx"])
+def test_a_graph_that_differs_from_the_step_is_refused(copy: Path, name: str) -> None:
+    """The graphs have no oracle: they are compared with `step`."""
+
+    def doubled(model: onnx.ModelProto) -> None:
+        (last,) = [each for each in model.graph.node if each.op_type == "Gemm"]
+        last.attribute.append(helper.make_attribute("alpha", 2.0))
+
+    verify_graphs(Bundle.read(copy), graphs(copy))
+    graph(copy, name, doubled)
+    with pytest.raises(BundleError, match="differs from the oracle"):
+        verify_graphs(Bundle.read(copy), graphs(copy))
+
+
+def graphs(folder: Path) -> Run:
+    runner = OnnxRunner(Bundle.read(folder), "cpu", 1)
+    return lambda role, feeds: dict(runner.run(role, feeds))
 
 
 def test_a_large_graph_is_refused(copy: Path) -> None:
