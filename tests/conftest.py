@@ -59,7 +59,7 @@ TRAIN_FILES = [
         "training/test_run.py",
     )
 ]
-ONNX_FOLDERS = [HERE / "models/imported", HERE / "service/test_imported.py"]
+ONNX_FOLDERS = [HERE / "models/imported"]
 """The tests that need the package onnx, but not torch."""
 MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]
 
