@@ -5,6 +5,9 @@
 `Bundle.read` checks every file's hash, the weights' shapes and the vocabulary, and recomputes the certificate.
 `verify_graphs` compares the graphs' outputs with those of the numpy oracle. Name, version, description, quality and
 provenance cannot be checked. The service reports them as claims.
+
+The graphs of a bundle may be imported (`models/imported/`). The meaning of their weights is not known, so that there is
+no oracle and no certificate.
 """
 
 from __future__ import annotations

@@ -427,7 +427,8 @@ class Provenance(Frozen):
 
 
 class Manifest(Frozen):
-    """The content of `manifest.json`."""
+    """The content of `manifest.json`. `architecture` has the layers of the network, or describes an imported graph
+    (`ImportedGraph`), of which no layer is known."""
 
     schema_version: int = Field(strict=True, ge=OLDEST_SCHEMA, le=SCHEMA_VERSION)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

@@ -59,7 +59,7 @@ TRAIN_FILES = [
         "training/test_run.py",
     )
 ]
-ONNX_FILES = [HERE / name for name in ("models/imported", "service/test_imported.py", "training/audit/graph")]
+ONNX_FILES = [HERE / name for name in ("models/imported", "training/audit/graph")]
 """The tests that need the package onnx, but not torch."""
 MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]
 

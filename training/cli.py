@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import get_args
 from rich.console import Console
 from rich.markup import escape
 
-from wane.arguments import Parser
+from wane.arguments import Parser, bundle_name, bundle_version
 from wane.models.bundle_checks import MANIFEST
 from wane.models.manifest import LARGEST_CACHE, LARGEST_WINDOW, Precision
 from wane.training.audit.audit import audit
@@ -101,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--data", type=Path, help="file or folder of data; overrides the experiment's data.path")
     command.add_argument(
         "--version",
-        type=_version,
+        type=bundle_version,
         help="version number in the manifest (default: 1 for a run, the old version plus 1 for a bundle)",
     )
     command.add_argument(
@@ -124,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--bundles", type=Path, help="folder of bundles; writes BUNDLES/NAME with the cache (default: writes nothing)"
     )
     command.add_argument(
-        "--version", type=_version, help="version number of the new bundle (default: the bundle's version plus 1)"
+        "--version", type=bundle_version, help="version number of the new bundle (default: the bundle's version plus 1)"
     )
     command.add_argument("--replace", action="store_true", help=REPLACE)
     _add_audit(commands)
@@ -203,9 +202,11 @@ def _add_audit(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--report", type=Path, metavar="DIR", help="report folder (default: audits/NAME)")
     command.add_argument("--export", type=Path, metavar="BUNDLES", help="also write the bundle BUNDLES/NAME")
     command.add_argument("--replace", action="store_true", help=REPLACE)
-    command.add_argument("--name", type=_name, help="name of the report and the bundle (default: the file's name)")
     command.add_argument(
-        "--version", type=_version, default="1", help="version number of the bundle (default: %(default)s)"
+        "--name", type=bundle_name, help="name of the report and the bundle (default: the file's name)"
+    )
+    command.add_argument(
+        "--version", type=bundle_version, default="1", help="version number of the bundle (default: %(default)s)"
     )
     command.add_argument("--attribution", help="owner of the weights and their data, recorded in the bundle")
     unusual = command.add_argument_group("options for unusual files")
@@ -408,18 +409,3 @@ def _share(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
     return value
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a name: use up to 64 letters, digits, '.', '_' and '-', "
-            "beginning with a letter or a digit"
-        )
-    return text
-
-
-def _version(text: str) -> str:
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version: use up to nine digits")
-    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -10,6 +11,10 @@ from typing import NoReturn
 
 FAILED = 2
 """The exit status of a command whose input is invalid."""
+
+
+BUNDLE_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""The pattern of a bundle's name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,3 +48,20 @@ class Parser(argparse.ArgumentParser):
                 assert isinstance(chosen, Parser), "a subcommand has a parser of another class: this is a bug"
                 return chosen
         return self
+
+
+def bundle_name(text: str) -> str:
+    """Returns an argument that names a bundle. Raises ArgumentTypeError if it is not such a name."""
+    if not re.fullmatch(BUNDLE_NAME, text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a name: use up to 64 letters, digits, '.', '_' and '-', "
+            "beginning with a letter or a digit"
+        )
+    return text
+
+
+def bundle_version(text: str) -> str:
+    """Returns an argument that is a bundle's version. Raises ArgumentTypeError if it is none."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version: use up to nine digits")
+    return text

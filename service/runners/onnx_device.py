@@ -485,7 +485,8 @@ class DeviceRunner(OnnxSessions):
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         graph = self._graph(bundle, role)
-        if self._wants_captures and role in CAPTURED:
+        # An imported graph may contain a loop, or a shape that depends on a value.
+        if self._wants_captures and role in CAPTURED and not bundle.manifest.imported:
             session = open_session(graph, cuda, threads, bundle.path, {**self.cuda_options, "enable_cuda_graph": "1"})
             if not cuda or session.get_providers()[0] == CUDA:
                 self._numbers[role] = chain(range(1, MOST_CAPTURES + 1), repeat(UNCAPTURED))

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from wane.arguments import Parser
+from wane.arguments import BUNDLE_NAME, Parser, bundle_name, bundle_version
 from wane.models.bundle import BundleExistsError, check_place
 from wane.models.imported.bundle import Import, import_graph
 from wane.models.imported.graph_file import GraphError
@@ -57,8 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokens", metavar="NAME", help="the input with the tokens (default: found by its type)")
     parser.add_argument("--logits", metavar="NAME", help="the output with the logits (default: found by its shape)")
-    parser.add_argument("--name", type=_name, help="name of the bundle (default: the file's name)")
-    parser.add_argument("--version", type=_version, default="1", help="version number of the bundle")
+    parser.add_argument("--name", type=bundle_name, help="name of the bundle (default: the file's name)")
+    parser.add_argument("--version", type=bundle_version, default="1", help="version number of the bundle")
     parser.add_argument(
         "--window", type=_window, default=WINDOW, help="tokens of a window, if a request names none (default: 64)"
     )
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, command: Sequence[str], console: Console) -
     if options.window > options.max_window:
         raise RunError(f"--window {options.window} is larger than --max-window {options.max_window}")
     name = options.name or re.sub("[^A-Za-z0-9._-]", "-", options.file.stem)[:64]
-    if not re.fullmatch(NAME, name):
+    if not re.fullmatch(BUNDLE_NAME, name):
         raise RunError(f"{options.file.name} gives no name for a bundle: give --name")
     target = options.bundles / name
     path = options.tokenizer or options.vocabulary
@@ -137,9 +137,6 @@ def run(options: argparse.Namespace, command: Sequence[str], console: Console) -
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-
-
 def _pair(text: str) -> tuple[str, str]:
     name, equals, output = text.partition("=")
     if not (name and equals and output):
@@ -150,21 +147,6 @@ def _pair(text: str) -> tuple[str, str]:
 def _as_typed(command: Sequence[str]) -> str:
     """Returns the command for the manifest. Paths are replaced by the names of their files."""
     return shlex.join(Path(word).name if "/" in word and "=" not in word else word for word in command)
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch(NAME, text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a name: use up to 64 letters, digits, '.', '_' and '-', "
-            "beginning with a letter or a digit"
-        )
-    return text
-
-
-def _version(text: str) -> str:
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version: use up to nine digits")
-    return text
 
 
 def _window(text: str) -> int:

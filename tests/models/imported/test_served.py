@@ -17,10 +17,11 @@ from tests.models.bundles import words_tokenizer
 from tests.models.imported.graphs import CELLS, VOCABULARY, Oracle
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.sessions.stores.redis_server import redis_server
-from wane.models.bundle import Bundle
+from wane.models.bundle import Bundle, verify_graphs
 from wane.models.imported.bundle import Import, Imported, import_graph
 from wane.models.parity import log_softmax
 from wane.models.vocabulary import Vocabulary
+from wane.service.runners.onnx_device import DeviceRunner
 
 MAX_WINDOW = 64
 POLL = {"WANE_MODEL_POLL_INTERVAL_S": "1"}
@@ -232,6 +233,17 @@ def test_a_state_whose_whole_past_is_not_kept_has_no_bound(graphs: Path, tmp_pat
     assert answer["error_bound"] is None
     kept = [*tokens[-MAX_WINDOW:-10], 3]
     agrees(answer, logprobs(own, kept))
+
+
+@pytest.mark.parametrize("name", ["lstm", "lonely", "matrix-memory", "odd"])
+def test_states_on_a_device_are_gathered_and_padded(imported: dict[str, Imported], folder: Path, name: str) -> None:
+    """The runner of a GPU, on the CPU."""
+    bundle = Bundle.read(folder / name)
+    runner = DeviceRunner(bundle, "cpu", 1, padded=True)
+    try:
+        assert verify_graphs(bundle, lambda role, feeds: dict(runner.run(role, feeds))) < 1e-5
+    finally:
+        runner.close()
 
 
 def test_a_hostile_bundle_is_not_served(graphs: Path, tmp_path: Path) -> None:
