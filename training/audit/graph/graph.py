@@ -145,6 +145,8 @@ def _outputs(node: Node) -> list[Value]:
         return [OPERATORS[proto.op_type](node)]
     except (NotFollowed, NotFolded, NotRecurrent, AxesError) as error:
         return [Unknown(f"{name}: {error}")] * len(proto.output)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        return [Unknown(f"{name}: its inputs or attributes are not those of the operator: {error}")] * len(proto.output)
 
 
 def _constant(node: Node) -> Value:
