@@ -49,6 +49,8 @@ TRAIN_FILES = [
         "research/test_stability_price.py",
         "research/theory/test_theory.py",
         "training/audit/test_audit.py",
+        "training/audit/test_onnx_served.py",
+        "training/audit/test_published_layers.py",
         "training/audit/test_served.py",
         "training/imported/test_exporters.py",
         "training/test_end_to_end.py",

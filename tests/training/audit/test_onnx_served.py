@@ -66,8 +66,8 @@ def export(module: nn.Module, path: Path, *, dynamo: bool, fixed: bool = False) 
                 module.eval(), (tokens,), path, dynamo=True, dynamic_shapes=None if fixed else (free,), verbose=False
             )
         else:
-            free = {"tokens": {0: "batch", 1: "time"}}
-            names: Any = {"input_names": ["tokens"], "output_names": ["logprobs"], "dynamic_axes": free}
+            axes = {"tokens": {0: "batch", 1: "time"}}
+            names: Any = {"input_names": ["tokens"], "output_names": ["logprobs"], "dynamic_axes": axes}
             torch.onnx.export(module.eval(), (tokens,), path, dynamo=False, **names)
     return path
 

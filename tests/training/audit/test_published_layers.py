@@ -36,7 +36,8 @@ class MinGru(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (T, B, D)."""
         hidden, gate = self.to_hidden_and_gate(x).chunk(2, dim=-1)
-        return self.to_out(mixed(gate, positive(hidden)))
+        out: Tensor = self.to_out(mixed(gate, positive(hidden)))
+        return out
 
 
 class Listing(nn.Module):
@@ -87,10 +88,11 @@ class Lru(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, c = (getattr(self, name) if hasattr(self, name) else self._joined(name) for name in "BC")
-        decay = torch.polar(torch.exp(-torch.exp(self.nu_log)), torch.exp(self.theta_log))
+        nu, theta, gamma = (self.get_parameter(f"{name}_log") for name in ("nu", "theta", "gamma"))
+        decay = torch.polar(torch.exp(-torch.exp(nu)), torch.exp(theta))
         s, found = torch.zeros(x.shape[1], len(decay), dtype=torch.complex64), []
         for row in x:
-            s = decay * s + row.to(torch.complex64) @ (torch.exp(self.gamma_log)[:, None] * b).T
+            s = decay * s + row.to(torch.complex64) @ (torch.exp(gamma)[:, None] * b).T
             y = (s @ c.T).real
             if hasattr(self, "D"):
                 y = y + (self.D * row if self.D.ndim == 1 else row @ self.D.T)

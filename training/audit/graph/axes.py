@@ -88,6 +88,8 @@ def unsqueeze(axes: Axes, places: Sequence[int]) -> Axes:
     """Returns the axes with axes of length 1 at `places` of the result. Raises AxesError."""
     rank = len(axes) + len(places)
     new = {_place(place, rank) for place in places}
+    if len(new) < len(places):
+        raise AxesError("it names an axis twice")
     others = iter(axes)
     return tuple(() if place in new else next(others) for place in range(rank))
 

@@ -9,22 +9,22 @@ only if the logits depend on it. No node is run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import AttributeProto, ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from wane.models.imported.graph_file import opset_of, real_inputs
 from wane.training.audit.graph import constants
+from wane.training.audit.graph.affine import ending, gemm, mat_mul, rows_of, scaled, summed
 from wane.training.audit.graph.axes import (
     Axes,
     AxesError,
     Dimension,
     features,
     flatten,
-    is_features,
     reshape,
     size,
     squeeze,
@@ -32,47 +32,9 @@ from wane.training.audit.graph.axes import (
     unsqueeze,
 )
 from wane.training.audit.graph.constants import NotFolded
+from wane.training.audit.graph.node import FLOATS, UNROLLED, WHOLE, Node, NotFollowed, described
 from wane.training.audit.graph.recurrent import NotRecurrent, read_cell
 from wane.training.audit.graph.values import Constant, Filled, Input, Rows, Stage, Unknown, Value, one_hot
-
-FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE)
-UNROLLED = (
-    "Perhaps the layers are unrolled: torch's dynamo exporter unrolls torch.nn.RNN, and "
-    "torch.onnx.export(..., dynamo=False) does not"
-)
-WHOLE = (TensorProto.INT64, TensorProto.INT32)
-
-
-class NotFollowed(ValueError):
-    """Raised if a node is not one of Wane's networks. The message says why, without the node's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A node with the values of its inputs (None for those that it lacks)."""
-
-    proto: NodeProto
-    attributes: Mapping[str, Any]
-    inputs: tuple[Value | None, ...]
-    opset: int
-
-    @property
-    def first(self) -> Value:
-        """The first input. Raises NotFollowed if there is none."""
-        if not self.inputs or self.inputs[0] is None:
-            raise NotFollowed("it has no input")
-        return self.inputs[0]
-
-    @property
-    def arrays(self) -> list[Any]:
-        """The arrays of the inputs; None for inputs that are not constants."""
-        return [value.array if isinstance(value, Constant) else None for value in self.inputs]
-
-    def array(self, place: int) -> Any:
-        """Returns the array of an input. Raises NotFollowed unless it is a constant."""
-        if place >= len(self.inputs) or not isinstance(value := self.inputs[place], Constant):
-            raise NotFollowed(f"its input {place} depends on the tokens")
-        return value.array
 
 
 def follow(model: ModelProto, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Value]:
@@ -86,9 +48,7 @@ def follow(model: ModelProto, tensors: Mapping[str, NDArray[Any]]) -> dict[str, 
         found = _outputs(Node(proto, attributes, inputs, opset))
         for place, name in enumerate(proto.output):
             if name:
-                values[name] = (
-                    found[place] if place < len(found) else Unknown(f"{_described(proto)} has no such output")
-                )
+                values[name] = found[place] if place < len(found) else Unknown(f"{described(proto)} has no such output")
     return {output.name: values[output.name] for output in graph.output}
 
 
@@ -114,17 +74,13 @@ def _attribute(given: AttributeProto) -> Any:
     return value
 
 
-def _described(proto: NodeProto) -> str:
-    return f"the node {proto.name or (proto.output[0] if proto.output else '')} ({proto.op_type})"
-
-
 def _outputs(node: Node) -> list[Value]:
     """Returns the values of a node's outputs."""
     proto = node.proto
     for value in node.inputs:
         if isinstance(value, Unknown):
             return [value] * len(proto.output)
-    name = _described(proto)
+    name = described(proto)
     try:
         if proto.domain not in ("", "ai.onnx"):
             raise NotFollowed(f"its domain is {proto.domain}, not ONNX's")
@@ -145,6 +101,8 @@ def _outputs(node: Node) -> list[Value]:
         return [OPERATORS[proto.op_type](node)]
     except (NotFollowed, NotFolded, NotRecurrent, AxesError) as error:
         return [Unknown(f"{name}: {error}")] * len(proto.output)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        return [Unknown(f"{name}: its inputs or attributes are not those of the operator: {error}")] * len(proto.output)
 
 
 def _constant(node: Node) -> Value:
@@ -275,7 +233,7 @@ def _part(value: Input | Rows, place: int, wanted: slice) -> tuple[Input | Rows,
     start, stop = wanted.start, wanted.stop
     if isinstance(length, int):
         start, stop, _ = wanted.indices(length)
-        whole, stop = (start, stop) == (0, length), stop
+        whole = (start, stop) == (0, length)
     if whole:
         return value, axes
     last = (start, stop) == (length - 1, length) if isinstance(length, int) else (start, stop) == (-1, None)
@@ -295,117 +253,9 @@ def _one_hot(node: Node) -> Value:
     return one_hot(tokens, tokens.axes, int(depth.reshape(-1)[0]))
 
 
-def _rows(value: Value | None) -> Rows:
-    """Returns a tensor to which an affine map may apply: its last axis is the features. An input of one-hot tokens is
-    one. Raises NotFollowed."""
-    if isinstance(value, Input) and not value.whole and len(value.axes) > 1 and value.axes[-1]:
-        if (width := value.axes[-1][0].size) is None:
-            raise NotFollowed(f"the input {value.name} has no fixed number of classes")
-        value = one_hot(value, value.axes[:-1], width, given=True)
-    if isinstance(value, Filled):
-        raise NotFollowed(f"it computes with an initial state outside of an LSTM, GRU or RNN node. {UNROLLED}")
-    if not isinstance(value, Rows):
-        raise NotFollowed("its input is not computed from an embedding of the tokens")
-    if not is_features(value.axes[-1]) or value.stage.ending is not None:
-        raise NotFollowed("it does not read the features along the last axis")
-    return value
-
-
-def _pair(node: Node) -> tuple[Rows, Constant, bool]:
-    """Returns the computed input and the constant input of a node with two inputs, and whether the computed input is
-    the first. Raises NotFollowed."""
-    one, other = node.inputs[:2]
-    if isinstance(one, Constant):
-        return _rows(other), one, False
-    if not isinstance(other, Constant):
-        raise NotFollowed(
-            "both inputs depend on the tokens (a skip connection, a gate or attention), which plain layers of Wane lack"
-        )
-    return _rows(one), other, True
-
-
-def _with_width(axes: Axes, width: int) -> Axes:
-    return (*axes[:-1], features(width))
-
-
-def _mat_mul(node: Node) -> Value:
-    rows, matrix, first = _pair(node)
-    if not first or matrix.array.ndim != 2 or len(matrix.array) != rows.stage.width:
-        raise NotFollowed("it is not a product of the features with a matrix")
-    stage = rows.stage.multiplied(Constant(matrix.array.T, matrix.name))
-    return Rows(_with_width(rows.axes, stage.width), stage)
-
-
-def _gemm(node: Node) -> Value:
-    rows, matrix = _rows(node.first), node.array(1)
-    if len(rows.axes) != 2 or node.attributes.get("transA", 0) or matrix.ndim != 2:
-        raise NotFollowed("it is not a product of the features with a matrix")
-    matrix = (matrix if node.attributes.get("transB", 0) else matrix.T) * matrix.dtype.type(
-        node.attributes.get("alpha", 1)
-    )
-    if matrix.shape[1] != rows.stage.width:
-        raise NotFollowed("its matrix does not fit the features")
-    stage = rows.stage.multiplied(Constant(matrix, node.proto.input[1]))
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        bias = node.array(2) * node.array(2).dtype.type(node.attributes.get("beta", 1))
-        stage = stage.shifted(_vector(Constant(bias, node.proto.input[2]), stage.width))
-    return Rows(_with_width(rows.axes, stage.width), stage)
-
-
-def _vector(value: Constant, width: int) -> Constant:
-    """Returns a constant with one number for each feature, or one for all. Raises NotFollowed."""
-    if (
-        value.array.dtype.kind != "f"
-        or value.array.size not in (1, width)
-        or value.array.shape[-1:] not in ((), (1,), (width,))
-    ):
-        raise NotFollowed(f"its constant has shape {list(value.array.shape)}, expected one number for each of {width}")
-    return value
-
-
-def _sum(sign: int) -> Callable[[Node], Value]:
-    def apply(node: Node) -> Value:
-        rows, constant, first = _pair(node)
-        if sign < 0 and not first:
-            raise NotFollowed("it subtracts the features from a constant")
-        _ranks(rows, constant)
-        return replace(rows, stage=rows.stage.shifted(_vector(constant, rows.stage.width), sign))
-
-    return apply
-
-
-def _ranks(rows: Rows, constant: Constant) -> None:
-    if constant.array.ndim > len(rows.axes):
-        raise NotFollowed("its constant has more axes than its other input")
-
-
-def _times(power: int) -> Callable[[Node], Value]:
-    def apply(node: Node) -> Value:
-        rows, constant, first = _pair(node)
-        if power < 0 and not first:
-            raise NotFollowed("it divides a constant by the features")
-        _ranks(rows, constant)
-        stage = rows.stage.scaled(_vector(constant, rows.stage.width), power)
-        if stage is None:
-            raise NotFollowed("it scales one-hot tokens")
-        return replace(rows, stage=stage)
-
-    return apply
-
-
-def _ending(node: Node) -> Value:
-    rows = _rows(node.first)
-    rank = len(rows.axes)
-    if node.attributes.get("axis", -1 if node.opset >= 13 else 1) not in (-1, rank - 1):
-        raise NotFollowed("its axis is not the last")
-    if not rows.stage.cells:
-        raise NotFollowed("Wane's networks have no such function before the layers")
-    return replace(rows, stage=replace(rows.stage, ending=node.proto.op_type))
-
-
 def _recurrent(node: Node) -> list[Value]:
     """A recurrent layer: its outputs Y (time, 1, batch, units), Y_h (1, batch, units) and Y_c."""
-    rows = _rows(node.first)
+    rows = rows_of(node.first)
     if len(rows.axes) != 3:
         raise NotFollowed("its input has not the axes time, batch, features")
     time, batch, _ = rows.axes
@@ -416,7 +266,7 @@ def _recurrent(node: Node) -> list[Value]:
     if len(time) != 1 or rows.stage.time not in (None, time[0].name) or rows.stage.last:
         raise NotFollowed("its input's first axis is not the time of the layers below")
     stage = rows.stage
-    cell, starts = read_cell(node.proto.op_type, _described(node.proto), node.attributes, node.inputs, stage.width)
+    cell, starts = read_cell(node.proto.op_type, described(node.proto), node.attributes, node.inputs, stage.width)
     # the affine map between two layers becomes part of the upper layer's input weights
     weight, weight_name = cell.weights["weight_ih_l0"], cell.names["weight_ih_l0"]
     if stage.bias is not None:
@@ -439,29 +289,29 @@ def _recurrent(node: Node) -> list[Value]:
         starts=(*stage.starts, *starts),
     )
     last = replace(after, last=True)
-    memory = Unknown(f"{_described(node.proto)}: its third output is the memory of its units, not their output")
+    memory = Unknown(f"{described(node.proto)}: its third output is the memory of its units, not their output")
     return [Rows((time, (), batch, features(cell.units)), after), Rows(((), batch, features(cell.units)), last), memory]
 
 
 OPERATORS: Mapping[str, Callable[[Node], Value]] = {
-    "Add": _sum(1),
+    "Add": summed(1),
     "Cast": _cast,
-    "Div": _times(-1),
+    "Div": scaled(-1),
     "Dropout": _dropout,
     "Flatten": _moved(lambda node, axes: flatten(axes, node.attributes.get("axis", 1))),
     "Gather": _gather,
-    "Gemm": _gemm,
+    "Gemm": gemm,
     "Identity": lambda node: node.first,
-    "LogSoftmax": _ending,
-    "MatMul": _mat_mul,
-    "Mul": _times(1),
+    "LogSoftmax": ending,
+    "MatMul": mat_mul,
+    "Mul": scaled(1),
     "OneHot": _one_hot,
     "Reshape": _moved(_reshaped),
     "Shape": _shape,
     "Slice": _slice,
-    "Softmax": _ending,
+    "Softmax": ending,
     "Squeeze": _moved(_squeezed),
-    "Sub": _sum(-1),
+    "Sub": summed(-1),
     "Transpose": _moved(lambda node, axes: transpose(axes, node.attributes.get("perm"))),
     "Unsqueeze": _moved(_unsqueezed),
 }
