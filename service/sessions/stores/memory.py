@@ -32,6 +32,8 @@ from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.store import (
     DIGEST_BYTES,
+    Append,
+    Appended,
     LastStep,
     SessionRecord,
     Snapshot,
@@ -289,6 +291,16 @@ class MemoryStore:
         changed = self._change(record, packed, now_s, position, tail, appended(record.revision), step)
         self._squeeze()
         return changed
+
+    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
+        """See `Store`."""
+        results = list[Appended]()
+        for one in appends:
+            try:
+                results.append(await self.append(*one))
+            except Exception as error:  # each append fails by itself
+                results.append(error)
+        return results
 
     def buffer(self, session: str, buffer: WriteBuffer) -> None:
         """Buffers the session's next tokens in `buffer`. The store flushes the buffer before any other operation on the
