@@ -3,7 +3,8 @@
 limits      checks a request against the model and the settings
 event_names converts the names of events to tokens
 routing     chooses between the recurrent mode and a window, by cost
-step        runs a step of a session: check out, run, commit, answer
+columns     runs, commits and answers steps of one token, a batch at a time
+step        runs the other steps of a session: check out, run, commit, answer
 predict     answers requests without a session
 pending     holds a submitted request's result and deadline
 answer      builds answers from runs; top1_proof proves their most probable tokens
@@ -66,7 +67,6 @@ from wane.service.settings import Settings
 from wane.service.state.cache import StateCache
 from wane.service.types import (
     ANYBODY,
-    NO_FILTER,
     Answer,
     CompareRequest,
     Comparison,
@@ -94,10 +94,8 @@ ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded
 BEGUN_AT_ONCE = 32
 """The largest number of predictions of one `predict_many` call that start in one iteration of the event loop."""
 
-IN_COLUMNS = (None, Mode.AUTO)
-"""Values of a step's `mode` with which the step may be taken in columns (see `columns.py`). With these values, the
-session's own mode applies.
-"""
+IN_ROWS = (None, Mode.AUTO, Mode.RECURRENT)
+"""Values of a step's `mode` with which the step may be a row (see `columns.py`)."""
 
 TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a session record holds
 
@@ -226,12 +224,13 @@ class Engine:
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
         self._columns = StepColumns(
-            manifest.certificate,
+            manifest,
             vocabulary,
             pool,
             resident,
-            self.sessions.locks,
+            self.sessions,
             margin,
+            self.answer_builder,
             self.admission,
             self._stats,
             metrics,
@@ -240,15 +239,13 @@ class Engine:
             most_predictions=most_predictions if most_predictions > 1 else 0,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
-            ranking=self.answer_builder.rankings.default,
-            cache=cache,
         )
         self.batcher.columns = self._columns
         self.steps = SessionSteps(
             manifest,
             self._limits,
             self.state_cache,
-            self.batcher,
+            self._columns,
             self.forward,
             self.sessions,
             resident,
@@ -373,22 +370,14 @@ class Engine:
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
         tokens, expected = request.tokens, request.expected_position
-        plain = (
-            request.idempotency_key is None
-            and request.mode in IN_COLUMNS
-            and not request.prove
-            and request.cache
-            and not request.logits
-            and not request.token_logprobs
-            and not request.unknown
-            and request.filter == NO_FILTER
-        )
-        if len(tokens) == 1 and plain:
+        # The log-probabilities of a step's own tokens need a run before the step.
+        if len(tokens) == 1 and request.mode in IN_ROWS and not request.token_logprobs:
             pending = PendingStep(request.creator)
-            if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
+            given = request.session, tokens[0], expected, request.top_k, request.deadline, pending
+            if self._columns.take(*given, request=request, traced=CURRENT.get()):
                 return pending
         ticket = Ticket(request.deadline)
-        # A later step of the session, in columns, could otherwise run before this step's task begins.
+        # A later step of the session could otherwise run before this step's task begins.
         place = self.sessions.locks.reserve(request.session) if len(tokens) <= PIECE_TOKENS else None
         return Pending.of(self._step(request, ticket, place), ticket)
 
@@ -411,13 +400,10 @@ class Engine:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Takes a step of one token in columns (see `columns.py`). `receiver` gets the result with this `number`.
-        Returns False, without side effects, if the step needs the general procedure. The caller must then call
-        `submit`."""
-        return (
-            self.shadow is None
-            and CURRENT.get() is None
-            and self._columns.take(session, token, expected_position, top_k, deadline, receiver, number)
+        """Takes a step of one token as a row (see `columns.py`). `receiver` gets the result with this `number`. Returns
+        False, without side effects, if the step needs the general procedure. The caller must then call `submit`."""
+        return self._columns.take(
+            session, token, expected_position, top_k, deadline, receiver, number, None, CURRENT.get()
         )
 
     async def _step(self, request: StepRequest, ticket: Ticket, place: asyncio.Future[None] | None) -> Answer:
@@ -723,6 +709,7 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
+        await self._columns.settled()
         # Buffered tokens are written to the store last, because closing the batcher may commit a batch of steps, whose
         # tokens are then buffered too.
         await self._resident.close()

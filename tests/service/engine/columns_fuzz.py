@@ -43,7 +43,7 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
-from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
+from wane.service.types import Answer, Filter, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
 
 # Ordinary steps use only tokens with an id below TOKENS. A run with the token POISON fails. The token HOT makes the
 # session's state NaN.
@@ -60,7 +60,7 @@ SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [*(name for name in Answer.__struct_fields__ if name != "latency"), "logits", "token_logprobs"]
 OF_STATES = ("state", "error_bound", "state_error_bound")
 """The fields of an answer that depend on whether the state was resident or rebuilt."""
-OF_BITS = ("predictions", "top1_proved")
+OF_BITS = ("predictions", "top1_proved", "logits", "token_logprobs")
 """The fields of an answer that rounding may change. There are two causes. A run that rebuilds a state does not output
 the log-sum-exp of the logits, so the engine computes the log-sum-exp in higher precision. And in a run of real graphs a
 row's values depend on the number of rows in the batch."""
@@ -285,6 +285,8 @@ class Episode:
         random, chance = self.random, self.random.random()
         position = self.positions.get(session, 0)
         step = StepRequest(session, (token,), top_k=random.choice([1, 5, 5, 9]))
+        if random.random() < 0.25:
+            step = replace(step, **self._asks())
         if chance < 0.60:
             return step
         if chance < 0.90:
@@ -302,6 +304,31 @@ class Episode:
         if self.sides[0].runner is None:
             return step
         return replace(step, tokens=(random.choice([POISON, HOT, UNKNOWN]),))
+
+    def _asks(self) -> dict[str, Any]:
+        """Returns what a step asks beside its token."""
+        random = self.random
+        some = tuple(random.sample(range(2, TOKENS), random.randint(1, 8)))
+        filters = [
+            Filter(exclude_seen=True),
+            Filter(exclude_seen=True, include_unknown=True),
+            Filter(exclude=some),
+            Filter(exclude=some, exclude_seen=True, include_end=True),
+            Filter(candidates=some, unknown=("nothing",)),
+            Filter(candidates=some, exclude_seen=True),
+        ]
+        if random.random() < 0.6:
+            return {"filter": random.choice(filters)}
+        return random.choice(
+            [
+                {"prove": True},
+                {"cache": False},
+                {"logits": True},
+                {"token_logprobs": True},
+                {"unknown": ("none",)},
+                {"mode": Mode.RECURRENT, "prove": True, "logits": True},
+            ]
+        )
 
     # Both engines.
 
@@ -399,7 +426,10 @@ class Episode:
         if not (self.is_exact and self.sides[0].runner):
             hidden += OF_BITS
         if isinstance(result, Answer):
-            return {name: getattr(result, name) for name in FIELDS if name not in hidden}
+            shown = {name: getattr(result, name) for name in FIELDS if name not in hidden}
+            if shown.get("logits") is not None:
+                shown["logits"] = shown["logits"].tolist()
+            return shown
         if isinstance(result, SessionView):
             return {name: getattr(result, name) for name in result.__struct_fields__ if name not in hidden}
         if isinstance(result, Exception):
