@@ -3,7 +3,7 @@
 limits      checks a request against the model and the settings
 event_names converts the names of events to tokens
 routing     chooses between the recurrent mode and a window, by cost
-columns     runs, commits and answers steps of one token, a batch at a time
+steps       runs, commits and answers steps of one token, a batch at a time
 step        runs the other steps of a session: check out, run, commit, answer
 predict     answers requests without a session
 pending     holds a submitted request's result and deadline
@@ -39,7 +39,6 @@ from wane.service.deadline import until
 from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
-from wane.service.engine.columns import PendingStep, StepColumns, StepReceiver
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
@@ -51,6 +50,9 @@ from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow
 from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
+from wane.service.engine.steps.answers import StepAnswers
+from wane.service.engine.steps.columns import StepColumns
+from wane.service.engine.steps.rows import PendingStep, StepReceiver
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.engine.top_places import TopPlaces
@@ -223,29 +225,39 @@ class Engine:
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
-        self._columns = StepColumns(
+        most_predictions = most_predictions if most_predictions > 1 else 0
+        answers = StepAnswers(
             manifest,
             vocabulary,
-            pool,
             resident,
-            self.sessions,
             margin,
             self.answer_builder,
             self.admission,
             self._stats,
-            metrics,
             self.identity,
+            most_predictions,
+        )
+        self.columns = StepColumns(
+            vocabulary,
+            pool,
+            resident,
+            self.sessions,
+            answers,
+            self.admission,
+            metrics,
+            name,
             partial(self._step_admitted, is_locked=True),
-            most_predictions=most_predictions if most_predictions > 1 else 0,
+            most_predictions=most_predictions,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
+            cache=cache,
         )
-        self.batcher.columns = self._columns
+        self.batcher.columns = self.columns
         self.steps = SessionSteps(
             manifest,
             self._limits,
             self.state_cache,
-            self._columns,
+            self.columns,
             self.forward,
             self.sessions,
             resident,
@@ -374,7 +386,7 @@ class Engine:
         if len(tokens) == 1 and request.mode in IN_ROWS and not request.token_logprobs:
             pending = PendingStep(request.creator)
             given = request.session, tokens[0], expected, request.top_k, request.deadline, pending
-            if self._columns.take(*given, request=request, traced=CURRENT.get()):
+            if self.columns.take(*given, request=request, traced=CURRENT.get()):
                 return pending
         ticket = Ticket(request.deadline)
         # A later step of the session could otherwise run before this step's task begins.
@@ -402,7 +414,7 @@ class Engine:
     ) -> bool:
         """Takes a step of one token as a row (see `columns.py`). `receiver` gets the result with this `number`. Returns
         False, without side effects, if the step needs the general procedure. The caller must then call `submit`."""
-        return self._columns.take(
+        return self.columns.take(
             session, token, expected_position, top_k, deadline, receiver, number, None, CURRENT.get()
         )
 
@@ -707,9 +719,9 @@ class Engine:
             self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
-        self._columns.close(Unavailable("the server is stopping"))
+        self.columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._columns.settled()
+        await self.columns.settled()
         # Buffered tokens are written to the store last, because closing the batcher may commit a batch of steps, whose
         # tokens are then buffered too.
         await self._resident.close()

@@ -1,5 +1,5 @@
 """Answers requests to sessions in four stages: check out, run, commit, answer. A step that continues a state ends as a
-row (`columns.py`), which runs its last token, commits it and answers it.
+row (`steps/columns.py`), which runs its last token, commits it and answers it.
 
 All stages run under the session's lock. The session's record is read first, from the store or a cache, and written
 last. In between, the next state is computed in a new slot. A failure before the commit therefore changes nothing.
@@ -18,11 +18,12 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, expected, meets
-from wane.service.engine.columns import Conflict, StepColumns, StoredStep
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.logits import Ranking, log_softmax
+from wane.service.engine.steps.columns import StepColumns
+from wane.service.engine.steps.rows import Conflict, StoredStep
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions

@@ -1,5 +1,5 @@
-"""Sessions whose steps are computed in columns, a whole batch in each array operation (`service/engine/columns.py`).
-This module keeps the sessions' latest tokens in arrays with one row for every slot of the state cache. The tokens are
+"""Sessions whose steps are committed by arrays, a whole batch in each array operation (`service/engine/steps/`). This
+module keeps the sessions' latest tokens in arrays with one row for every slot of the state cache. The tokens are
 written to the store later.
 
 A step of one token appends the token, and increments the session's position and revision. For a session with a resident

@@ -33,9 +33,9 @@ from tests.models.caches import random_cache
 from tests.service.engine_harness import Clock, EngineHarness, InOrder, LinearCosts, name_vocabulary
 from wane.models.bundle import Bundle
 from wane.models.manifest import CacheModel
-from wane.service.engine.columns import StepAnswer
 from wane.service.engine.engine import Engine
 from wane.service.engine.pending import Pending
+from wane.service.engine.steps.answers import StepAnswer
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import UnknownSession, WaneError
 from wane.service.observability.metrics import Metrics

@@ -11,9 +11,9 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
-from wane.service.engine.columns import StepAnswer
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import StepCall
+from wane.service.engine.steps.answers import StepAnswer
 from wane.service.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -259,7 +259,10 @@ async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineH
     assert answer.predictions[0].token_id == started.runner.logits([0, 5, 6]).argmax()
 
 
-@pytest.mark.parametrize("asks", [{"mode": Mode.RECURRENT}, {"prove": True}, {"idempotency_key": "k"}])
+@pytest.mark.parametrize(
+    "asks",
+    [{"mode": Mode.RECURRENT}, {"prove": True}, {"idempotency_key": "k", "expected_position": 1}],
+)
 async def test_a_step_with_options_is_in_the_batch_of_the_others(
     started: EngineHarness, asks: dict[str, object]
 ) -> None:
