@@ -281,7 +281,7 @@ class StepAnswers:
         known = input_ids[max(len(input_ids) - position, 0) :]
         stored = None if details is None else details.stored
         origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
-        ranking = self._builder.rankings.of(request.filter, known.tolist() if request.filter.exclude_seen else ())
+        ranking = self._builder.rankings.of(request.filter, known)
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
         result = RunResult(Row(outputs.only(ANSWERS), row, norms=norms))

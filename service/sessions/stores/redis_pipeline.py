@@ -147,12 +147,13 @@ class RedisPipeline:
             ]
         except Unavailable as error:
             return [error] * len(rows)
-        replies = await asyncio.gather(*calls, return_exceptions=True)
-        return [
-            reply
-            for part, found in zip(parts, replies, strict=True)
-            for reply in ([found] * len(part) if isinstance(found, BaseException) else found)
-        ]
+        replies = list[Any]()
+        for part, call in zip(parts, calls, strict=True):
+            try:
+                replies += await call
+            except (Unavailable, Overloaded) as error:
+                replies += [error] * len(part)
+        return replies
 
     async def do(self, *command: Argument) -> Any:
         """Runs a command and returns its reply. Raises Unavailable, Overloaded."""
