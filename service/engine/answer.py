@@ -242,7 +242,7 @@ class AnswerBuilder:
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
-        ranked = plan.ranking.largest(answered.result, max(top_k, 2))
+        ranked = plan.ranking.largest(answered.result, top_k)
         found = listed(ranked, top_k, self._vocabulary)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None
@@ -354,13 +354,13 @@ class AnswerBuilder:
 
     def _leads(self, plan: AnswerPlan, result: RunResult, bound: Bound | None, ranked: Largest | None = None) -> bool:
         """Returns whether the margin proof alone proves the first token of the list: the most probable token that the
-        plan's ranking may list. `ranked`: at least the two most probable of these tokens, if they are known."""
+        plan's ranking may list. `ranked`: the most probable of these tokens, if they are known."""
         if bound is None or bound.runs is None:
             return False
         if result.mixed is not None:
             return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
         if not plan.ranking.is_of_all:
-            found = ranked or plan.ranking.largest(result, 2)
+            found = plan.ranking.largest(result, 2) if ranked is None or len(ranked.ids) < 2 else ranked
             return self._margin.proves_among(plan.ranking.ids, found, result.logits, result.hidden, bound.runs)
         return self._margin.proves_of_row(result.row, bound.runs)
 

@@ -89,6 +89,10 @@ class Ranking:
             return self._candidates
         return np.flatnonzero(~self._excluded).astype(np.int64)
 
+    def excludes(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns, for each id, whether the token is excluded: bool, of the shape of `ids`."""
+        return np.zeros(ids.shape, np.bool_) if self._excluded is None else self._excluded[ids]
+
     @cached_property
     def _excluded_tokens(self) -> int:
         """The number of excluded tokens."""
@@ -156,8 +160,9 @@ class Rankings:
             excluded[eos_id] = False
         if wanted.include_unknown and self._unk_id is not None:
             excluded[self._unk_id] = False
-        excludes_end = eos_id in wanted.exclude or bool(excluded[eos_id])
-        excluded[list(wanted.exclude)] = True
+        if wanted.exclude:
+            excluded[list(wanted.exclude)] = True
+        excludes_end = bool(excluded[eos_id])
         if wanted.exclude_seen:
             excluded[np.asarray(known, np.int64)] = True
             excluded[eos_id] = excludes_end  # <eos> is not an event: only `include_end` decides whether it is listed

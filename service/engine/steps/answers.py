@@ -22,7 +22,7 @@ from wane.service.engine import bounds
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound
 from wane.service.engine.forward import RunResult
-from wane.service.engine.logits import listed
+from wane.service.engine.logits import Ranking, listed
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.stats import Stats
 from wane.service.engine.steps.rows import StepBatch, StepReceiver
@@ -44,7 +44,8 @@ class StepResults:
     `vocabulary` and `durable` are the same for all rows.
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
-    number of tokens in each row's cache; None if the model has no cache.
+    number of tokens in each row's cache; None if the model has no cache. seen_tokens: see `Answer`, for rows with a
+    filter.
     """
 
     __slots__ = (
@@ -60,6 +61,7 @@ class StepResults:
         "probabilities",
         "proved",
         "queue_ms",
+        "seen_tokens",
         "sessions",
         "top_k",
         "total_ms",
@@ -82,6 +84,7 @@ class StepResults:
     identity: Identity
     vocabulary: Vocabulary
     durable: bool | None
+    seen_tokens: dict[int, int | None]
 
     def answer(self, row: int) -> StepAnswer:
         """Returns the answer to the step of a row."""
@@ -105,6 +108,7 @@ class StepResults:
             replayed=False,
             durable=self.durable,
             cache_tokens=None if self.cache_tokens is None else self.cache_tokens[row],
+            seen_tokens=self.seen_tokens.get(row),
         )
 
 
@@ -197,11 +201,17 @@ class StepAnswers:
         """Computes the answers to the batch's steps. positions: the sessions' positions after the steps, int64 (B).
         dropped_tokens: the number of first tokens that each state has not read, int64 (B). shares: the cache's part of
         the answers, if the model has a cache. singles: the result of `singles`."""
+        rankings = dict[int, Ranking]()
+        for row, (input_ids, sampled) in singles.items():
+            if not sampled and (details := batch.details[row]) is not None and details.only_filters:
+                rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
         results: StepResults | None = None
-        if len(singles) < len(batch):
-            results = self._results(batch, positions, dropped_tokens, shares, times)
+        if rankings or len(singles) < len(batch):
+            results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
         made: dict[int, Single | Exception] = {}
         for row, (input_ids, sampled) in singles.items():
+            if row in rankings:
+                continue
             ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
             try:
                 plan, part = self._part(batch, row, position, dropped, input_ids, ticket)
@@ -278,14 +288,18 @@ class StepAnswers:
     ) -> tuple[AnswerPlan, ModeResult]:
         """Returns the plan and the result of a row that is answered alone."""
         request, outputs, details = batch.request(row), batch.outputs, batch.details[row]
-        known = input_ids[max(len(input_ids) - position, 0) :]
         stored = None if details is None else details.stored
         origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
-        ranking = self._builder.rankings.of(request.filter, known)
+        ranking = self._ranking(batch, row, position, input_ids)
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
         result = RunResult(Row(outputs.only(ANSWERS), row, norms=norms))
         return plan, self._builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
+
+    def _ranking(self, batch: StepBatch, row: int, position: int, input_ids: NDArray[np.int64]) -> Ranking:
+        """Returns the ranking for the filter of a row."""
+        known = input_ids[max(len(input_ids) - position, 0) :]
+        return self._builder.rankings.of(batch.request(row).filter, known)
 
     def _answer(self, batch: StepBatch, row: int, single: Single, durable: bool | None) -> None:
         """Answers a committed row alone. A proof is searched only now, so that the step is committed even if the client
@@ -344,11 +358,14 @@ class StepAnswers:
         positions: NDArray[np.int64],
         dropped: NDArray[np.int64],
         shares: CacheShares | None,
+        rankings: dict[int, Ranking],
         times: Times,
     ) -> StepResults:
-        """Returns the answers to the batch's steps by arrays: see `prepare`."""
+        """Returns the answers to the batch's steps by arrays: see `prepare`. rankings: the rankings of rows with a
+        filter. Removes those for which the graph outputs too few tokens: these rows are answered alone."""
         results, outputs = StepResults(), batch.outputs
         results.top_k = batch.top_k
+        results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
         results.durable = None
         results.positions = positions.tolist()
         if self._certificate.readout is not None and self._certificate.has_rounding:
@@ -361,11 +378,11 @@ class StepAnswers:
             ]
         else:
             results.bounds = [self._bound_of_all] * len(batch)
-        width = min(max(FEW, max(batch.top_k) + len(self._unlisted)), outputs.most)
+        width = outputs.most if rankings else min(max(FEW, max(batch.top_k) + len(self._unlisted)), outputs.most)
         if shares is None or self._cache is None:
-            self._largest(results, outputs, width)
+            self._largest(results, outputs, width, rankings)
         else:
-            self._largest_of_mixtures(results, self._cache, shares, outputs, width)
+            self._largest_of_mixtures(results, self._cache, shares, outputs, width, rankings)
         results.sessions = batch.sessions
         results.compute_ms = 1e3 * times.compute_s
         results.queue_ms = (1e3 * (times.started_s - batch.queued_s)).tolist()
@@ -374,19 +391,36 @@ class StepAnswers:
         results.identity, results.vocabulary = self._identity, self._vocabulary
         return results
 
-    def _largest(self, results: StepResults, outputs: Outputs, width: int) -> None:
+    def _largest(self, results: StepResults, outputs: Outputs, width: int, rankings: dict[int, Ranking]) -> None:
         """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
         top = outputs.top(width)
-        if self._unlisted:
+        if rankings:
+            ids, values, fewest = self._without_excluded(top.ids, top.logits, rankings, results.top_k)
+            top = TopColumns(ids, values, top.log_sum_exp)
+        elif self._unlisted:
             top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
         logprobs = top.logprobs
         results.ids, results.logprobs = top.ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
         results.cache_tokens = None
+        if rankings:
+            top = TopColumns(ids[:, :fewest], values[:, :fewest], top.log_sum_exp)
         results.proved = self._proved(results.bounds, top.ids, top.logits, outputs)
+        for row, ranking in rankings.items():
+            bound = results.bounds[row]
+            if bound is not None and bound.runs is not None:
+                first = Largest(results.ids[row][:2], top.logits[row, :2].tolist(), [], [])
+                logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
+                results.proved[row] = self._margin.proves_among(ranking.ids, first, logits, hidden, bound.runs)
 
     def _largest_of_mixtures(
-        self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Outputs, width: int
+        self,
+        results: StepResults,
+        cache: CacheMixture,
+        found: CacheShares,
+        outputs: Outputs,
+        width: int,
+        rankings: dict[int, Ranking],
     ) -> None:
         """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
         the bounds of the mixtures. `found` holds the cache's part of each row's mixture."""
@@ -394,7 +428,9 @@ class StepAnswers:
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, width)
         probabilities, top_ids = top.probabilities, top.ids
-        if self._unlisted:
+        if rankings:
+            top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, results.top_k)
+        elif self._unlisted:
             top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
         results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
         results.logprobs = np.log(probabilities).tolist()
@@ -412,6 +448,27 @@ class StepAnswers:
         results.proved = self._margin.proves_mixtures(
             probabilities, outputs.lengths, found.network, np.array(errors)
         ).tolist()
+
+    def _without_excluded(
+        self,
+        ids: NDArray[np.int64],
+        values: NDArray[Float],
+        rankings: dict[int, Ranking],
+        top_k: Sequence[int],
+    ) -> tuple[NDArray[np.int64], NDArray[Float], int]:
+        """Moves the tokens that may not be listed behind the others, in each of B rows of the K most probable tokens:
+        (B, K). Removes the rankings of rows in which fewer than `top_k` tokens remain. The third result is the number
+        of first tokens that may be listed in all other rows, at least 2."""
+        excluded = self._builder.rankings.default.excludes(ids)
+        for row, ranking in rankings.items():
+            excluded[row] = ranking.excludes(ids[row])
+        kept = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
+        too_few = {row for row in rankings if kept[row] < max(top_k[row], 2)}
+        for row in too_few:
+            del rankings[row]
+        fewest = max(2, min([count for row, count in enumerate(kept) if row not in too_few], default=2))
+        order = np.argsort(excluded, axis=1, kind="stable")
+        return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1), fewest
 
     def _without_unlisted(
         self, ids: NDArray[np.int64], values: NDArray[Float]

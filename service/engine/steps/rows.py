@@ -109,6 +109,21 @@ class StepDetails:
         """See `StoredStep`."""
         return None if self.stored is None else self.stored.ticket
 
+    @property
+    def only_filters(self) -> bool:
+        """Whether the row asks nothing but that some tokens are not listed."""
+        request, stored = self.request, self.stored
+        return (
+            request is not None
+            and request.filter.candidates is None
+            and request.cache
+            and not request.prove
+            and not request.logits
+            and not request.token_logprobs
+            and not request.unknown
+            and (stored is None or (stored.kind is StepKind.NEXT and not stored.was_rebuilt))
+        )
+
     def asks(self, most_predictions: int) -> bool:
         """Returns whether the row's answer differs from that of a row that asks nothing, so that it is not answered by
         arrays. `most_predictions`: the largest top_k of rows that are answered by arrays."""
