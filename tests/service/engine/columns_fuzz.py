@@ -1,11 +1,13 @@
-"""Sends the same random history of steps to two engines. Only one of the engines processes steps in columns: it stores
-a batch of one-token steps in arrays, with one array for each field.
+"""Sends the same random history of steps to two engines. One engine buffers its sessions, and commits batches of steps
+by arrays. The other commits them by its store.
 
     python -m tests.service.engine.columns_fuzz --steps 1000000
     python -m tests.service.engine.columns_fuzz --steps 100000 --cache
     python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
+    python -m tests.service.engine.columns_fuzz --write tests/service/engine/columns_record.json.gz
 
-Compares every answer, error and session record bit for bit, except the latencies.
+Compares every answer, error and session record bit for bit, except the latencies. The last command writes the results
+of a few episodes to a file, with which a test compares later versions of the code.
 
 An episode is one history on two new engines. In every second episode the engines have room for all states. In the other
 episodes the two engines evict states at different times. So in those episodes the fuzz does not compare the fields that
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
+import json
 import logging
 import sys
 from collections import Counter
@@ -27,6 +31,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import msgspec
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.models.caches import random_cache
@@ -71,8 +76,8 @@ MakeEngine = Callable[[Store, Clock, Settings], tuple[Engine, Metrics, Any]]
 
 
 class PlainStore:
-    """A wrapper of a `MemoryStore`. The engine processes no steps in columns with this store, because the wrapper is
-    not an instance of `MemoryStore`."""
+    """A wrapper of a `MemoryStore`. The engine buffers no sessions of this store, because the wrapper is not an
+    instance of `MemoryStore`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -179,6 +184,9 @@ class Episode:
         self.is_threaded = number % 4 >= 2
         self.counted: Counter[str] = Counter()
         self.differences: list[Difference] = []
+        self.results: list[tuple[str, object]] = []
+        """What each action had as its result, if `keeps_results`."""
+        self.keeps_results = False
         self.turns = 0
         self.positions: dict[str, int] = {}
         self.last: dict[str, StepRequest] = {}
@@ -414,6 +422,8 @@ class Episode:
 
     def _compare(self, action: str, columns: object, general: object) -> None:
         one, other = self._shown(columns), self._shown(general)
+        if self.keeps_results:
+            self.results.append((action, one))
         is_alike = one == other
         if isinstance(columns, Answer) and isinstance(general, Answer):
             is_alike &= alike(columns.predictions, general.predictions)
@@ -473,6 +483,38 @@ async def run(
     return counted, []
 
 
+RECORDED_STEPS = 1_000
+RECORDED = [(make, number) for make in ("fake", "cached") for number in (0, 1)]
+"""The recorded episodes, in which all runs are on the event loop, so that their order is always the same."""
+
+
+async def recorded() -> list[list[tuple[str, object]]]:
+    """Runs the recorded episodes. Returns the results of each, as JSON values."""
+    episodes = []
+    for make, number in RECORDED:
+        episode = Episode({"fake": fake_engine, "cached": cached_engine}[make], 1, number)
+        episode.keeps_results = True
+        await episode.run(RECORDED_STEPS, lambda _: None)
+        assert not episode.differences
+        episodes.append(as_json(episode.results))
+    return episodes
+
+
+def as_json(results: object) -> Any:
+    """Returns results as JSON values, with numbers of 8 digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.8g}")
+        if isinstance(value, list):
+            return [*map(rounded, value)]
+        if isinstance(value, dict):
+            return {name: rounded(one) for name, one in value.items()}
+        return value
+
+    return rounded(json.loads(msgspec.json.encode(results, enc_hook=str)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the episodes and prints the result. Returns 1 if there is a difference."""
     parser = argparse.ArgumentParser(prog="python -m tests.service.engine.columns_fuzz", description=__doc__)
@@ -480,8 +522,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bundle", type=Path, help="the bundle to run in place of the fake model")
     parser.add_argument("--cache", action="store_true", help="give the fake model a cache")
+    parser.add_argument("--write", type=Path, help="write the record of a few episodes to this file, and end")
     given = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
+    if given.write is not None:
+        given.write.write_bytes(gzip.compress(json.dumps(asyncio.run(recorded())).encode(), mtime=0))
+        return 0
     make = fake_engine if given.bundle is None else bundle_engine(given.bundle)
     if given.cache:
         make = cached_engine
