@@ -188,7 +188,8 @@ def engine_options(option: Step) -> Step:
 async def test_each_step_of_one_token_runs_as_a_row(entrance: Entrance, harness: EngineHarness, option: str) -> None:
     asked = OPTIONS[option]
     given = engine_options(asked) if isinstance(entrance, EngineEntrance) else asked
-    ran, _ = harness.engine.columns.ran, harness.runner.calls.clear()
+    harness.runner.calls.clear()
+    ran = harness.engine.columns.ran
     answer = await entrance.step("a", tokens=[6], **given)
     again = await entrance.step("a", tokens=[7])
     assert (answer["position"], again["position"]) == (2, 3)
@@ -202,7 +203,8 @@ async def test_each_step_of_one_token_runs_as_a_row(entrance: Entrance, harness:
 
 
 async def test_the_last_token_of_a_longer_step_runs_as_a_row(entrance: Entrance, harness: EngineHarness) -> None:
-    ran, _ = harness.engine.columns.ran, harness.runner.calls.clear()
+    harness.runner.calls.clear()
+    ran = harness.engine.columns.ran
     answer = await entrance.step("a", tokens=[6, 7, 8])
     assert predicted(answer) == most_probable(harness, 5, 6, 7, 8)
     assert harness.engine.columns.ran == ran + 1
@@ -213,7 +215,8 @@ async def test_the_first_step_and_a_waiting_step_of_a_session_run_as_rows(
     entrance: Entrance, harness: EngineHarness
 ) -> None:
     await harness.engine.create_session("d")
-    ran, _ = harness.engine.columns.ran, harness.runner.calls.clear()
+    harness.runner.calls.clear()
+    ran = harness.engine.columns.ran
     first = await running(harness, entrance.send("d", tokens=[6]))
     waiting = await entrance.send("d", tokens=[7]) if isinstance(entrance, EngineEntrance) else None
     harness.runner.gate.set()

@@ -48,26 +48,6 @@ class StepResults:
     filter.
     """
 
-    __slots__ = (
-        "batch_items",
-        "bounds",
-        "cache_tokens",
-        "compute_ms",
-        "durable",
-        "identity",
-        "ids",
-        "logprobs",
-        "positions",
-        "probabilities",
-        "proved",
-        "queue_ms",
-        "seen_tokens",
-        "sessions",
-        "top_k",
-        "total_ms",
-        "vocabulary",
-    )
-
     ids: list[list[int]]
     logprobs: list[list[float]]
     probabilities: list[list[float]]
@@ -180,7 +160,7 @@ class StepAnswers:
         token, if the answer depends on it, and whether a shadow repeats the answer. Must be called before the
         commit."""
         sampler, most = self._builder.sampler, self._most_predictions
-        if sampler is None and not any(batch.details):
+        if sampler is None and not batch.has_details:
             return {}
         found = {}
         for row, details in enumerate(batch.details):
@@ -542,17 +522,16 @@ class StepAnswers:
 
     def _count(self, results: StepResults, batch: StepBatch, rows: Sequence[int]) -> None:
         """Counts the answers of rows that the general procedure does not count."""
-        if any(batch.details):
+        if batch.has_details:
             rows = [row for row in rows if (one := batch.details[row]) is None or one.ticket is None]
-        found = [results.bounds[row] for row in rows]
+        columns = results.queue_ms, results.total_ms, results.bounds, results.proved
+        if len(rows) < len(batch):
+            columns = tuple([column[row] for row in rows] for column in columns)  # type: ignore[assignment]
+        queue_ms, total_ms, found, proved = columns
         self._stats.stepped(
-            (
-                [results.queue_ms[row] for row in rows],
-                [results.compute_ms] * len(rows),
-                [results.total_ms[row] for row in rows],
-            ),
+            (queue_ms, [results.compute_ms] * len(rows), total_ms),
             [None if one is None else one.variation for one in found],
-            sum([results.proved[row] for row in rows]),
+            sum(proved),
             sum([not batch.receivers[row].done() for row in rows]),
         )
 

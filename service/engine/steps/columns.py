@@ -115,6 +115,7 @@ class StepColumns:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
+        self._has_rows_alone = False  # whether a queued row may be one that runs alone
         self.ran = 0
         """Number of rows committed since the start."""
 
@@ -230,7 +231,8 @@ class StepColumns:
 
     def begin(self, most: int) -> StepBatch | None:
         """Returns the next batch, of at most `most` rows; None if no queued step can be run."""
-        most = self._until_alone(most)
+        if self._has_rows_alone:
+            most = self._until_alone(most)
         waiting, self._rows = self._rows[:most], self._rows[most:]
         if not waiting:
             return None
@@ -239,7 +241,7 @@ class StepColumns:
         if (
             True in [one.done() for one in batch.receivers]
             or min([one or now_s + 1 for one in batch.deadlines]) <= now_s
-            or any(batch.details)
+            or batch.has_details
         ):
             batch = self._without_late(batch, now_s)
             if not len(batch):
@@ -248,7 +250,8 @@ class StepColumns:
         good &= self._resident.alive(batch.slots)
         if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
             good &= self._resident_still(batch)
-        if (stored := batch.stored) is not None:  # their sessions are locked, and their slots retained
+        stored = batch.stored if batch.has_details else None
+        if stored is not None:  # their sessions are locked, and their slots retained
             good |= stored
         if not good.all():
             # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the
@@ -268,6 +271,7 @@ class StepColumns:
         for index, row in enumerate(self._rows[:most]):
             if row[9] is not None and row[9].runs_alone:
                 return max(index, 1)
+        self._has_rows_alone = len(self._rows) > most
         return most
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
@@ -306,7 +310,7 @@ class StepColumns:
         """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
         `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "the batch is not a batch of steps in rows: this is a bug"
-        batch, stored = ran, ran.stored
+        batch, stored = ran, ran.stored if ran.has_details else None
         good = np.ones(len(ran), np.bool_)
         if batch in self._held:
             self._held.remove(batch)
@@ -431,6 +435,7 @@ class StepColumns:
             details.runs_alone = True
             rows[index] = (*row[:9], details)
         self._rows[:0] = rows
+        self._has_rows_alone = True
 
     def _fail(self, batch: StepBatch, cause: Exception) -> None:
         """Fails rows whose run failed. They have no effect."""

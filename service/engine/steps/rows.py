@@ -192,7 +192,7 @@ class Conflict(Exception):
 class StepBatch(ColumnBatch):
     """A batch of steps and their receivers: a column of B rows for each field of `StepRow`."""
 
-    __slots__ = ("deadlines", "details", "expected", "numbers", "receivers", "sessions", "top_k")
+    __slots__ = ("deadlines", "details", "expected", "has_details", "numbers", "receivers", "sessions", "top_k")
 
     details: Sequence[StepDetails | None]
 
@@ -211,19 +211,18 @@ class StepBatch(ColumnBatch):
         ) = zip(*rows, strict=True)
         super().__init__(np.array(slots, np.intp), np.array(tokens, np.int64), np.array(queued_s, np.float64))
         self.expected: NDArray[np.int64] = np.array(expected, np.int64)
+        self.has_details = any(self.details)
 
     @property
     def stored(self) -> NDArray[np.bool_] | None:
         """For each row, whether it is committed by the store: bool (B). None if no row is."""
-        if not any(self.details):
-            return None
         flags = np.array([one is not None and one.stored is not None for one in self.details], np.bool_)
         return flags if flags.any() else None
 
     @property
     def traced(self) -> dict[Traced, float]:
         """The traces of the batch's requests, and when each was queued."""
-        if not any(self.details):
+        if not self.has_details:
             return {}
         found = zip(self.details, self.queued_s.tolist(), strict=True)
         return {one.traced: queued_s for one, queued_s in reversed([*found]) if one is not None and one.traced}
