@@ -183,14 +183,18 @@ class StepAnswers:
         the answers, if the model has a cache. singles: the result of `singles`."""
         rankings = dict[int, Ranking]()
         for row, (input_ids, sampled) in singles.items():
-            if not sampled and (details := batch.details[row]) is not None and details.only_filters:
+            details = batch.details[row]
+            if not sampled and details is not None and details.only_filters(self._most_predictions):
                 rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
         results: StepResults | None = None
-        if rankings or len(singles) < len(batch):
-            results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
         made: dict[int, Single | Exception] = {}
+        if rankings or len(singles) < len(batch):
+            try:
+                results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
+            except Exception as error:  # no step may wait for ever for its answer
+                made = {row: error for row in range(len(batch)) if row in rankings or row not in singles}
         for row, (input_ids, sampled) in singles.items():
-            if row in rankings:
+            if row in rankings:  # answered by arrays
                 continue
             ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
             try:

@@ -109,12 +109,12 @@ class StepDetails:
         """See `StoredStep`."""
         return None if self.stored is None else self.stored.ticket
 
-    @property
-    def only_filters(self) -> bool:
-        """Whether the row asks nothing but that some tokens are not listed."""
+    def only_filters(self, most_predictions: int) -> bool:
+        """Returns whether the row asks nothing but that some tokens are not listed. `most_predictions`: see `asks`."""
         request, stored = self.request, self.stored
         return (
             request is not None
+            and request.top_k <= most_predictions
             and request.filter.candidates is None
             and request.cache
             and not request.prove
