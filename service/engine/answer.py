@@ -22,7 +22,6 @@ from wane.service.engine.forward import Forward, Mixed, RunResult
 from wane.service.engine.logits import Ranking, Rankings, listed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.runners.outputs import Largest
 from wane.service.types import Agreement, Answer, Identity, Latency, Mode, ModeAnswer, Prediction, StateSource, id_of
 
 SMALL_ENOUGH = 1e-3
@@ -242,8 +241,7 @@ class AnswerBuilder:
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
-        ranked = plan.ranking.largest(answered.result, top_k)
-        found = listed(ranked, top_k, self._vocabulary)
+        found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
@@ -259,7 +257,7 @@ class AnswerBuilder:
         ):
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
-        proved = answered.proved or self._leads(plan, answered.result, bound, ranked)
+        proved = answered.proved or self._leads(plan, answered.result, bound)
         if window is not None and plan.window is not None and window.bound is not None and window.bound.state:
             of_window = proved if pair is None else pair.top1_proved
             self._stats.reached(plan.window, prove, window.bound.variation, of_window)
@@ -352,15 +350,15 @@ class AnswerBuilder:
             plan.ranking.ids,
         )
 
-    def _leads(self, plan: AnswerPlan, result: RunResult, bound: Bound | None, ranked: Largest | None = None) -> bool:
+    def _leads(self, plan: AnswerPlan, result: RunResult, bound: Bound | None) -> bool:
         """Returns whether the margin proof alone proves the first token of the list: the most probable token that the
-        plan's ranking may list. `ranked`: the most probable of these tokens, if they are known."""
+        plan's ranking may list."""
         if bound is None or bound.runs is None:
             return False
         if result.mixed is not None:
             return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
         if not plan.ranking.is_of_all:
-            found = plan.ranking.largest(result, 2) if ranked is None or len(ranked.ids) < 2 else ranked
+            found = plan.ranking.largest(result, 2)
             return self._margin.proves_among(plan.ranking.ids, found, result.logits, result.hidden, bound.runs)
         return self._margin.proves_of_row(result.row, bound.runs)
 
