@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Role
+from wane.service.observability.tracing import Traced
 from wane.service.runners.outputs import FINITE, Largest, Outputs
 from wane.service.runners.runner import (
     ERROR,
@@ -187,10 +188,11 @@ class ColumnBatch:
     """A batch of B one-token steps, stored as one array per field (columns) instead of one `Work` item per step.
 
     slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), when each step was queued, by
-    `time.perf_counter`. The run sets either `outputs` or `failure` (the error of the run).
+    `time.perf_counter`. The run sets either `outputs` or `failure` (the error of the run). failed: the number of steps
+    without a result, after the run.
     """
 
-    __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")
+    __slots__ = ("failed", "failure", "outputs", "queued_s", "slots", "tokens")
 
     def __init__(self, slots: NDArray[np.intp], tokens: NDArray[np.int64], queued_s: NDArray[np.float64]) -> None:
         self.slots = slots
@@ -198,9 +200,15 @@ class ColumnBatch:
         self.queued_s = queued_s
         self.outputs = Outputs({})
         self.failure: Exception | None = None
+        self.failed = 0
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @property
+    def traced(self) -> dict[Traced, float]:
+        """The traces of the batch's requests, and when each was queued by `time.perf_counter`."""
+        return {}
 
     def waited_s(self, started_s: float) -> float:
         """Returns the total queue time of all rows until `started_s`, in seconds."""
@@ -211,7 +219,7 @@ def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Map
     """Runs a batch in columns. Does not write the next states to the pool. `room`: see `run`."""
     try:
         columns.outputs = Outputs.of(runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)}))
-    except Exception as error:  # the caller runs the steps again as `Work` items, to find the one that fails
+    except Exception as error:  # the steps run again one by one, to find the one that fails
         columns.failure = error
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -25,7 +25,7 @@ from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler, S
 from wane.service.batching.ticket import Ticket, WorkItem, enter
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
-from wane.service.observability.tracing import Batch
+from wane.service.observability.tracing import Batch, Traced
 from wane.service.runners.runner import Runner
 from wane.service.state.pool import StatePool
 
@@ -404,7 +404,9 @@ class Batcher:
         role, items, rows, cancelled, started_s, compute_s, columns = ran
         if columns is not None and self.columns is not None:
             self._observe(role, [1] * len(columns), columns.waited_s(started_s), compute_s)
+            traced = columns.traced
             self.columns.finish(columns, started_s, compute_s)
+            self._trace(traced, role, len(columns), columns.failed, started_s, compute_s)
             return
         for item in cancelled:
             deadline = item.ticket.deadline
@@ -434,8 +436,15 @@ class Batcher:
         traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
         if traced:
             failed = sum(isinstance(row, Exception) for row in rows)
+            self._trace(traced, role, len(items), failed, started_s, compute_s)
+
+    def _trace(
+        self, traced: Mapping[Traced, float], role: Role, items: int, failed: int, started_s: float, compute_s: float
+    ) -> None:
+        """Creates the spans of a batch, if a request in it is traced. `failed`: the number of items that failed."""
+        if traced:
             ended_s = started_s + compute_s
-            Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
+            Batch(self._model, role, self._runner.device, items, failed, started_s, ended_s).trace(traced)
 
     def _observe(self, role: Role, lengths: Sequence[int], waited_s: float, compute_s: float) -> None:
         """Records a batch in the metrics and the cost model. `waited_s`: the total queue time of its items."""

@@ -17,7 +17,8 @@ class Ticket:
     `admitted`: whether the queue has accepted work of the request. The queue rejects no later work of an admitted
     request. `entered`: whether work of the request with `Work.binding` is or was in a batch. Such a request will be
     completed. `abandoned`: whether the caller has left. `proving`: whether only the search for a proof of the most
-    probable token remains. `batch_items`: the size of the request's largest batch. `traced`: the trace of the request,
+    probable token remains. `conflicts`: how often the request's commit failed because another writer had changed the
+    session. `batch_items`: the size of the request's largest batch. `traced`: the trace of the request,
     or None if it is not traced.
     """
 
@@ -26,6 +27,7 @@ class Ticket:
         "admitted",
         "batch_items",
         "compute_s",
+        "conflicts",
         "deadline",
         "entered",
         "proving",
@@ -40,6 +42,7 @@ class Ticket:
         self.entered = False
         self.abandoned = False
         self.proving = False
+        self.conflicts = 0
         self.started_s = time.perf_counter()
         self.queue_s = self.compute_s = 0.0
         self.batch_items = 0

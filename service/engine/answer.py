@@ -212,7 +212,7 @@ class AnswerBuilder:
         assert found is not None, "the mixture has no bound although its network has one: this is a bug"
         return part._replace(bound=bound._replace(variation=min(bound.variation, found.variation)), proved=proved)
 
-    async def answer(
+    def answer(
         self,
         plan: AnswerPlan,
         input_ids: Callable[[], NDArray[np.int64]],
@@ -228,6 +228,7 @@ class AnswerBuilder:
         logits: bool = False,
         token_logprobs: tuple[float | None, ...] | None = None,
         unknown: tuple[str, ...] = (),
+        sampled: bool | None = None,
     ) -> Answer:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
         predictions come from the recurrent part.
@@ -236,6 +237,7 @@ class AnswerBuilder:
         parts. If it did, the answer's latency includes the time of the search. `session` is the id of the session, if
         the request has one. `logits` says whether the answer contains the logits. `token_logprobs` are the
         log-probabilities of the session's latest tokens, if the request asked for them. `unknown`: see `Answer`.
+        `sampled` says whether the shadow repeats the answer. If it is None, the sampler decides.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
@@ -250,7 +252,9 @@ class AnswerBuilder:
             }
             for mode, part in modes.items():
                 self._stats.took(Mode(mode), part.latency)
-        elif self.sampler is not None and plan.context_length and self.sampler.chosen():
+        elif (
+            self.sampler is not None and plan.context_length and (self.sampler.chosen() if sampled is None else sampled)
+        ):
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
         proved = answered.proved or self._leads(plan, answered.result, bound)

@@ -3,7 +3,8 @@
 limits      checks a request against the model and the settings
 event_names converts the names of events to tokens
 routing     chooses between the recurrent mode and a window, by cost
-step        runs a step of a session: check out, run, commit, answer
+steps       runs, commits and answers steps of one token, a batch at a time
+step        runs the other steps of a session: check out, run, commit, answer
 predict     answers requests without a session
 pending     holds a submitted request's result and deadline
 answer      builds answers from runs; top1_proof proves their most probable tokens
@@ -38,7 +39,6 @@ from wane.service.deadline import until
 from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
-from wane.service.engine.columns import PendingStep, StepColumns, StepReceiver
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
@@ -50,6 +50,9 @@ from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow
 from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
+from wane.service.engine.steps.answers import StepAnswers
+from wane.service.engine.steps.columns import StepColumns
+from wane.service.engine.steps.rows import PendingStep, StepReceiver
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.engine.top_places import TopPlaces
@@ -66,7 +69,6 @@ from wane.service.settings import Settings
 from wane.service.state.cache import StateCache
 from wane.service.types import (
     ANYBODY,
-    NO_FILTER,
     Answer,
     CompareRequest,
     Comparison,
@@ -94,10 +96,8 @@ ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded
 BEGUN_AT_ONCE = 32
 """The largest number of predictions of one `predict_many` call that start in one iteration of the event loop."""
 
-IN_COLUMNS = (None, Mode.AUTO)
-"""Values of a step's `mode` with which the step may be taken in columns (see `columns.py`). With these values, the
-session's own mode applies.
-"""
+IN_ROWS = (None, Mode.AUTO, Mode.RECURRENT)
+"""Values of a step's `mode` with which the step may be a row (see `columns.py`)."""
 
 TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a session record holds
 
@@ -225,30 +225,39 @@ class Engine:
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
-        self._columns = StepColumns(
-            manifest.certificate,
+        most_predictions = most_predictions if most_predictions > 1 else 0
+        answers = StepAnswers(
+            manifest,
+            vocabulary,
+            resident,
+            margin,
+            self.answer_builder,
+            self.admission,
+            self._stats,
+            self.identity,
+            most_predictions,
+        )
+        self.columns = StepColumns(
             vocabulary,
             pool,
             resident,
-            self.sessions.locks,
-            margin,
+            self.sessions,
+            answers,
             self.admission,
-            self._stats,
             metrics,
-            self.identity,
+            name,
             partial(self._step_admitted, is_locked=True),
-            most_predictions=most_predictions if most_predictions > 1 else 0,
+            most_predictions=most_predictions,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
-            ranking=self.answer_builder.rankings.default,
             cache=cache,
         )
-        self.batcher.columns = self._columns
+        self.batcher.columns = self.columns
         self.steps = SessionSteps(
             manifest,
             self._limits,
             self.state_cache,
-            self.batcher,
+            self.columns,
             self.forward,
             self.sessions,
             resident,
@@ -373,22 +382,14 @@ class Engine:
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
         tokens, expected = request.tokens, request.expected_position
-        plain = (
-            request.idempotency_key is None
-            and request.mode in IN_COLUMNS
-            and not request.prove
-            and request.cache
-            and not request.logits
-            and not request.token_logprobs
-            and not request.unknown
-            and request.filter == NO_FILTER
-        )
-        if len(tokens) == 1 and plain:
+        # The log-probabilities of a step's own tokens need a run before the step.
+        if len(tokens) == 1 and request.mode in IN_ROWS and not request.token_logprobs:
             pending = PendingStep(request.creator)
-            if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
+            given = request.session, tokens[0], expected, request.top_k, request.deadline, pending
+            if self.columns.take(*given, request=request, traced=CURRENT.get()):
                 return pending
         ticket = Ticket(request.deadline)
-        # A later step of the session, in columns, could otherwise run before this step's task begins.
+        # A later step of the session could otherwise run before this step's task begins.
         place = self.sessions.locks.reserve(request.session) if len(tokens) <= PIECE_TOKENS else None
         return Pending.of(self._step(request, ticket, place), ticket)
 
@@ -411,13 +412,10 @@ class Engine:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Takes a step of one token in columns (see `columns.py`). `receiver` gets the result with this `number`.
-        Returns False, without side effects, if the step needs the general procedure. The caller must then call
-        `submit`."""
-        return (
-            self.shadow is None
-            and CURRENT.get() is None
-            and self._columns.take(session, token, expected_position, top_k, deadline, receiver, number)
+        """Takes a step of one token as a row (see `columns.py`). `receiver` gets the result with this `number`. Returns
+        False, without side effects, if the step needs the general procedure. The caller must then call `submit`."""
+        return self.columns.take(
+            session, token, expected_position, top_k, deadline, receiver, number, None, CURRENT.get()
         )
 
     async def _step(self, request: StepRequest, ticket: Ticket, place: asyncio.Future[None] | None) -> Answer:
@@ -721,8 +719,9 @@ class Engine:
             self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
-        self._columns.close(Unavailable("the server is stopping"))
+        self.columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
+        await self.columns.settled()
         # Buffered tokens are written to the store last, because closing the batcher may commit a batch of steps, whose
         # tokens are then buffered too.
         await self._resident.close()

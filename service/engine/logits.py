@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,12 +65,13 @@ class Ranking:
     def __init__(
         self,
         size: int,
-        excluded: frozenset[int] = frozenset(),
-        candidates: frozenset[int] | None = None,
+        excluded: NDArray[np.bool_] | None = None,
+        candidates: NDArray[np.int64] | None = None,
         seen_tokens: int | None = None,
     ) -> None:
-        """`size` is the number of tokens in the vocabulary. `excluded` are the ids of tokens that are not listed. If
-        `candidates` is not None, only these ids are listed. `seen_tokens`: see `Answer`."""
+        """`size` is the number V of tokens in the vocabulary. `excluded` says for each token whether it is not listed:
+        bool (V); None excludes no token. If `candidates` is not None, only these ids are listed: int64, ascending, none
+        of them excluded. `seen_tokens`: see `Answer`."""
         self.seen_tokens = seen_tokens
         self._size = size
         self._excluded = excluded
@@ -78,83 +80,97 @@ class Ranking:
     @property
     def is_of_all(self) -> bool:
         """Whether every token may be listed."""
-        return not self._excluded and self._candidates is None
+        return self._excluded is None and self._candidates is None
 
     @cached_property
     def ids(self) -> NDArray[np.int64] | None:
         """The ids of the tokens that may be listed: int64, ascending. None if every token may be listed."""
-        if self.is_of_all:
-            return None
-        if self._candidates is not None:
-            return np.array(sorted(self._candidates - self._excluded), np.int64)
-        allowed = np.ones(self._size, np.bool_)
-        allowed[list(self._excluded)] = False
-        return np.flatnonzero(allowed).astype(np.int64)
+        if self._candidates is not None or self._excluded is None:
+            return self._candidates
+        return np.flatnonzero(~self._excluded).astype(np.int64)
+
+    def excludes(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns, for each id, whether the token is excluded: bool, of the shape of `ids`."""
+        return np.zeros(ids.shape, np.bool_) if self._excluded is None else self._excluded[ids]
+
+    @cached_property
+    def _excluded_tokens(self) -> int:
+        """The number of excluded tokens."""
+        return 0 if self._excluded is None else int(np.count_nonzero(self._excluded))
 
     def largest(self, result: RunResult, count: int) -> Largest:
         """Returns at least the `count` most probable of the tokens that may be listed. If fewer than `count` tokens may
         be listed, returns all of them."""
+        excluded = self._excluded
         if self._candidates is None:
-            wanted = min(count + len(self._excluded), self._size)
-            asked = min(wanted, result.most) if self._excluded else count
+            wanted = min(count + self._excluded_tokens, self._size)
+            asked = count if excluded is None else min(wanted, result.most)
             found = result.largest(asked) if asked else None
-            if found is not None and self._excluded:
-                found = self._kept(found)
+            if found is not None and excluded is not None:
+                found = _without(found, excluded)
                 if len(found.ids) < count and wanted > result.most:
                     found = None  # the graph outputs too few tokens, so the code below uses all logits
             if found is not None:
                 return found
         logits, total = result.logits, result.log_sum_exp
-        if self._candidates is not None or not self._excluded:
-            return largest(logits, count, self.ids, total)
+        if self._candidates is not None or excluded is None:
+            return largest(logits, count, self._candidates, total)
         total = log_sum_exp_of(logits) if total is None else total
-        logits = logits.copy()
-        logits[list(self._excluded)] = -np.inf  # faster than copying the logits of the allowed tokens
-        return largest(logits, min(count, self._size - len(self._excluded)), None, total)
+        # faster than copying the logits of the allowed tokens
+        return largest(np.where(excluded, -np.inf, logits), min(count, self._size - self._excluded_tokens), None, total)
 
-    def _kept(self, found: Largest) -> Largest:
-        """Returns `found` without the excluded tokens."""
-        if self._excluded.isdisjoint(found.ids):
-            return found
-        kept = [place for place, token in enumerate(found.ids) if token not in self._excluded]
-        return Largest(
-            [found.ids[place] for place in kept],
-            [found.logits[place] for place in kept],
-            [found.logprobs[place] for place in kept],
-            [found.probabilities[place] for place in kept],
-        )
+
+def _without(found: Largest, excluded: NDArray[np.bool_]) -> Largest:
+    """Returns `found` without the excluded tokens."""
+    flags = excluded[found.ids].tolist()
+    if True not in flags:
+        return found
+    kept = [not flag for flag in flags]
+    ids, logits, logprobs, probabilities = found
+    return Largest(
+        [*compress(ids, kept)],
+        [*compress(logits, kept)],
+        [*compress(logprobs, kept)],
+        [*compress(probabilities, kept)],
+    )
 
 
 class Rankings:
     """Creates the rankings for one model's answers."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        size, unlisted = vocabulary.size, frozenset(vocabulary.unlisted)
+        size = vocabulary.size
         self._size = size
         self._eos_id = vocabulary.eos_id
         self._unk_id = vocabulary.unk_id
-        self._unlisted = unlisted
+        self._excluded = np.zeros(size, np.bool_)
+        self._excluded[list(vocabulary.unlisted)] = True
         self.of_all = Ranking(size)
-        self.default = Ranking(size, unlisted) if unlisted else self.of_all
+        self.default = Ranking(size, self._excluded) if vocabulary.unlisted else self.of_all
         """The ranking for a request without a filter. It lists neither `<unk>` nor reserved tokens and, for a model of
         events, not `<eos>`."""
 
-    def of(self, wanted: Filter, known: Sequence[int]) -> Ranking:
+    def of(self, wanted: Filter, known: Sequence[int] | NDArray[np.int64]) -> Ranking:
         """Returns the ranking for the filter `wanted`. `known` are the tokens of the sequence that the server knows,
         without the start token."""
         if wanted == NO_FILTER:
             return self.default
-        excluded = set(self._unlisted)
+        excluded, eos_id = self._excluded.copy(), self._eos_id
         if wanted.include_end:
-            excluded.discard(self._eos_id)
+            excluded[eos_id] = False
         if wanted.include_unknown and self._unk_id is not None:
-            excluded.discard(self._unk_id)
-        excluded.update(wanted.exclude)
+            excluded[self._unk_id] = False
+        if wanted.exclude:
+            excluded[list(wanted.exclude)] = True
+        excludes_end = bool(excluded[eos_id])
         if wanted.exclude_seen:
-            # `<eos>` is not an event. Only `include_end` decides whether `<eos>` is listed.
-            excluded.update(set(known) - {self._eos_id})
-        candidates = None if wanted.candidates is None else frozenset(wanted.candidates)
-        return Ranking(self._size, frozenset(excluded), candidates, len(known) if wanted.exclude_seen else None)
+            excluded[np.asarray(known, np.int64)] = True
+            excluded[eos_id] = excludes_end  # <eos> is not an event: only `include_end` decides whether it is listed
+        candidates: NDArray[np.int64] | None = None
+        if wanted.candidates is not None:
+            candidates = np.unique(np.array(wanted.candidates, np.int64))
+            candidates = candidates[~excluded[candidates]]
+        return Ranking(self._size, excluded, candidates, len(known) if wanted.exclude_seen else None)
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:

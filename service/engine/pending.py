@@ -125,6 +125,10 @@ class Admission:
         self.asked += 1
         self.active += 1
 
+    def extend(self) -> None:
+        """Counts a request that is active once more. It is active until `leave` is called for both."""
+        self.active += 1
+
     def leave(self, requests: int = 1) -> None:
         """Counts one or several requests as ended."""
         self.active -= requests

@@ -114,7 +114,7 @@ class Predictor:
             found = recurrent or window
             if found is not None and meets(found.bound, request.tolerance):
                 break
-        return await self._answer_builder.answer(
+        return self._answer_builder.answer(
             plan,
             partial(self._sequence, request),
             recurrent,

@@ -1,4 +1,5 @@
-"""Answers requests to sessions in four stages: check out, run, commit, answer.
+"""Answers requests to sessions in four stages: check out, run, commit, answer. A step that continues a state ends as a
+row (`steps/columns.py`), which runs its last token, commits it and answers it.
 
 All stages run under the session's lock. The session's record is read first, from the store or a cache, and written
 last. In between, the next state is computed in a new slot. A failure before the commit therefore changes nothing.
@@ -12,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Manifest
-from wane.service.batching.batch import Work
-from wane.service.batching.batcher import Batcher
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
@@ -23,10 +22,12 @@ from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.logits import Ranking, log_softmax
+from wane.service.engine.steps.columns import StepColumns
+from wane.service.engine.steps.rows import Conflict, StoredStep
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.sessions import Sessions, StepKind, conflict
+from wane.service.sessions.sessions import Commit, Sessions, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord, is_first
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
@@ -59,7 +60,7 @@ class SessionSteps:
         manifest: Manifest,
         limits: Limits,
         pool: StatePool,
-        batcher: Batcher,
+        columns: StepColumns,
         forward: Forward,
         sessions: Sessions,
         resident: ResidentSessions,
@@ -73,7 +74,7 @@ class SessionSteps:
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
-        self._batcher = batcher
+        self._columns = columns
         self._forward = forward
         self._sessions = sessions
         self._resident = resident
@@ -122,15 +123,18 @@ class SessionSteps:
         if not is_locked and not sessions.locks.take(request.session):
             await sessions.locks.wait(request.session)
         try:
-            for _ in range(1 + RETRIES):
+            while ticket.conflicts <= RETRIES:
                 # The record of `look` may be outdated, which only the commit detects. A step without tokens has no
                 # commit, so it reads the session from the store.
-                record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
+                record, kind = None, StepKind.NEXT
+                if request.tokens:
+                    record = sessions.look(request.session, request.expected_position, request.idempotency_key)
                 if record is None:
                     record, kind = await sessions.check_out(request)
                 if kind is StepKind.FIRST and not request.tokens:
-                    created = await sessions.commit(record, request, None, 0, kind)
+                    created = await sessions.commit(Commit(record, (), None, None, 0, kind, request.creator))
                     if created is None:
+                        ticket.conflicts += 1
                         continue
                     record = created
                 mode = routing.of_session(request.mode, record.mode)
@@ -166,6 +170,7 @@ class SessionSteps:
                 appended = await self._append(record, request, mode, ticket, kind)
                 if appended is not None:
                     return appended
+                ticket.conflicts += 1
             raise conflict(await sessions.read(request.session), request.expected_position)
         finally:
             sessions.locks.leave(request.session)
@@ -290,6 +295,8 @@ class SessionSteps:
         position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
+        if base is not None and mode is Mode.RECURRENT:
+            return await self._append_row(record, request, ticket, kind, base, rebuilt=rebuilt)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         # The session's earlier tokens are needed in these cases: there is no state to continue from, the step runs a
         # window, answers are sampled for shadows, the model has a cache, or the answer must not list tokens that the
@@ -328,9 +335,6 @@ class SessionSteps:
                 self._record_hit(record, found=not rebuilt)
                 if base is None:
                     result = await self._forward.full(context_ids, ticket, write=write, binding=True)
-                elif len(request.tokens) == 1 and base.position == record.position:
-                    work = Work("step", request.tokens, None, read, write, True)
-                    result = RunResult(await self._batcher.submit(work, ticket))
                 else:
                     new = self._unseen(record, base, request)
                     result = await self._forward.append(new, ticket, read=read, write=write, binding=True)
@@ -341,7 +345,9 @@ class SessionSteps:
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
                 window = await builder.window(plan, window_ids, input_ids, ticket, prove=False, binding=True)
-            committed = await self._sessions.commit(record, request, write, dropped_tokens, kind)
+            committed = await self._sessions.commit(
+                Commit(record, request.tokens, request.idempotency_key, write, dropped_tokens, kind, request.creator)
+            )
         finally:
             self._pool.release(read)
             if write is not None:
@@ -355,7 +361,7 @@ class SessionSteps:
         if request.prove:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
-        answer = await builder.answer(
+        answer = builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
@@ -372,6 +378,41 @@ class SessionSteps:
         )
         answer.created = True if kind is StepKind.FIRST else None
         return answer
+
+    async def _append_row(
+        self,
+        record: SessionRecord,
+        request: StepRequest,
+        ticket: Ticket,
+        kind: StepKind,
+        base: CachedState,
+        *,
+        rebuilt: bool,
+    ) -> Answer | None:
+        """Like `_append`, for a step that continues the state `base` in mode recurrent: runs the tokens that the state
+        has not read, except the last, as a sequence, and the last token as a row."""
+        with ExitStack() as held:
+            held.enter_context(self._pool.hold(base.slot))
+            token_logprobs: tuple[float | None, ...] | None = None
+            if request.token_logprobs:
+                before_ids = self._input_ids(record)
+                token_logprobs = await self._token_logprobs(before_ids, record.position, base, request, ticket)
+            read, write = base.slot, held.enter_context(self._pool.lease())
+            self._record_hit(record, found=not rebuilt)
+            earlier_ids = self._unseen(record, base, request)[:-1]
+            if len(earlier_ids):
+                read = held.enter_context(self._pool.lease())
+                await self._forward.parallel.advance(earlier_ids, ticket, read=base.slot, write=read, binding=True)
+            if rebuilt:
+                self._sessions.count_rebuilt()
+            dropped_tokens = base.dropped_tokens
+            stored = StoredStep(
+                record, request.tokens, kind, read, write, dropped_tokens, was_rebuilt=rebuilt, ticket=ticket
+            )
+            try:
+                return await self._columns.run(request, stored, token_logprobs)
+            except Conflict:
+                return None
 
     async def _answer_again(
         self,
@@ -411,7 +452,7 @@ class SessionSteps:
         plan, input_ids, recurrent, part = await self._run_again(
             record, mode, free, window, ticket, tolerance, prove=prove, cache=cache, wanted=wanted
         )
-        return await self._answer_builder.answer(
+        return self._answer_builder.answer(
             plan,
             lambda: input_ids,
             recurrent,

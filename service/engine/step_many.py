@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from wane.service.engine.columns import StepResults
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
 from wane.service.types import Answer, Owner, StepRequest, id_of
@@ -33,9 +32,9 @@ class StepCall(asyncio.Future[None]):
             pending.cancel()
         return super().cancel(msg)
 
-    def step_ran(self, results: StepResults, row: int, number: int) -> None:
+    def step_ran(self, answer: Answer, number: int) -> None:
         """See `StepReceiver`."""
-        self._record(results.answer(row), number)
+        self._record(answer, number)
 
     def step_failed(self, error: Exception, number: int) -> None:
         """See `StepReceiver`."""

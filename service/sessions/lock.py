@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from wane.service.errors import Overloaded
@@ -81,6 +81,15 @@ class SessionLocks:
                 first.set_result(None)
                 return
         del self.waiting[session]
+
+    def leave_all(self, sessions: Sequence[str]) -> None:
+        """Releases the locks of several sessions: see `leave`."""
+        waiting = self.waiting
+        for session in sessions:
+            if waiting[session] is None:
+                del waiting[session]
+            else:
+                self.leave(session)
 
     @asynccontextmanager
     async def held(self, session: str) -> AsyncIterator[None]:

@@ -1,5 +1,5 @@
-"""Sessions whose steps are computed in columns, a whole batch in each array operation (`service/engine/columns.py`).
-This module keeps the sessions' latest tokens in arrays with one row for every slot of the state cache. The tokens are
+"""Sessions whose steps are committed by arrays, a whole batch in each array operation (`service/engine/steps/`). This
+module keeps the sessions' latest tokens in arrays with one row for every slot of the state cache. The tokens are
 written to the store later.
 
 A step of one token appends the token, and increments the session's position and revision. For a session with a resident
@@ -113,6 +113,26 @@ class ResidentSessions:
                 if self.buffered[slot]:  # False if the store flushed the session to free memory
                     self._counts[slot] = 0
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
+
+    def kept(self, session: str, slot: int) -> tuple[NDArray[np.int64], int]:
+        """Returns the kept tokens of a buffered session, as its record would have them: int64 (n), and the session's
+        position."""
+        assert self._store is not None, "a session is buffered, but the store is not in memory: this is a bug"
+        position, keep = self._state_cache.positions.item(slot), self._store.session_history_tokens
+        ids = np.concatenate([self._store.written(session), self._recent[slot, : self._counts[slot]]])
+        return ids if position <= keep else ids[-keep:], position
+
+    def shares_of(self, steps: Sequence[tuple[SessionRecord, Sequence[int]]]) -> CacheShares:
+        """Like `shares`, for sessions that are not buffered, after the tokens that each of B steps appends to its
+        record."""
+        assert self._cache is not None, "the model has no cache: this is a bug"
+        rings, newest = [], []
+        for record, tokens in steps:
+            ids, position = record.tail.ids(), record.position + len(tokens)
+            history = np.concatenate([ids[1:] if len(ids) > record.position else ids, np.array(tokens, np.int64)])
+            rings.append(self._cache.ring(history, position))
+            newest.append((position - 1) % self._cache.length)
+        return self._cache.shares(np.stack(rings), np.array(newest))
 
     def shares(self, slots: NDArray[np.intp]) -> CacheShares:
         """Returns the cache's part of the next-token distribution of each of B sessions."""

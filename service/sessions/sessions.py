@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
+from typing import NamedTuple
 
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
@@ -30,6 +31,8 @@ from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.codec import due
 from wane.service.sessions.stores.store import (
+    Append,
+    Appended,
     LastStep,
     SessionRecord,
     Snapshot,
@@ -54,10 +57,23 @@ class StepKind(Enum):
     REPLAY = auto()
 
 
-def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
-    """Returns the `LastStep` that the session will have once the step is appended. `record` is the session before the
-    step."""
-    return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
+class Commit(NamedTuple):
+    """A step to be committed. record: the session before the step. key: the step's idempotency key. slot: the slot of
+    the state after the step, which has not read the session's first `dropped_tokens` tokens; None if there is no state.
+    creator: see `StepRequest`."""
+
+    record: SessionRecord
+    tokens: Sequence[int]
+    key: str | None
+    slot: int | None
+    dropped_tokens: int
+    kind: StepKind = StepKind.NEXT
+    creator: Owner | None = None
+
+    @property
+    def step(self) -> LastStep:
+        """The `LastStep` that the session will have."""
+        return LastStep(self.record.position, of_tokens(self.tokens), of_key(self.key))
 
 
 def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
@@ -71,7 +87,7 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
     PositionConflict if the step does not start at the session's position.
     """
     last, start = record.last, request.expected_position
-    if last is not None and request.idempotency_key is not None and has_last_key(record, request):
+    if last is not None and request.idempotency_key is not None and _has_last_key(record, request.idempotency_key):
         if start not in (None, last.start):
             raise IdempotencyKeyReused(
                 f"the session's last step has the same idempotency key and starts at {last.start}, but this step "
@@ -90,10 +106,9 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
     raise conflict(record, start)
 
 
-def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
-    """Returns whether the step has the key of the session's last step."""
-    key = of_key(request.idempotency_key)
-    return key is not None and record.last is not None and record.last.key == key
+def _has_last_key(record: SessionRecord, key: str) -> bool:
+    """Returns whether a step with this key has the key of the session's last step."""
+    return record.last is not None and record.last.key == of_key(key)
 
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
@@ -199,18 +214,26 @@ class Sessions:
         """Resets the session's idle time."""
         await self._store.touch(session)
 
-    def look(self, request: StepRequest) -> SessionRecord | None:
+    def look(self, session: str, expected_position: int | None, key: str | None) -> SessionRecord | None:
         """Returns the session as this process last saw it. The commit then checks whether the session is still the
         same. Returns None if the session must be read from the store (`check_out`): because this process does not know
         the session, because the step may be a replay or a conflict, or because the store may have a snapshot that
-        replaces a missing state.
-
-        Raises PositionConflict.
+        replaces a missing state. `expected_position` and `key` are those of the step.
         """
-        record = self._store.get_cached(request.session, to_step=True)
-        if record is None or record.model != self._model or not self._comes_next(record, request):
+        record = self._store.get_cached(session, to_step=True)
+        if (
+            record is None
+            or record.model != self._model
+            or record.vocabulary != self._vocabulary
+            or expected_position not in (None, record.position)
+        ):
             return None
-        return record
+        if key is not None and (expected_position is None or _has_last_key(record, key)):
+            return None
+        if self._checkpoint_interval_tokens is None or record.snapshot is not None:
+            return record
+        # If the state is not resident, the store may have a snapshot, so the session must be read from the store.
+        return None if self.cached(record, behind=True, use=False) is None else record
 
     async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
         """Reads the session from the store. Returns the session and the kind of the step. If the session does not exist
@@ -221,16 +244,6 @@ class Sessions:
             return self._new(request.session), StepKind.FIRST
         record = self._known(request.session, found)
         return record, classify_step(record, request)
-
-    def _comes_next(self, record: SessionRecord, request: StepRequest) -> bool:
-        if record.vocabulary != self._vocabulary or request.expected_position not in (None, record.position):
-            return False
-        if request.idempotency_key is not None and (request.expected_position is None or has_last_key(record, request)):
-            return False
-        if self._checkpoint_interval_tokens is None or record.snapshot is not None:
-            return True
-        # If the state is not resident, the store may have a snapshot, so the session must be read from the store.
-        return self.cached(record, behind=True, use=False) is not None
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for `record`.
@@ -300,53 +313,66 @@ class Sessions:
         self.rebuilt += 1
         self._rebuilt_metric.inc()
 
-    async def commit(
-        self, record: SessionRecord, request: StepRequest, slot: int | None, dropped_tokens: int, kind: StepKind
-    ) -> SessionRecord | None:
-        """Appends the step's tokens if the session is still at the revision of `record` (compare-and-append). The state
-        in `slot` then becomes the session's resident state. A step of kind FIRST creates the session with the step's
-        tokens in one operation, without a snapshot. A FIRST step without tokens does not become the session's last
-        step.
-
-        Returns None, without appending, if another writer changed the session. In this case, and if the store does not
-        answer, the earlier resident state stays in the cache. The next read of the session's revision decides whether
-        that state is still valid.
-        """
-        step = last_step(record, request)
-        if kind is StepKind.FIRST:
-            committed = await self._create_stepped(record, request, step)
-        else:
-            snapshot = None
-            if slot is not None:
-                snapshot = self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)
-            committed = await self._store.append(record, request.tokens, step, snapshot)
-        if committed is None:
-            self._conflicts.inc()
-        elif slot is None:
-            self._state_cache.drop(record.session)
-        else:
-            self.keep(committed, slot, dropped_tokens)
+    async def commit(self, commit: Commit) -> SessionRecord | None:
+        """Commits one step: see `commit_many`. Returns None, without appending, if another writer changed the
+        session."""
+        (committed,) = await self.commit_many([commit])
+        if isinstance(committed, Exception):
+            raise committed
         return committed
 
-    async def _create_stepped(
-        self, record: SessionRecord, request: StepRequest, step: LastStep
-    ) -> SessionRecord | None:
+    async def commit_many(self, commits: Sequence[Commit]) -> list[Appended]:
+        """Commits the steps of a batch, each of another session. Appends a step's tokens if the session is still at the
+        revision of its `record` (compare-and-append). The state in `slot` then becomes the session's resident state. A
+        step of kind FIRST creates the session with the step's tokens in one operation, without a snapshot. A FIRST step
+        without tokens does not become the session's last step.
+
+        Returns, for each step, the session after it, or the store's error, or None, without effect, if another writer
+        changed the session. In the last two cases the earlier resident state stays in the cache. The next read of the
+        session's revision decides whether that state is still valid.
+        """
+        appends = [
+            Append(one.record, one.tokens, one.step, self._snapshot(one))
+            for one in commits
+            if one.kind is not StepKind.FIRST
+        ]
+        appended: list[Appended] = await self._store.append_many(appends) if appends else []
+        if len(appends) < len(commits):
+            rest = iter(appended)
+            appended = [
+                await self._create_stepped(one) if one.kind is StepKind.FIRST else next(rest) for one in commits
+            ]
+        for one, committed in zip(commits, appended, strict=True):
+            if committed is None:
+                self._conflicts.inc()
+            elif isinstance(committed, SessionRecord):
+                if one.slot is None:
+                    self._state_cache.drop(committed.session)
+                else:
+                    self.keep(committed, one.slot, one.dropped_tokens)
+        return appended
+
+    async def _create_stepped(self, commit: Commit) -> Appended:
         """Creates the session with the tokens of its first step. Returns None if the session exists."""
-        assert request.creator is not None, "a step that may not create its session creates it: this is a bug"
-        position = len(request.tokens)
-        tail = record.tail.append(request.tokens, position, self._store.session_history_tokens)
-        stepped = record._replace(position=position, tail=tail, last=step if request.tokens else None)
-        created = await self._store.create(stepped, request.creator.sessions)
+        record, tokens, creator = commit.record, commit.tokens, commit.creator
+        assert creator is not None, "a step that may not create its session creates it: this is a bug"
+        tail = record.tail.append(tokens, len(tokens), self._store.session_history_tokens)
+        stepped = record._replace(position=len(tokens), tail=tail, last=commit.step if tokens else None)
+        try:
+            created = await self._store.create(stepped, creator.sessions)
+        except Exception as error:
+            return error
         if created is not None:
             self._state_cache.drop(record.session)  # an earlier session with this id may have left its state
         return created
 
-    def _snapshot(self, before: int, appended: int, slot: int, dropped_tokens: int) -> Snapshot | None:
-        """Returns the state in `slot` as a snapshot, if the step reaches a checkpoint."""
-        position = before + appended
-        if self._checkpoint_interval_tokens is None or not due(before, position, self._checkpoint_interval_tokens):
+    def _snapshot(self, commit: Commit) -> Snapshot | None:
+        """Returns the state of a commit as a snapshot, if the step reaches a checkpoint."""
+        before, every = commit.record.position, self._checkpoint_interval_tokens
+        position = before + len(commit.tokens)
+        if every is None or commit.slot is None or not due(before, position, every):
             return None
-        return Snapshot(position, dropped_tokens, self.model_fingerprint, self._state_cache.pack(slot))
+        return Snapshot(position, commit.dropped_tokens, self.model_fingerprint, self._state_cache.pack(commit.slot))
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
         """Rewinds the session to `position`. The next step rebuilds the state. Changes nothing if the session is

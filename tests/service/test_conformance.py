@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
+from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness, name_vocabulary
 from tests.service.entrances import ENTRANCES, TIMEOUT_S, Call, EngineEntrance, Entrance, entered
 from tests.service.server_harness import repeatable
 from tests.service.sessions.stores.redis_server import RedisServer, redis_server
@@ -20,7 +20,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.types import ANYBODY, Mode, NewSession, StepRequest
+from wane.service.types import ANYBODY, Filter, Mode, NewSession, StepRequest
 
 EOS = 0
 MakeReplica = Callable[..., Awaitable[EngineHarness]]
@@ -151,6 +151,80 @@ async def test_every_entrance_appends_and_answers_a_step_like_the_engine(
     assert predicted(answer) == most_probable(harness, 5, *tokens)
     assert repeatable(answer) == repeatable(await EngineEntrance(entrance.models).step("b", tokens=tokens))
     assert await position(harness, "a") == 1 + len(tokens)
+
+
+EVENTS = name_vocabulary(names=[f"e{index}" for index in range(24)])
+OPTIONS: dict[str, Step] = {
+    "plain": {},
+    "position": {"expected_position": 1},
+    "key": {"idempotency_key": "k"},
+    "position and key": {"expected_position": 1, "idempotency_key": "k"},
+    "mode": {"mode": "recurrent"},
+    "prove": {"prove": True},
+    "create": {"create": True},
+    "exclude": {"exclude": ["e1", "e2"]},
+    "exclude_seen": {"exclude_seen": True},
+    "candidates": {"candidates": ["e1", "e5"]},
+    "top_k": {"top_k": 20},
+}
+
+
+def engine_options(option: Step) -> Step:
+    """Returns the fields of a body as fields of a `StepRequest`."""
+    fields, filters = dict(option), dict[str, Any]()
+    for name in ("exclude", "exclude_seen", "candidates"):
+        if name in fields:
+            value = fields.pop(name)
+            filters[name] = value if value is True else tuple(2 + int(event[1:]) for event in value)
+    if "mode" in fields:
+        fields["mode"] = Mode(fields["mode"])
+    return fields | ({"filter": Filter(**filters)} if filters else {})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "harness", [{"vocabulary": EVENTS}, {"vocabulary": EVENTS, "shadow_rate": 1.0}], ids=["", "shadows"], indirect=True
+)
+async def test_each_step_of_one_token_runs_as_a_row(entrance: Entrance, harness: EngineHarness, option: str) -> None:
+    asked = OPTIONS[option]
+    given = engine_options(asked) if isinstance(entrance, EngineEntrance) else asked
+    harness.runner.calls.clear()
+    ran = harness.engine.columns.ran
+    answer = await entrance.step("a", tokens=[6], **given)
+    again = await entrance.step("a", tokens=[7])
+    assert (answer["position"], again["position"]) == (2, 3)
+    assert harness.engine.columns.ran == ran + 2
+    assert harness.runner.calls == [("step", [[6]]), ("step", [[7]])]
+    listed = [one["token_id"] for one in answer["predictions"]]
+    best = [*map(int, np.argsort(-harness.runner.logits([EOS, 5, 6])))]
+    unlisted = {0, 1, *({5, 6} if option == "exclude_seen" else {3, 4} if option == "exclude" else set())}
+    expected = [one for one in best if one not in unlisted and (option != "candidates" or one in (3, 7))]
+    assert listed == expected[: len(listed)] and len(listed) == min(asked.get("top_k", 5), len(expected))
+
+
+async def test_the_last_token_of_a_longer_step_runs_as_a_row(entrance: Entrance, harness: EngineHarness) -> None:
+    harness.runner.calls.clear()
+    ran = harness.engine.columns.ran
+    answer = await entrance.step("a", tokens=[6, 7, 8])
+    assert predicted(answer) == most_probable(harness, 5, 6, 7, 8)
+    assert harness.engine.columns.ran == ran + 1
+    assert harness.runner.calls == [("advance", [[6, 7]]), ("step", [[8]])]
+
+
+async def test_the_first_step_and_a_waiting_step_of_a_session_run_as_rows(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    await harness.engine.create_session("d")
+    harness.runner.calls.clear()
+    ran = harness.engine.columns.ran
+    first = await running(harness, entrance.send("d", tokens=[6]))
+    waiting = await entrance.send("d", tokens=[7]) if isinstance(entrance, EngineEntrance) else None
+    harness.runner.gate.set()
+    assert (await first.outcome())["position"] == 1
+    if waiting is not None:
+        assert (await waiting.outcome())["position"] == 2
+    assert harness.engine.columns.ran == ran + (1 if waiting is None else 2)
+    assert {role for role, _ in harness.runner.calls} == {"step"}
 
 
 # Retries and conflicts.

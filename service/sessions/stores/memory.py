@@ -27,11 +27,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wane.service.errors import Overloaded, QuotaExceeded
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.store import (
     DIGEST_BYTES,
+    Append,
+    Appended,
     LastStep,
     SessionRecord,
     Snapshot,
@@ -290,10 +295,26 @@ class MemoryStore:
         self._squeeze()
         return changed
 
+    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
+        """See `Store`."""
+        results = list[Appended]()
+        for one in appends:
+            try:
+                results.append(await self.append(*one))
+            except Exception as error:  # each append fails by itself
+                results.append(error)
+        return results
+
     def buffer(self, session: str, buffer: WriteBuffer) -> None:
         """Buffers the session's next tokens in `buffer`. The store flushes the buffer before any other operation on the
         session, except `kind`."""
         self._buffered[session] = buffer
+
+    def written(self, session: str) -> NDArray[np.int64]:
+        """Returns the kept tokens of a buffered session, without those in the buffer: int64 (n)."""
+        packed = self._shard(session).peek(session)
+        assert packed is not None, "a buffered session is not in the store: this is a bug"
+        return self._packing.unpack(session, packed, 0.0).tail.ids()
 
     def write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
         """Writes tokens from the session's buffer. The session has been idle for `idle_s` seconds, and stays

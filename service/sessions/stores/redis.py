@@ -33,8 +33,17 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
 from wane.service.sessions.stores.record_cache import RecordCache
-from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Script
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended, branch
+from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Row, Script
+from wane.service.sessions.stores.store import (
+    Append,
+    Appended,
+    LastStep,
+    SessionRecord,
+    Snapshot,
+    StoreHealth,
+    appended,
+    branch,
+)
 from wane.service.types import SLASH, owner_of
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
@@ -47,8 +56,8 @@ DOUBT_BITS = 40
 sessions, a session's score is its expiry time in milliseconds since 1970. A random score of so few bits is a time in
 the past. So a `_claim` that finds the set full takes the session for expired, and looks it up."""
 DONE = (1, 2)
-"""The append script's replies if it appended the tokens: at the next revision (1), or at a new random revision (2),
-which is used if Redis was restarted or saved to disk since the session's last change."""
+"""The append script's replies for a session to which it appended the tokens: at the next revision (1), or at a new
+random revision (2), which is used if Redis was restarted or saved to disk since the session's last change."""
 
 
 class RedisStore:
@@ -144,42 +153,61 @@ class RedisStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. If the session is not at the revision of `record`, caches the current session.
+        """See `Store`."""
+        (result,) = await self.append_many([Append(record, tokens, step, snapshot)])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
+        """See `Store`. If a session is not at the revision of its `record`, caches the current session.
 
         A script that was sent twice may have appended the tokens the first time, and may have failed the second time,
-        because another process appended in between. Raises Unavailable if the second run failed, because the result of
-        the first run is unknown.
+        because another process appended in between. The result is Unavailable if the second run failed, because the
+        result of the first run is unknown.
         """
-        session, revision = record.session, record.revision
-        position = record.position + len(tokens)
-        after = record._replace(
-            position=position,
-            tail=record.tail.append(tokens, position, self.session_history_tokens),
-            revision=appended(revision),
-            last=step,
-            idle_s=0.0,
-            snapshot=None,
-        )
-        other = branch()
-        width = after.tail.width
-        done = await self.trips.run(
-            APPEND,
-            self.keys(session),
-            codec.REVISION.pack(revision),
-            codec.REVISION.pack(after.revision),
-            codec.REVISION.pack(other),
-            codec.head(after),
-            b"".join([token.to_bytes(width, "little") for token in tokens]),
-            0 if position <= self.session_history_tokens else self.session_history_tokens * width,
-            self._ttl_ms,
-            b"" if snapshot is None else write_snapshot(snapshot),
-            tells=lambda done: done in DONE,
-        )
-        if done not in DONE:
-            self._lost(session, done)
+        afters, others, rows = list[SessionRecord](), list[int](), list[Row]()
+        keep = self.session_history_tokens
+        for record, tokens, step, snapshot in appends:
+            position, width, revision = record.position + len(tokens), record.tail.width, appended(record.revision)
+            tail = record.tail.append(tokens, position, keep)
+            session, model, version, mode = record[:4]
+            after = SessionRecord(
+                session, model, version, mode, position, tail, revision, step, 0.0, record.vocabulary, True
+            )
+            other = branch()
+            rows.append(
+                (
+                    self.keys(session),
+                    (
+                        codec.REVISION.pack(record.revision),
+                        codec.REVISION.pack(revision),
+                        codec.REVISION.pack(other),
+                        codec.head(after),
+                        b"".join([token.to_bytes(width, "little") for token in tokens]),
+                        0 if position <= keep else keep * width,
+                        b"" if snapshot is None else write_snapshot(snapshot),
+                    ),
+                )
+            )
+            afters.append(after)
+            others.append(other)
+        replies = await self.trips.run_many(APPEND, rows, self._ttl_ms, tells=lambda done: done in DONE)
+        return [*map(self._appended, afters, others, replies)]
+
+    def _appended(self, after: SessionRecord, other: int, reply: Any) -> Appended:
+        """Returns the result of one append. `other`: the next revision if Redis was restarted or saved to disk."""
+        if isinstance(reply, Exception):
+            return reply
+        if reply not in DONE:
+            try:
+                self._lost(after.session, reply)
+            except Unavailable as error:
+                return error
             return None
         self._remembered.saw(moved=False)
-        after = after._replace(durable=True, revision=other if done == 2 else after.revision)
+        if reply == 2:
+            after = after._replace(revision=other)
         self._remembered.put(after)
         return after
 

@@ -1,9 +1,9 @@
 """Sends commands to Redis in pipelines, and tracks whether Redis is reachable.
 
-The commands of one iteration of the event loop are sent together, as one pipeline, which takes one round trip. The
-commits of one batch therefore take one round trip. While MOST_TRIPS round trips are in flight, commands wait for the
-next round trip. A pipeline is not a transaction: each command is atomic by itself. In a cluster, each command is sent
-to the node of its key.
+The commits of a batch of steps are one script. The commands of one iteration of the event loop are sent together, as
+one pipeline, which takes one round trip. While MOST_TRIPS round trips are in flight, commands wait for the next round
+trip. A pipeline is not a transaction: each command is atomic by itself. In a cluster, each command is sent to the node
+of its key.
 
 While Redis is unreachable, every command fails immediately, without waiting for a timeout.
 """
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,10 @@ CLUSTER = "+cluster"
 KIND = "redis"
 Argument = bytes | str | int
 Tells = Callable[[Any], bool]
-"""A function of the reply of a script that was sent twice. Returns whether the reply shows the result of the script's
+"""A function of one reply of a script that was sent twice. Returns whether the reply shows the result of the script's
 first run."""
+Row = tuple[Sequence[str], Sequence[Argument]]
+"""The keys and the arguments of one change of a script that makes many."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
 """Errors that show that Redis, or the node of a command's key, is unavailable."""
 
@@ -111,14 +114,46 @@ class RedisPipeline:
         with suppress(RedisError, OSError):
             await self._client.aclose()
 
-    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument, tells: Tells | None = None) -> Any:
+    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
         """Runs a script and returns its reply. If the connection is lost before the reply, the script is sent again,
         although it may have run.
 
-        Raises Overloaded if Redis is full. Raises Unavailable if Redis is unreachable, or if the script was sent twice
-        and `tells` returns False for its reply.
+        Raises Overloaded if Redis is full, and Unavailable if Redis is unreachable.
         """
-        return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script, tells)
+        return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script)
+
+    async def run_many(self, script: Script, rows: Sequence[Row], *arguments: Argument, tells: Tells) -> list[Any]:
+        """Runs a script once with the keys and arguments of all rows after the common `arguments`. In a cluster, runs
+        it once for each row, because the rows' keys may be on different nodes. Returns a reply for each row, or the
+        row's error: Overloaded if Redis is full; Unavailable if Redis is unreachable, or if the script was sent twice
+        and `tells` returns False for the reply.
+        """
+        parts = [[row] for row in rows] if isinstance(self._client, RedisCluster) else [rows]
+        try:
+            calls = [
+                self._ask(
+                    (
+                        "EVALSHA",
+                        script.digest,
+                        sum([len(keys) for keys, _ in part]),
+                        *chain.from_iterable([keys for keys, _ in part]),
+                        *arguments,
+                        *chain.from_iterable([given for _, given in part]),
+                    ),
+                    script,
+                    tells,
+                )
+                for part in parts
+            ]
+        except Unavailable as error:
+            return [error] * len(rows)
+        replies = list[Any]()
+        for part, call in zip(parts, calls, strict=True):
+            try:
+                replies += await call
+            except (Unavailable, Overloaded) as error:
+                replies += [error] * len(part)
+        return replies
 
     async def do(self, *command: Argument) -> Any:
         """Runs a command and returns its reply. Raises Unavailable, Overloaded."""
@@ -205,14 +240,23 @@ class RedisPipeline:
     def _settle(self, call: _Call, reply: Any) -> None:
         if call.reply.done():  # the caller was cancelled
             return
-        if not isinstance(reply, Exception):
-            if call.again and call.tells is not None and not call.tells(reply):
-                call.reply.set_exception(
-                    Unavailable("the connection to the session store was lost; the store may have made the change")
-                )
-            else:
-                call.reply.set_result(reply)
-            return
+        if isinstance(reply, Exception):
+            call.reply.set_exception(self._failure(reply))
+        elif call.tells is None:
+            call.reply.set_result(reply)
+        else:
+            call.reply.set_result([self._of_row(call, call.tells, found) for found in reply])
+
+    def _of_row(self, call: _Call, tells: Tells, reply: Any) -> Any:
+        """Returns the reply for one row, or its error: see `run_many`."""
+        if isinstance(reply, Exception):
+            return self._failure(reply)
+        if call.again and not tells(reply):
+            return Unavailable("the connection to the session store was lost; the store may have made the change")
+        return reply
+
+    def _failure(self, reply: Exception) -> Unavailable | Overloaded:
+        """Returns the error that the caller gets for an error of Redis."""
         failure: Unavailable | Overloaded
         if isinstance(reply, OutOfMemoryError):
             failure = Overloaded("the session store is full")
@@ -223,7 +267,7 @@ class RedisPipeline:
             logger.error("the session store rejected a command", exc_info=reply)
             failure = Unavailable("the session store rejected a command")
         failure.__cause__ = reply
-        call.reply.set_exception(failure)
+        return failure
 
     def _lose(self, error: Exception) -> None:
         """Marks Redis as unreachable, fails the queued commands, and starts to probe Redis."""

@@ -128,6 +128,19 @@ class SessionRecord(NamedTuple):
         return self.position - len(self.tail) + 1
 
 
+class Append(NamedTuple):
+    """One change of `Store.append_many`: see `Store.append`."""
+
+    record: SessionRecord
+    tokens: Sequence[int]
+    step: LastStep
+    snapshot: Snapshot | None = None
+
+
+Appended = SessionRecord | Exception | None
+"""The result of one append: the session after it, the error, or None if the session had another revision."""
+
+
 class StoreError(Exception):
     """The session store cannot be opened. The process prints the message for the operator and exits."""
 
@@ -195,6 +208,11 @@ class Store(Protocol):
 
         `snapshot`: the state after `tokens`, which the store should keep. A store that does not keep states ignores it.
         """
+        ...
+
+    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
+        """Makes the appends of a batch, each to another session, and returns a result for each. Each append succeeds
+        or fails by itself, like `append`. A store of another process makes them in one round trip."""
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:

@@ -1,11 +1,13 @@
-"""Sends the same random history of steps to two engines. Only one of the engines processes steps in columns: it stores
-a batch of one-token steps in arrays, with one array for each field.
+"""Sends the same random history of steps to two engines. One engine buffers its sessions, and commits batches of steps
+by arrays. The other commits them by its store.
 
     python -m tests.service.engine.columns_fuzz --steps 1000000
     python -m tests.service.engine.columns_fuzz --steps 100000 --cache
     python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
+    python -m tests.service.engine.columns_fuzz --write tests/service/engine/columns_record.json.gz
 
-Compares every answer, error and session record bit for bit, except the latencies.
+Compares every answer, error and session record bit for bit, except the latencies. The last command writes the results
+of a few episodes to a file, with which a test compares later versions of the code.
 
 An episode is one history on two new engines. In every second episode the engines have room for all states. In the other
 episodes the two engines evict states at different times. So in those episodes the fuzz does not compare the fields that
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
+import json
 import logging
 import sys
 from collections import Counter
@@ -27,15 +31,16 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import msgspec
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.models.caches import random_cache
 from tests.service.engine_harness import Clock, EngineHarness, InOrder, LinearCosts, name_vocabulary
 from wane.models.bundle import Bundle
 from wane.models.manifest import CacheModel
-from wane.service.engine.columns import StepAnswer
 from wane.service.engine.engine import Engine
 from wane.service.engine.pending import Pending
+from wane.service.engine.steps.answers import StepAnswer
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import UnknownSession, WaneError
 from wane.service.observability.metrics import Metrics
@@ -43,7 +48,7 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
-from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
+from wane.service.types import Answer, Filter, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
 
 # Ordinary steps use only tokens with an id below TOKENS. A run with the token POISON fails. The token HOT makes the
 # session's state NaN.
@@ -60,7 +65,7 @@ SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [*(name for name in Answer.__struct_fields__ if name != "latency"), "logits", "token_logprobs"]
 OF_STATES = ("state", "error_bound", "state_error_bound")
 """The fields of an answer that depend on whether the state was resident or rebuilt."""
-OF_BITS = ("predictions", "top1_proved")
+OF_BITS = ("predictions", "top1_proved", "logits", "token_logprobs")
 """The fields of an answer that rounding may change. There are two causes. A run that rebuilds a state does not output
 the log-sum-exp of the logits, so the engine computes the log-sum-exp in higher precision. And in a run of real graphs a
 row's values depend on the number of rows in the batch."""
@@ -71,8 +76,8 @@ MakeEngine = Callable[[Store, Clock, Settings], tuple[Engine, Metrics, Any]]
 
 
 class PlainStore:
-    """A wrapper of a `MemoryStore`. The engine processes no steps in columns with this store, because the wrapper is
-    not an instance of `MemoryStore`."""
+    """A wrapper of a `MemoryStore`. The engine buffers no sessions of this store, because the wrapper is not an
+    instance of `MemoryStore`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -179,6 +184,9 @@ class Episode:
         self.is_threaded = number % 4 >= 2
         self.counted: Counter[str] = Counter()
         self.differences: list[Difference] = []
+        self.results: list[tuple[str, object]] = []
+        """What each action had as its result, if `keeps_results`."""
+        self.keeps_results = False
         self.turns = 0
         self.positions: dict[str, int] = {}
         self.last: dict[str, StepRequest] = {}
@@ -285,6 +293,8 @@ class Episode:
         random, chance = self.random, self.random.random()
         position = self.positions.get(session, 0)
         step = StepRequest(session, (token,), top_k=random.choice([1, 5, 5, 9]))
+        if random.random() < 0.25:
+            step = replace(step, **self._asks())
         if chance < 0.60:
             return step
         if chance < 0.90:
@@ -302,6 +312,31 @@ class Episode:
         if self.sides[0].runner is None:
             return step
         return replace(step, tokens=(random.choice([POISON, HOT, UNKNOWN]),))
+
+    def _asks(self) -> dict[str, Any]:
+        """Returns what a step asks beside its token."""
+        random = self.random
+        some = tuple(random.sample(range(2, TOKENS), random.randint(1, 8)))
+        filters = [
+            Filter(exclude_seen=True),
+            Filter(exclude_seen=True, include_unknown=True),
+            Filter(exclude=some),
+            Filter(exclude=some, exclude_seen=True, include_end=True),
+            Filter(candidates=some, unknown=("nothing",)),
+            Filter(candidates=some, exclude_seen=True),
+        ]
+        if random.random() < 0.6:
+            return {"filter": random.choice(filters)}
+        return random.choice(
+            [
+                {"prove": True},
+                {"cache": False},
+                {"logits": True},
+                {"token_logprobs": True},
+                {"unknown": ("none",)},
+                {"mode": Mode.RECURRENT, "prove": True, "logits": True},
+            ]
+        )
 
     # Both engines.
 
@@ -387,6 +422,8 @@ class Episode:
 
     def _compare(self, action: str, columns: object, general: object) -> None:
         one, other = self._shown(columns), self._shown(general)
+        if self.keeps_results:
+            self.results.append((action, one))
         is_alike = one == other
         if isinstance(columns, Answer) and isinstance(general, Answer):
             is_alike &= alike(columns.predictions, general.predictions)
@@ -399,7 +436,10 @@ class Episode:
         if not (self.is_exact and self.sides[0].runner):
             hidden += OF_BITS
         if isinstance(result, Answer):
-            return {name: getattr(result, name) for name in FIELDS if name not in hidden}
+            shown = {name: getattr(result, name) for name in FIELDS if name not in hidden}
+            if shown.get("logits") is not None:
+                shown["logits"] = shown["logits"].tolist()
+            return shown
         if isinstance(result, SessionView):
             return {name: getattr(result, name) for name in result.__struct_fields__ if name not in hidden}
         if isinstance(result, Exception):
@@ -443,6 +483,38 @@ async def run(
     return counted, []
 
 
+RECORDED_STEPS = 1_000
+RECORDED = [(make, number) for make in ("fake", "cached") for number in (0, 1)]
+"""The recorded episodes, in which all runs are on the event loop, so that their order is always the same."""
+
+
+async def recorded() -> list[list[tuple[str, object]]]:
+    """Runs the recorded episodes. Returns the results of each, as JSON values."""
+    episodes = []
+    for make, number in RECORDED:
+        episode = Episode({"fake": fake_engine, "cached": cached_engine}[make], 1, number)
+        episode.keeps_results = True
+        await episode.run(RECORDED_STEPS, lambda _: None)
+        assert not episode.differences
+        episodes.append(as_json(episode.results))
+    return episodes
+
+
+def as_json(results: object) -> Any:
+    """Returns results as JSON values, with numbers of 8 digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.8g}")
+        if isinstance(value, list):
+            return [*map(rounded, value)]
+        if isinstance(value, dict):
+            return {name: rounded(one) for name, one in value.items()}
+        return value
+
+    return rounded(json.loads(msgspec.json.encode(results, enc_hook=str)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the episodes and prints the result. Returns 1 if there is a difference."""
     parser = argparse.ArgumentParser(prog="python -m tests.service.engine.columns_fuzz", description=__doc__)
@@ -450,8 +522,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bundle", type=Path, help="the bundle to run in place of the fake model")
     parser.add_argument("--cache", action="store_true", help="give the fake model a cache")
+    parser.add_argument("--write", type=Path, help="write the record of a few episodes to this file, and end")
     given = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
+    if given.write is not None:
+        given.write.write_bytes(gzip.compress(json.dumps(asyncio.run(recorded())).encode(), mtime=0))
+        return 0
     make = fake_engine if given.bundle is None else bundle_engine(given.bundle)
     if given.cache:
         make = cached_engine

@@ -11,9 +11,9 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
-from wane.service.engine.columns import StepAnswer, StepResults
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import StepCall
+from wane.service.engine.steps.answers import StepAnswer
 from wane.service.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -53,8 +53,8 @@ def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float |
 
 
 async def keep_runner_busy(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
-    """Submits a step of two tokens, which occupies the runner until the test sets the runner's `gate`. The engine does
-    not process this step in columns."""
+    """Submits a step of two tokens, which occupies the runner until the test sets the runner's `gate`. The engine runs
+    the first token as a sequence, and the second as a row."""
     harness.runner.gate.clear()
     pending = harness.engine.submit(StepRequest(session, (7, 8)))
     await harness.runner.until_busy()
@@ -162,7 +162,8 @@ async def test_a_step_that_is_cancelled_before_its_batch_has_no_effect(started: 
     started.runner.gate.set()
     await started.engine.drain()
     assert await position(started, "a") == 1
-    assert [role for role, _ in started.runner.calls].count("step") == 0
+    # The only step is the last token of the step that kept the runner busy.
+    assert [rows for role, rows in started.runner.calls if role == "step"] == [[[8]]]
     assert started.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
@@ -258,11 +259,17 @@ async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineH
     assert answer.predictions[0].token_id == started.runner.logits([0, 5, 6]).argmax()
 
 
-@pytest.mark.parametrize("asks", [{"mode": Mode.RECURRENT}, {"prove": True}, {"idempotency_key": "k"}])
-async def test_a_step_with_options_is_not_taken_in_columns(started: EngineHarness, asks: dict[str, object]) -> None:
-    answer = await started.engine.submit(StepRequest("a", (6,), **asks))  # type: ignore[arg-type]
-    assert (type(answer), answer.position) == (Answer, 2)
-    assert type(await step(started, "a")) is StepAnswer, "the next step must be processed in columns"
+@pytest.mark.parametrize(
+    "asks",
+    [{"mode": Mode.RECURRENT}, {"prove": True}, {"idempotency_key": "k", "expected_position": 1}],
+)
+async def test_a_step_with_options_is_in_the_batch_of_the_others(
+    started: EngineHarness, asks: dict[str, object]
+) -> None:
+    asking = started.engine.submit(StepRequest("a", (6,), **asks))  # type: ignore[arg-type]
+    other = step(started, "b", 7)
+    assert [(await one).position for one in (asking, other)] == [2, 2]
+    assert started.runner.calls == [("step", [[6], [7]])]
 
 
 # Failures.
@@ -332,14 +339,14 @@ class Receiver:
 
     def __init__(self, on_run: Callable[[], object]) -> None:
         self.creator: Owner | None = None
-        self.ran: list[int] = []
+        self.ran: list[int | None] = []
         self._on_run = on_run
 
     def done(self) -> bool:
         return False
 
-    def step_ran(self, results: StepResults, row: int, number: int) -> None:
-        self.ran.append(results.positions[row])
+    def step_ran(self, answer: Answer, number: int) -> None:
+        self.ran.append(answer.position)
         if number == 0:
             self._on_run()
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from tests.models.caches import random_cache
 from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, name_vocabulary
 from wane.models.reference.cache import mixture
-from wane.service.engine.columns import StepAnswer
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.score import RESIDUAL
+from wane.service.engine.steps.answers import StepAnswer
 from wane.service.types import (
     Answer,
     CompareRequest,

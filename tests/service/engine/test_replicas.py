@@ -85,13 +85,13 @@ async def test_a_single_replica_makes_one_store_call_for_each_step(
     await step(harness, 5)
     asked: list[str] = []
     assert isinstance(harness.store, RedisStore)
-    run = harness.store.trips.run
+    run = harness.store.trips.run_many
 
     async def counted(script: Any, *rest: Any, **given: Any) -> Any:
         asked.append(script.digest)
         return await run(script, *rest, **given)
 
-    monkeypatch.setattr(harness.store.trips, "run", counted)
+    monkeypatch.setattr(harness.store.trips, "run_many", counted)
     for token in range(6, 26):
         await step(harness, token)
     assert len(asked) == 20
@@ -204,7 +204,7 @@ async def test_an_uncertified_models_state_is_restored_exactly(
     answer = await step(other, 3, 100)
     assert (answer.state, answer.error_bound, answer.durable) == (StateSource.REBUILT, 0.0, True)
     assert listed(answer) == expected(one, [*input_ids, 3])
-    assert other.runner.calls == [("advance", [[*input_ids[96:], 3]]), ("head", [])]
+    assert other.runner.calls == [("advance", [input_ids[96:]]), ("step", [[3]])]
     other.engine.state_cache.drop("s")
     view = await other.engine.get_session("s")
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)

@@ -69,7 +69,7 @@ async def test_a_shadow_window_of_a_step_is_only_in_the_report(
         None,
         None,
     )
-    assert harness.runner.roles() == ["advance", "head"]
+    assert harness.runner.roles() == ["advance", "step"]
     assert harness.shadow_runner.calls == [("window", [list(tokens[-4:])])]
     agreement, shadows = await report(harness)
     assert (agreement["compared"], shadows["compared"], shadows["dropped"], shadows["failed"]) == (1, 1, 0, 0)

@@ -1,0 +1,548 @@
+"""Answers the rows of a batch of steps. The rows that ask nothing are answered by arrays, all at once. The others are
+answered one by one, by `AnswerBuilder`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.cache_mixture import CacheMixture, CacheShares
+from wane.models.manifest import Manifest
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.batch import ANSWERS, Row
+from wane.service.batching.ticket import Ticket
+from wane.service.engine import bounds
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
+from wane.service.engine.bounds import Bound
+from wane.service.engine.forward import RunResult
+from wane.service.engine.logits import Ranking, listed
+from wane.service.engine.pending import Admission, Pending
+from wane.service.engine.stats import Stats
+from wane.service.engine.steps.rows import StepBatch, StepReceiver
+from wane.service.engine.top1_proof import MarginProof
+from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
+from wane.service.sessions.resident import ResidentSessions
+from wane.service.sessions.sessions import StepKind
+from wane.service.types import Answer, Identity, Latency, Mode, StateSource, id_of
+
+Float = TypeVar("Float", np.float32, np.float64)
+
+NO_TOKENS = np.empty(0, np.int64)
+KNOWN_BOUNDS = 4096  # number of cached bounds, one for each number of tokens that a state has read
+
+
+class StepResults:
+    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items`, `identity`,
+    `vocabulary` and `durable` are the same for all rows.
+
+    ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
+    number of tokens in each row's cache; None if the model has no cache. seen_tokens: see `Answer`, for rows with a
+    filter.
+    """
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    probabilities: list[list[float]]
+    proved: list[bool]
+    positions: list[int]
+    bounds: Sequence[Bound | None]
+    cache_tokens: list[int] | None
+    sessions: Sequence[str]
+    top_k: Sequence[int]
+    queue_ms: list[float]
+    compute_ms: float
+    total_ms: list[float]
+    batch_items: int
+    identity: Identity
+    vocabulary: Vocabulary
+    durable: bool | None
+    seen_tokens: dict[int, int | None]
+
+    def answer(self, row: int) -> StepAnswer:
+        """Returns the answer to the step of a row."""
+        bound = self.bounds[row]
+        return StepAnswer(
+            *self.identity,
+            Mode.RECURRENT,
+            None,
+            listed(
+                Largest(self.ids[row], [], self.logprobs[row], self.probabilities[row]),
+                self.top_k[row],
+                self.vocabulary,
+            ),
+            Latency(self.queue_ms[row], self.compute_ms, self.total_ms[row]).with_batch(self.batch_items),
+            StateSource.RESIDENT,
+            None if bound is None else bound.variation,
+            None if bound is None else bound.state,
+            self.proved[row],
+            session=id_of(self.sessions[row]),
+            position=self.positions[row],
+            replayed=False,
+            durable=self.durable,
+            cache_tokens=None if self.cache_tokens is None else self.cache_tokens[row],
+            seen_tokens=self.seen_tokens.get(row),
+        )
+
+
+class StepAnswer(Answer):
+    """The answer to a step that was answered by arrays."""
+
+
+class Times(NamedTuple):
+    """When the run of a batch started, by `time.perf_counter`; how long it took, in seconds; and its number of rows."""
+
+    started_s: float
+    compute_s: float
+    items: int
+
+
+class Single(NamedTuple):
+    """A row that is answered alone. `sampled`: whether a shadow repeats the answer."""
+
+    plan: AnswerPlan
+    part: ModeResult
+    input_ids: NDArray[np.int64]
+    ticket: Ticket
+    sampled: bool
+
+
+class Prepared(NamedTuple):
+    """The answers to the steps of one batch, before the steps are committed. `singles` has the rows that are answered
+    alone, or the error of the attempt, and `results` the answers by arrays; None if no row has one."""
+
+    results: StepResults | None
+    singles: dict[int, Single | Exception]
+
+
+class StepAnswers:
+    """Answers one model's steps of one token. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        vocabulary: Vocabulary,
+        resident: ResidentSessions,
+        margin: MarginProof,
+        builder: AnswerBuilder,
+        admission: Admission,
+        stats: Stats,
+        identity: Identity,
+        most_predictions: int,
+    ) -> None:
+        """`most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no row is
+        answered by arrays."""
+        self._identity = identity
+        self._vocabulary = vocabulary
+        self._starts_with_tokens = bool(manifest.start_tokens)
+        self._unlisted = vocabulary.unlisted
+        self._resident = resident
+        self._margin = margin
+        self._builder = builder
+        self._cache = builder.cache
+        self._admission = admission
+        self._stats = stats
+        self._most_predictions = most_predictions
+        self._certificate = certificate = manifest.certificate
+        # The bound of an answer from a state that has read the whole sequence.
+        self._bound_of_all = bounds.bound(certificate, 1, 1)
+        self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
+
+    def singles(self, batch: StepBatch) -> dict[int, tuple[NDArray[np.int64], bool]]:
+        """Returns the rows that are answered alone: the kept part of the model's input up to and including the row's
+        token, if the answer depends on it, and whether a shadow repeats the answer. Must be called before the
+        commit."""
+        sampler, most = self._builder.sampler, self._most_predictions
+        if sampler is None and not batch.has_details:
+            return {}
+        found = {}
+        for row, details in enumerate(batch.details):
+            sampled = sampler is not None and sampler.chosen()
+            if sampled or (details is not None and details.asks(most)):
+                found[row] = self._input_ids(batch, row), sampled
+        return found
+
+    def prepare(
+        self,
+        batch: StepBatch,
+        positions: NDArray[np.int64],
+        dropped_tokens: NDArray[np.int64],
+        shares: CacheShares | None,
+        singles: dict[int, tuple[NDArray[np.int64], bool]],
+        times: Times,
+    ) -> Prepared:
+        """Computes the answers to the batch's steps. positions: the sessions' positions after the steps, int64 (B).
+        dropped_tokens: the number of first tokens that each state has not read, int64 (B). shares: the cache's part of
+        the answers, if the model has a cache. singles: the result of `singles`."""
+        rankings = dict[int, Ranking]()
+        for row, (input_ids, sampled) in singles.items():
+            details = batch.details[row]
+            if not sampled and details is not None and details.only_filters(self._most_predictions):
+                rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
+        results: StepResults | None = None
+        made: dict[int, Single | Exception] = {}
+        if rankings or len(singles) < len(batch):
+            try:
+                results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
+            except Exception as error:  # no step may wait for ever for its answer
+                made = {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+        for row, (input_ids, sampled) in singles.items():
+            if row in rankings:  # answered by arrays
+                continue
+            ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
+            try:
+                plan, part = self._part(batch, row, position, dropped, input_ids, ticket)
+            except Exception as error:  # the other steps are answered
+                made[row] = error
+            else:
+                made[row] = Single(plan, part, input_ids, ticket, sampled)
+        return Prepared(results, made)
+
+    def extend(self, batch: StepBatch, prepared: Prepared, rows: Sequence[int]) -> None:
+        """Keeps the requests of rows whose answers wait for a proof counted as active."""
+        for row in rows:
+            if isinstance(prepared.singles.get(row), Single) and batch.request(row).prove:
+                self._admission.extend()
+
+    def deliver(
+        self, batch: StepBatch, prepared: Prepared, rows: Sequence[int], durable: Sequence[bool | None] | None = None
+    ) -> None:
+        """Answers the committed `rows`. durable: see `SessionRecord`, for each row of the batch."""
+        results, singles = prepared
+        receivers, numbers = batch.receivers, batch.numbers
+        if results is not None:
+            by_array = [row for row in rows if row not in singles] if singles else rows
+            if durable is not None and by_array:
+                results.durable = durable[by_array[0]]
+            self._count(results, batch, by_array)
+            for row in by_array:
+                if not receivers[row].done():
+                    _notify(receivers[row], results.answer(row), numbers[row])
+        for row in rows if singles else ():
+            single = singles.get(row)
+            if isinstance(single, Single):
+                self._answer(batch, row, single, None if durable is None else durable[row])
+            elif single is not None:
+                receivers[row].step_failed(single, numbers[row])
+
+    def _input_ids(self, batch: StepBatch, row: int) -> NDArray[np.int64]:
+        """Returns the kept part of the model's input: see `SessionSteps`. Returns an empty array if the row's answer
+        does not depend on it."""
+        if self._builder.sampler is None and self._cache is None and not batch.request(row).filter.exclude_seen:
+            return NO_TOKENS
+        details = batch.details[row]
+        if details is not None and details.stored is not None:
+            record = details.stored.record
+            before, position, tokens = record.tail.ids(), record.position, details.stored.tokens
+        else:
+            before, position = self._resident.kept(batch.sessions[row], batch.slots.item(row))
+            tokens = (batch.tokens.item(row),)
+        if position <= len(before) and not self._starts_with_tokens:
+            before = before[1:]  # without <eos>, which the model does not read
+        return np.concatenate([before, np.array(tokens, np.int64)])
+
+    def _ticket(self, batch: StepBatch, row: int, times: Times) -> Ticket:
+        """Returns the ticket of a row that is answered alone, with its latencies."""
+        details, queued_s = batch.details[row], batch.queued_s.item(row)
+        ticket = None if details is None else details.ticket
+        if ticket is None:
+            ticket = Ticket(batch.deadlines[row])
+            ticket.admitted, ticket.traced = True, None if details is None else details.traced
+            ticket.started_s, ticket.entered = queued_s, True
+        ticket.queue_s += times.started_s - queued_s
+        ticket.compute_s += times.compute_s
+        ticket.batch_items = max(ticket.batch_items, times.items)
+        return ticket
+
+    def _part(
+        self,
+        batch: StepBatch,
+        row: int,
+        position: int,
+        dropped_tokens: int,
+        input_ids: NDArray[np.int64],
+        ticket: Ticket,
+    ) -> tuple[AnswerPlan, ModeResult]:
+        """Returns the plan and the result of a row that is answered alone."""
+        request, outputs, details = batch.request(row), batch.outputs, batch.details[row]
+        stored = None if details is None else details.stored
+        origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
+        ranking = self._ranking(batch, row, position, input_ids)
+        plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
+        norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
+        result = RunResult(Row(outputs.only(ANSWERS), row, norms=norms))
+        return plan, self._builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
+
+    def _ranking(self, batch: StepBatch, row: int, position: int, input_ids: NDArray[np.int64]) -> Ranking:
+        """Returns the ranking for the filter of a row."""
+        known = input_ids[max(len(input_ids) - position, 0) :]
+        return self._builder.rankings.of(batch.request(row).filter, known)
+
+    def _answer(self, batch: StepBatch, row: int, single: Single, durable: bool | None) -> None:
+        """Answers a committed row alone. A proof is searched only now, so that the step is committed even if the client
+        cancels the request during a long search."""
+        plan, part, input_ids, ticket, sampled = single
+        request, details = batch.request(row), batch.details[row]
+        session, receiver, number = batch.sessions[row], batch.receivers[row], batch.numbers[row]
+        stored = None if details is None else details.stored
+
+        def answer(part: ModeResult) -> Answer:
+            made = self._builder.answer(
+                plan,
+                lambda: input_ids,
+                part,
+                None,
+                request.top_k,
+                ticket,
+                prove=request.prove,
+                session=session,
+                replayed=False,
+                durable=durable,
+                logits=request.logits,
+                token_logprobs=None if details is None else details.token_logprobs,
+                unknown=request.unknown + request.filter.unknown,
+                sampled=sampled,
+            )
+            if stored is not None and stored.kind is StepKind.FIRST:
+                made.created = True
+            if stored is None or stored.ticket is None:  # otherwise the general procedure counts the step
+                self._stats.made(made, None if receiver.done() else "step")
+            return made
+
+        async def prove() -> Answer:
+            try:
+                return answer(await self._builder.search(plan, part, ticket))
+            finally:
+                self._admission.leave()
+
+        if request.prove:
+            pending = Pending.of(prove(), ticket)
+            if receiver.done():
+                pending.cancel()
+            else:
+                receiver.step_again(pending, number)
+            return
+        try:
+            made = answer(part)
+        except Exception as error:  # the step is committed, but has no answer
+            receiver.step_failed(error, number)
+        else:
+            _notify(receiver, made, number)
+
+    def _results(
+        self,
+        batch: StepBatch,
+        positions: NDArray[np.int64],
+        dropped: NDArray[np.int64],
+        shares: CacheShares | None,
+        rankings: dict[int, Ranking],
+        times: Times,
+    ) -> StepResults:
+        """Returns the answers to the batch's steps by arrays: see `prepare`. rankings: the rankings of rows with a
+        filter. Removes those for which the graph outputs too few tokens: these rows are answered alone."""
+        results, outputs = StepResults(), batch.outputs
+        results.top_k = batch.top_k
+        results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
+        results.durable = None
+        results.positions = positions.tolist()
+        if self._certificate.readout is not None and self._certificate.has_rounding:
+            known = np.where(dropped, positions - dropped, 0).tolist()
+            results.bounds = bounds.of_steps(self._certificate, known, outputs[NORMS])
+        elif dropped.any():
+            results.bounds = [
+                self._bound_of(known) if lost else self._bound_of_all
+                for known, lost in zip((positions - dropped).tolist(), dropped.tolist(), strict=True)
+            ]
+        else:
+            results.bounds = [self._bound_of_all] * len(batch)
+        width = outputs.most if rankings else min(max(FEW, max(batch.top_k) + len(self._unlisted)), outputs.most)
+        if shares is None or self._cache is None:
+            self._largest(results, outputs, width, rankings)
+        else:
+            self._largest_of_mixtures(results, self._cache, shares, outputs, width, rankings)
+        results.sessions = batch.sessions
+        results.compute_ms = 1e3 * times.compute_s
+        results.queue_ms = (1e3 * (times.started_s - batch.queued_s)).tolist()
+        results.total_ms = (1e3 * (time.perf_counter() - batch.queued_s)).tolist()
+        results.batch_items = times.items
+        results.identity, results.vocabulary = self._identity, self._vocabulary
+        return results
+
+    def _largest(self, results: StepResults, outputs: Outputs, width: int, rankings: dict[int, Ranking]) -> None:
+        """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
+        top = outputs.top(width)
+        if rankings:
+            ids, values, fewest = self._without_excluded(top.ids, top.logits, rankings, results.top_k)
+            top = TopColumns(ids, values, top.log_sum_exp)
+        elif self._unlisted:
+            top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
+        logprobs = top.logprobs
+        results.ids, results.logprobs = top.ids.tolist(), logprobs.tolist()
+        results.probabilities = np.exp(logprobs).tolist()
+        results.cache_tokens = None
+        if rankings:
+            top = TopColumns(ids[:, :fewest], values[:, :fewest], top.log_sum_exp)
+        results.proved = self._proved(results.bounds, top.ids, top.logits, outputs)
+        for row, ranking in rankings.items():
+            bound = results.bounds[row]
+            if bound is not None and bound.runs is not None:
+                first = Largest(results.ids[row][:2], top.logits[row, :2].tolist(), [], [])
+                logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
+                results.proved[row] = self._margin.proves_among(ranking.ids, first, logits, hidden, bound.runs)
+
+    def _largest_of_mixtures(
+        self,
+        results: StepResults,
+        cache: CacheMixture,
+        found: CacheShares,
+        outputs: Outputs,
+        width: int,
+        rankings: dict[int, Ranking],
+    ) -> None:
+        """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
+        the bounds of the mixtures. `found` holds the cache's part of each row's mixture."""
+        logits, ids = outputs["logits"], outputs[TOP_IDS]
+        sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
+        top = cache.top(logits, sums, ids, found, width)
+        probabilities, top_ids = top.probabilities, top.ids
+        if rankings:
+            top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, results.top_k)
+        elif self._unlisted:
+            top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
+        results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
+        results.logprobs = np.log(probabilities).tolist()
+        results.cache_tokens = found.tokens.tolist()
+        unknown = [cache.unknown(*known) for known in zip(results.cache_tokens, results.positions, strict=True)]
+        errors = [
+            math.inf if one is None or one.runs is None or more else one.runs
+            for one, more in zip(results.bounds, unknown, strict=True)
+        ]
+        results.bounds = [*map(bounds.of_mixture, results.bounds, found.network.tolist(), unknown)]
+        if min(errors) == math.inf:
+            results.proved = [False] * len(errors)
+            return
+
+        results.proved = self._margin.proves_mixtures(
+            probabilities, outputs.lengths, found.network, np.array(errors)
+        ).tolist()
+
+    def _without_excluded(
+        self,
+        ids: NDArray[np.int64],
+        values: NDArray[Float],
+        rankings: dict[int, Ranking],
+        top_k: Sequence[int],
+    ) -> tuple[NDArray[np.int64], NDArray[Float], int]:
+        """Moves the tokens that may not be listed behind the others, in each of B rows of the K most probable tokens:
+        (B, K). Removes the rankings of rows in which fewer than `top_k` tokens remain. The third result is the number
+        of first tokens that may be listed in all other rows, at least 2."""
+        excluded = self._builder.rankings.default.excludes(ids)
+        for row, ranking in rankings.items():
+            excluded[row] = ranking.excludes(ids[row])
+        kept = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
+        too_few = {row for row in rankings if kept[row] < max(top_k[row], 2)}
+        for row in too_few:
+            del rankings[row]
+        fewest = max(2, min([count for row, count in enumerate(kept) if row not in too_few], default=2))
+        order = np.argsort(excluded, axis=1, kind="stable")
+        return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1), fewest
+
+    def _without_unlisted(
+        self, ids: NDArray[np.int64], values: NDArray[Float]
+    ) -> tuple[NDArray[np.int64], NDArray[Float]]:
+        """Removes the U tokens that are never listed. `ids` and `values` have the K most probable tokens of each of B
+        rows: (B, K). Returns the first K - U remaining tokens of each row, in the same order: (B, K - U)."""
+        most = ids.shape[1] - len(self._unlisted)
+        is_unlisted = ids == self._unlisted[0]
+        for token in self._unlisted[1:]:  # faster than np.isin for the usual one or two tokens
+            is_unlisted |= ids == token
+        if not is_unlisted.any():
+            return ids[:, :most], values[:, :most]
+        if len(ids) == 1:
+            kept = np.flatnonzero(~is_unlisted[0])[:most]
+            return ids[:, kept], values[:, kept]
+        changed = np.flatnonzero(is_unlisted.any(axis=1))
+        order = np.argsort(is_unlisted[changed], axis=1, kind="stable")[:, :most]
+        listed_ids, listed_values = ids[:, :most].copy(), values[:, :most].copy()
+        listed_ids[changed], listed_values[changed] = ids[changed[:, None], order], values[changed[:, None], order]
+        return listed_ids, listed_values
+
+    def _proved(
+        self,
+        found: Sequence[Bound | None],
+        ids: NDArray[np.int64],
+        logits: NDArray[np.float64],
+        outputs: Outputs,
+    ) -> list[bool]:
+        """Returns, for each row, whether the margin proof succeeds."""
+        errors_known = [None if one is None else one.runs for one in found]
+        if errors_known.count(None) == len(found):
+            return [False] * len(found)
+        lengths = outputs.lengths
+        if len(found) <= bounds.FEW_ROWS:
+            return self._proved_one_by_one(errors_known, ids, logits, lengths, outputs)
+        known = np.array([error is not None for error in errors_known])
+        errors = np.array([error or 0.0 for error in errors_known])
+        settled = self._margin.settled(ids, logits, lengths, errors)
+        proved = (settled == 1) & known
+        for row in np.flatnonzero((settled < 0) & known).tolist():
+            proved[row] = self._has_no_rival(outputs, row, ids.item(row, 0), errors.item(row))
+        flags: list[bool] = proved.tolist()
+        return flags
+
+    def _proved_one_by_one(
+        self,
+        errors_known: Sequence[float | None],
+        ids: NDArray[np.int64],
+        logits: NDArray[np.float64],
+        lengths: NDArray[np.float64],
+        outputs: Outputs,
+    ) -> list[bool]:
+        """Like `_proved`, for few rows, for which Python is faster than some twenty numpy calls."""
+        flags: list[bool] = []
+        rows = zip(errors_known, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
+        for row, (error, (first, second), (highest, next_one), length) in enumerate(rows):
+            if error is None:
+                flags.append(False)
+                continue
+            settled = self._margin.settles(first, second, highest - next_one, length, error)
+            if settled is None:
+                at, errors = slice(row, row + 1), np.array([error])
+                (sign,) = self._margin.settled(ids[at], logits[at], lengths[at], errors).tolist()
+                settled = sign == 1 or (sign < 0 and self._has_no_rival(outputs, row, first, error))
+            flags.append(settled)
+        return flags
+
+    def _has_no_rival(self, outputs: Outputs, row: int, first: int, error: float) -> bool:
+        logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
+        return self._margin.has_no_rival(logits, hidden, error, first, among=self._builder.rankings.default.ids)
+
+    def _count(self, results: StepResults, batch: StepBatch, rows: Sequence[int]) -> None:
+        """Counts the answers of rows that the general procedure does not count."""
+        if batch.has_details:
+            rows = [row for row in rows if (one := batch.details[row]) is None or one.ticket is None]
+        columns = results.queue_ms, results.total_ms, results.bounds, results.proved
+        if len(rows) < len(batch):
+            columns = tuple([column[row] for row in rows] for column in columns)  # type: ignore[assignment]
+        queue_ms, total_ms, found, proved = columns
+        self._stats.stepped(
+            (queue_ms, [results.compute_ms] * len(rows), total_ms),
+            [None if one is None else one.variation for one in found],
+            sum(proved),
+            sum([not batch.receivers[row].done() for row in rows]),
+        )
+
+
+def _notify(receiver: StepReceiver, answer: Answer, number: int) -> None:
+    """Passes an answer to a receiver. Its error must not keep the other receivers waiting."""
+    try:
+        receiver.step_ran(answer, number)
+    except Exception as error:
+        asyncio.get_running_loop().call_exception_handler({"message": "a step was not answered", "exception": error})

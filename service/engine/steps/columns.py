@@ -1,0 +1,541 @@
+"""Runs steps of one token in rows: the data of a batch of steps, from the states to the answers, is in arrays with one
+row for each step.
+
+Every step of one token is a row if its session's state is in memory and the step answers in recurrent mode, and so is
+the last token of a longer step. What a step asks (a filter, a proof, a key, a trace) and where its session is stored
+change how its row is committed and answered (`StepDetails`):
+
+- The row of a session that `ResidentSessions` buffers is committed by arrays. Its next state replaces the state.
+- The row of any other session is committed by `Store.append_many`. Its next state is in a slot of its own until then.
+- A row that asks nothing is answered with the others of its batch, by arrays. Any other row is answered by
+  `AnswerBuilder`.
+
+A row is passed to the general procedure (`step.py`) if it is a replay or a conflict, or if its state has been evicted.
+If the run of a batch fails, each of its rows runs again alone. A step that has entered a batch is committed, even if
+its client has disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.cache_mixture import CacheMixture
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.batch import ColumnBatch
+from wane.service.batching.ticket import Ticket
+from wane.service.deadline import TOO_LATE
+from wane.service.engine import routing
+from wane.service.engine.pending import STILL_COMMITS, Admission, Pending
+from wane.service.engine.steps.answers import Prepared, StepAnswers, Times
+from wane.service.engine.steps.rows import (
+    NO_POSITION,
+    Conflict,
+    PendingStep,
+    StepBatch,
+    StepDetails,
+    StepReceiver,
+    StepRow,
+    StoredStep,
+)
+from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
+from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import Traced
+from wane.service.sessions.resident import ResidentSessions
+from wane.service.sessions.sessions import Sessions, StepKind
+from wane.service.sessions.stores.store import Appended, SessionRecord
+from wane.service.state.cache import StateCache
+from wane.service.types import MAX_POSITION, Answer, Mode, StepRequest
+
+logger = logging.getLogger("wane.engine")
+
+StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
+
+
+class StepColumns:
+    """Queues, runs, commits and answers one model's steps in rows.
+
+    All methods must be called on the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        state_cache: StateCache,
+        resident: ResidentSessions,
+        sessions: Sessions,
+        answers: StepAnswers,
+        admission: Admission,
+        metrics: Metrics,
+        model: str,
+        procedure: StepProcedure,
+        *,
+        most_predictions: int,
+        max_queue: int,
+        queue_columns: Callable[[], None],
+        cache: CacheMixture | None = None,
+    ) -> None:
+        """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
+        `most_predictions` is the largest top_k of a step that `take` takes. `max_queue` limits the number of queued
+        steps. `queue_columns` notifies the batcher that steps are queued. `cache` is the model's cache, if it has one.
+        """
+        self._size = vocabulary.size
+        self._reserved = vocabulary.reserved
+        self._state_cache = state_cache
+        self._slots = state_cache.order
+        self._buffered = resident.buffered
+        self._resident = resident
+        self._sessions = sessions
+        self._locks = sessions.locks
+        self._answers = answers
+        self._cache = cache
+        self._admission = admission
+        self._procedure = procedure
+        self._most_predictions = most_predictions
+        self._max_queue = max_queue
+        self._queue_columns = queue_columns
+        self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
+        self._conflicts = metrics.step_conflicts.labels(model)
+        self._too_late = metrics.queue_dropped.labels(model, "deadline")
+        self._failed = metrics.queue_failed.labels(model)
+        self._refused = metrics.queue_rejected.labels(model)
+        self._rows: list[StepRow] = []
+        self._flushes = 0  # `ResidentSessions.flushes` when the first of the queued steps was queued
+        self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
+        self._committing: list[StepBatch] = []  # batches that the store is committing
+        self._tasks: set[asyncio.Task[None]] = set()  # their commits
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._closed = False
+        self._has_rows_alone = False  # whether a queued row may be one that runs alone
+        self.ran = 0
+        """Number of rows committed since the start."""
+
+    def __len__(self) -> int:
+        """Returns the number of queued steps."""
+        return len(self._rows)
+
+    def take(
+        self,
+        session: str,
+        token: int,
+        expected_position: int | None,
+        top_k: int,
+        deadline: float | None,
+        receiver: StepReceiver,
+        number: int = 0,
+        request: StepRequest | None = None,
+        traced: Traced | None = None,
+    ) -> bool:
+        """Queues a step. `request` is the whole request if it asks anything, and `traced` its trace. Returns False,
+        without side effects, if the step needs the general procedure."""
+        if (
+            not 0 <= token < self._size
+            or token in self._reserved
+            or not 0 < top_k <= self._most_predictions
+            or (expected_position is not None and not 0 <= expected_position <= MAX_POSITION)
+            or len(self._rows) >= self._max_queue
+            or self._admission.closed
+            or not self._locks.take(session)
+        ):
+            return False
+        slot = self._slots.get(session)
+        details = None if request is None and traced is None else StepDetails(request, traced)
+        key = None if request is None else request.idempotency_key
+        if slot is None or not self._buffered[slot] or key is not None:
+            stored = self._stored(session, token, expected_position, request, key)
+            if stored is None:
+                self._locks.leave(session)
+                return False
+            details = details or StepDetails()
+            details.stored, slot = stored, stored.read
+        self._put(session, slot, token, expected_position, top_k, deadline, receiver, number, details)
+        self._admission.enter()
+        if deadline is not None and (self._timer is None or deadline < self._timer_at):
+            self._ring_at(deadline)
+        return True
+
+    def _stored(
+        self, session: str, token: int, expected_position: int | None, request: StepRequest | None, key: str | None
+    ) -> StoredStep | None:
+        """Returns the commit of a step whose session is not buffered. Returns None if the session must be read from the
+        store, if its state is not in memory, or if the step is not the session's next one in recurrent mode."""
+        record = self._sessions.look(session, expected_position, key)
+        if record is None:
+            return None
+        mode = routing.of_session(None if request is None else request.mode, record.mode)
+        cached = self._sessions.cached(record)
+        if cached is None or mode is not Mode.RECURRENT:
+            return None
+        self._state_cache.retain(cached.slot)
+        try:
+            write = self._state_cache.acquire()
+        except Overloaded:
+            self._state_cache.release(cached.slot)
+            return None
+        self._resident.hits += record.position > 0
+        return StoredStep(record, (token,), StepKind.NEXT, cached.slot, write, cached.dropped_tokens)
+
+    def _put(
+        self,
+        session: str,
+        slot: int,
+        token: int,
+        expected_position: int | None,
+        top_k: int,
+        deadline: float | None,
+        receiver: StepReceiver,
+        number: int,
+        details: StepDetails | None,
+    ) -> None:
+        position = NO_POSITION if expected_position is None else expected_position
+        if not self._rows:
+            self._flushes = self._resident.flushes
+            self._queue_columns()
+        self._rows.append(
+            (session, slot, token, position, top_k, deadline, receiver, number, time.perf_counter(), details)
+        )
+
+    async def run(
+        self, request: StepRequest, stored: StoredStep, token_logprobs: tuple[float | None, ...] | None
+    ) -> Answer:
+        """Runs the last token of a step as a row, commits the step, and returns its answer. The caller holds the
+        session's lock and the slots of `stored`, whose ticket it has set.
+
+        Raises Conflict, without side effects, if another writer changed the session. Raises Overloaded if the queue is
+        full, and Unavailable after `close`."""
+        ticket = stored.ticket
+        assert ticket is not None, "the step of the general procedure has no ticket: this is a bug"
+        if self._closed:
+            raise Unavailable("the server is stopping")
+        if not ticket.admitted:
+            if len(self._rows) >= self._max_queue:
+                self._refused.inc()
+                raise Overloaded(f"the queue is full: {len(self._rows)} requests are waiting")
+            ticket.admitted = True
+        details = StepDetails(request, ticket.traced, stored)
+        details.token_logprobs = token_logprobs
+        pending = PendingStep(request.creator)
+        token = request.tokens[-1]
+        # The row has no deadline: that of the caller's `Pending` cancels this wait.
+        self._put(request.session, stored.read, token, None, request.top_k, None, pending, 0, details)
+        return await pending
+
+    def begin(self, most: int) -> StepBatch | None:
+        """Returns the next batch, of at most `most` rows; None if no queued step can be run."""
+        if self._has_rows_alone:
+            most = self._until_alone(most)
+        waiting, self._rows = self._rows[:most], self._rows[most:]
+        if not waiting:
+            return None
+        batch, flushes = StepBatch(waiting), self._flushes
+        now_s = asyncio.get_running_loop().time()
+        if (
+            True in [one.done() for one in batch.receivers]
+            or min([one or now_s + 1 for one in batch.deadlines]) <= now_s
+            or batch.has_details
+        ):
+            batch = self._without_late(batch, now_s)
+            if not len(batch):
+                return None
+        good = (batch.expected == NO_POSITION) | (batch.expected == self._state_cache.positions[batch.slots])
+        good &= self._resident.alive(batch.slots)
+        if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
+            good &= self._resident_still(batch)
+        stored = batch.stored if batch.has_details else None
+        if stored is not None:  # their sessions are locked, and their slots retained
+            good |= stored
+        if not good.all():
+            # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the
+            # slots of its states are retained. If the general procedure started now, it could evict these states.
+            asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
+            batch = batch.part(good)
+            if not len(batch):
+                return None
+        if stored is not None:
+            for details in batch.details:
+                if details is not None and details.ticket is not None:
+                    details.ticket.entered = True
+        return batch
+
+    def _until_alone(self, most: int) -> int:
+        """Returns the size of the next batch, of at most `most` rows, such that a row that runs alone does."""
+        for index, row in enumerate(self._rows[:most]):
+            if row[9] is not None and row[9].runs_alone:
+                return max(index, 1)
+        self._has_rows_alone = len(self._rows) > most
+        return most
+
+    def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
+        """Returns the batch without the steps that are abandoned or late, and withdraws those steps."""
+        good = np.ones(len(batch), np.bool_)
+        columns = zip(batch.receivers, batch.deadlines, batch.details, strict=True)
+        for row, (receiver, deadline, details) in enumerate(columns):
+            ticket = None
+            if details is not None:
+                if details.runs_alone:
+                    continue
+                ticket = details.ticket
+            if ticket is not None:
+                if ticket.entered:
+                    continue
+                deadline = ticket.deadline
+            if receiver.done() or _has_passed(deadline, now_s) or (ticket is not None and ticket.abandoned):
+                good[row] = False
+                self._drop(batch.sessions[row], receiver, batch.numbers[row], details, batch.queued_s.item(row))
+        return batch if good.all() else batch.part(good)
+
+    def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Returns, for each step of the batch, whether the session's state is still in the same slot as when the step
+        was queued: bool (B)."""
+        slots = [self._resident.slot(session) for session in batch.sessions]
+        return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
+
+    def hold(self, running: ColumnBatch) -> None:
+        """Retains the slots of a batch's states until `finish`, because the batch runs on the runner's thread."""
+        assert isinstance(running, StepBatch), "the batch is not a batch of steps in rows: this is a bug"
+        self._held.append(running)
+        for slot in running.slots.tolist():
+            self._state_cache.retain(slot)
+
+    def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
+        """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
+        `time.perf_counter`."""
+        assert isinstance(ran, StepBatch), "the batch is not a batch of steps in rows: this is a bug"
+        batch, stored = ran, ran.stored if ran.has_details else None
+        good = np.ones(len(ran), np.bool_)
+        if batch in self._held:
+            self._held.remove(batch)
+            self._state_cache.release_all(batch.slots.tolist())
+            good = self._resident_still(batch)
+            if stored is not None:
+                good |= stored
+            self._conflicts.inc(int(np.count_nonzero(~good)))
+        if batch.failure is not None:
+            batch.failed = len(batch)
+            self._run_alone(batch, batch.failure)
+            return
+        finite = batch.outputs.finite
+        if not finite.all():
+            batch.failed = int(np.count_nonzero(~finite))
+            self._fail(batch.part(~finite), FloatingPointError("the model's output is not finite"))
+            good |= ~finite
+        if not good.all():
+            asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
+        good &= finite
+        if not good.all():
+            batch = batch.part(good)
+            if not len(batch):
+                return
+            stored = batch.stored
+        times = Times(started_s, compute_s, len(ran))
+        if stored is not None:
+            self._start_commit(batch if stored.all() else batch.part(stored), times)
+            batch = batch.part(~stored)
+        if len(batch):
+            self._commit_buffered(batch, times)
+
+    def _commit_buffered(self, batch: StepBatch, times: Times) -> None:
+        """Commits the rows of buffered sessions by arrays, and answers them."""
+        singles = self._answers.singles(batch)
+        self._resident.commit(batch.slots, batch.sessions, batch.tokens, batch.outputs)
+        self.ran += len(batch)
+        positions = self._state_cache.positions[batch.slots]
+        dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
+        shares = None if self._cache is None else self._resident.shares(batch.slots)
+        prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        rows = range(len(batch))
+        self._answers.extend(batch, prepared, rows)
+        self._locks.leave_all(batch.sessions)
+        self._admission.leave(len(batch))
+        self._answers.deliver(batch, prepared, rows)
+
+    def _start_commit(self, batch: StepBatch, times: Times) -> None:
+        """Starts the commit of rows by the store. They are answered when it has ended."""
+        steps = batch.steps
+        self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
+        positions = np.array([one.position for one in steps])
+        dropped_tokens = np.array([one.dropped_tokens for one in steps])
+        shares = None
+        if self._cache is not None:
+            shares = self._resident.shares_of([(one.record, one.tokens) for one in steps])
+        singles = self._answers.singles(batch)
+        prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        self._committing.append(batch)
+        task = asyncio.create_task(self._commit(batch, prepared))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _commit(self, batch: StepBatch, prepared: Prepared) -> None:
+        """Commits rows by the store, and answers them."""
+        try:
+            committed: list[Appended] = await self._sessions.commit_many(batch.commits)
+        except Exception as error:
+            committed = [error] * len(batch)
+        self._committing.remove(batch)
+        kept, durable = list[int](), list[bool | None]()
+        for row, record in enumerate(committed):
+            durable.append(record.durable if isinstance(record, SessionRecord) else None)
+            if isinstance(record, SessionRecord):
+                kept.append(row)
+                if batch.key(row) is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
+                    self._resident.add(record)
+        self.ran += len(kept)
+        self._answers.extend(batch, prepared, kept)
+        for row in kept:
+            self._leave(batch, row)
+        if len(kept) < len(batch):
+            self._uncommitted(batch, committed)
+        self._answers.deliver(batch, prepared, kept, durable)
+
+    def _uncommitted(self, batch: StepBatch, committed: Sequence[Appended]) -> None:
+        """Fails the rows whose commit failed. Passes those whose session had changed to the general procedure."""
+        conflicts = np.array([one is None for one in committed], np.bool_)
+        if conflicts.any():
+            self._hand_back(batch.part(conflicts), entered=True, conflicts=1)
+        for row, error in enumerate(committed):
+            if isinstance(error, Exception):
+                self._leave(batch, row)
+                batch.receivers[row].step_failed(error, batch.numbers[row])
+
+    def close(self, error: Exception) -> None:
+        """Fails the queued steps, and those that are queued later."""
+        self._closed = True
+        waiting, self._rows = self._rows, []
+        for row in waiting:
+            self._leave_row(row[0], row[9])
+            row[6].step_failed(error, row[7])
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def settled(self) -> None:
+        """Waits for the commits in progress."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _run_alone(self, batch: StepBatch, failure: Exception) -> None:
+        """Queues the rows of a batch whose run failed. Each runs alone, so that only rows with a fault fail."""
+        if len(batch) == 1 or self._closed:
+            self._fail(batch, failure)
+            return
+        rows = batch.rows()
+        if not self._rows:
+            self._flushes = self._resident.flushes
+            self._queue_columns()
+        for index, row in enumerate(rows):
+            details = row[9] or StepDetails()
+            details.runs_alone = True
+            rows[index] = (*row[:9], details)
+        self._rows[:0] = rows
+        self._has_rows_alone = True
+
+    def _fail(self, batch: StepBatch, cause: Exception) -> None:
+        """Fails rows whose run failed. They have no effect."""
+        for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
+            self._failed.inc()
+            logger.error("a run of the graph step failed", exc_info=cause)
+            failure = WaneError("the model failed to run")
+            failure.__cause__ = cause
+            self._leave(batch, row)
+            receiver.step_failed(failure, number)
+
+    def _ring_at(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
+
+    def _ring(self) -> None:
+        """Fails the queued and running steps whose deadline has passed, and sets the next timer."""
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        late = [row for row in self._rows if _has_passed(row[5], now_s)]
+        self._rows = [row for row in self._rows if not _has_passed(row[5], now_s)]
+        late_running = list[tuple[StepReceiver, int]]()
+        deadlines = [row[5] for row in self._rows]
+        for running in [*self._held, *self._committing]:
+            passed = [_has_passed(deadline, now_s) for deadline in running.deadlines]
+            late_running += compress(zip(running.receivers, running.numbers, strict=True), passed)
+            running.deadlines = tuple(
+                None if is_late else deadline for is_late, deadline in zip(passed, running.deadlines, strict=True)
+            )
+            deadlines += running.deadlines
+        if known := [deadline for deadline in deadlines if deadline is not None]:
+            self._ring_at(min(known))
+        # Receivers are notified last, because a notified receiver may submit another step immediately.
+        for session, _, _, _, _, _, receiver, number, queued_s, details in late:
+            self._drop(session, receiver, number, details, queued_s)
+        for receiver, number in late_running:
+            if not receiver.done():
+                receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
+
+    def _drop(
+        self, session: str, receiver: StepReceiver, number: int, details: StepDetails | None, queued_s: float
+    ) -> None:
+        """Withdraws a step that is abandoned or late. Notifies the step's receiver if the receiver still waits."""
+        self._leave_row(session, details)
+        is_late = not receiver.done()
+        (self._too_late if is_late else self._abandoned).inc()
+        if details is not None and details.traced is not None:
+            details.traced.skipped(queued_s, time.perf_counter(), "deadline" if is_late else "abandoned")
+        if is_late:
+            receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
+
+    def _leave(self, batch: StepBatch, row: int) -> None:
+        self._leave_row(batch.sessions[row], batch.details[row])
+
+    def _leave_row(self, session: str, details: StepDetails | None) -> None:
+        """Releases what a row that has ended owns: its slots, its session's lock, and its place among the requests."""
+        if self._free(details):
+            self._locks.leave(session)
+            self._admission.leave()
+
+    def _free(self, details: StepDetails | None) -> bool:
+        """Releases a row's slots. Returns whether the row also owns the session's lock."""
+        stored = None if details is None else details.stored
+        if stored is None:
+            return True
+        if stored.ticket is not None:
+            return False
+        self._state_cache.release(stored.read)
+        self._state_cache.release(stored.write)
+        return True
+
+    def _hand_back(self, batch: StepBatch, *, entered: bool, conflicts: int = 0) -> None:
+        """Passes the steps to the general procedure, which takes over the locks of the steps' sessions. A request that
+        waits for such a lock therefore runs after the step. A step for which the general procedure waits gets a
+        `Conflict`.
+
+        `entered` says whether the steps were in a batch that ran. Such steps commit even if they are abandoned.
+        `conflicts`: see `Ticket`.
+        """
+        columns = zip(batch.receivers, batch.numbers, batch.deadlines, batch.details, strict=True)
+        for row, (receiver, number, deadline, details) in enumerate(columns):
+            if not self._free(details):
+                receiver.step_failed(Conflict(), number)
+                continue
+            if receiver.done() and not entered:
+                self._abandoned.inc()
+                self._locks.leave(batch.sessions[row])
+                self._admission.leave()
+                continue
+            ticket = Ticket(None if receiver.done() else deadline)
+            # The current context may belong to another, traced request.
+            ticket.admitted, ticket.traced = True, None if details is None else details.traced
+            ticket.entered, ticket.abandoned = entered, receiver.done()
+            ticket.conflicts = conflicts
+            pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
+            if not receiver.done():
+                receiver.step_again(pending, number)
+
+
+def _has_passed(deadline: float | None, now_s: float) -> bool:
+    return deadline is not None and deadline <= now_s
