@@ -12,6 +12,8 @@ from functools import wraps
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
+from unicodedata import is_normalized
+from urllib.parse import quote
 from uuid import uuid4
 
 from .answers import Answer, Generated, SessionView
@@ -34,7 +36,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 LEAVING_S = 2.0  # the deadline for ending a session after an exception
-SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")
+SESSION_ID = re.compile(r"(?!\.{1,2}$)[^/\\\ufffd]{1,128}")
 
 
 def alone(plan: Callable[Concatenate[Steps, P], Plan[T]]) -> Callable[Concatenate[Steps, P], Plan[T]]:
@@ -81,13 +83,16 @@ class Steps:
     @classmethod
     def of(cls, calls: Calls, name: str | None, options: SessionOptions) -> Steps:
         """Checks the arguments of a session. Raises ValueError."""
-        if name is not None and not SESSION_ID.fullmatch(name):
-            raise ValueError(f"{name!r:.60} is not a session's id: 1 to 128 of A-Z a-z 0-9 . _ ~ : -, not . or ..")
+        if name is not None and not (SESSION_ID.fullmatch(name) and name.isprintable() and is_normalized("NFC", name)):
+            raise ValueError(
+                f"{name!r:.60} is not a session's id: 1 to 128 printable characters in the form NFC, without / and \\, "
+                "not . or .."
+            )
         return cls(calls, name or uuid4().hex, owned=name is None, **checked(SessionOptions, options))
 
     @property
     def path(self) -> str:
-        return f"/v1/sessions/{self.name}"
+        return f"/v1/sessions/{quote(self.name, safe=':')}"
 
     def open(self, deadline: float | None = None) -> Plan[None]:
         """Creates the session, or takes it as it is on the server if it exists."""

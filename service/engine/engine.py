@@ -550,7 +550,8 @@ class Engine:
         The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens, document=True)
-        self._limits.places(request)
+        if request.top_k is not None:
+            self._limits.top_k(request.top_k)
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))
