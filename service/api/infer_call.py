@@ -37,7 +37,7 @@ from wane.service.errors import DeadlineExceeded, InvalidRequest, truncate_repr
 from wane.service.settings import Settings
 
 ROWS_AT_ONCE = 32
-"""The number of texts or lists of events that are converted in one iteration of the event loop."""
+"""The number of rows that are converted in one iteration of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,11 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
             else:
                 tokens = await _encoded(engine, values[index], where, name, asked.deadline, document=document)
                 rows.append(EventTokens(tokens))
-            if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
-                await asyncio.sleep(0)
         else:
             rows.append(EventTokens(tuple(values[index, :length].tolist())))
             engine.check_tokens(rows[-1].tokens, where, document=document)
+        if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
+            await asyncio.sleep(0)
         total += len(rows[-1].tokens)
         Cost(tokens=total).check(limits)
     return rows

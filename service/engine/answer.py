@@ -113,6 +113,10 @@ class Sampler(Protocol):
         ...
 
 
+FEW_PREDICTIONS, TOKENS_OF_A_PREDICTION = 20, 20
+"""Listing a prediction takes about as long as reading the logits of 20 tokens."""
+
+
 class AnswerBuilder:
     """Builds the answers of one model."""
 
@@ -142,11 +146,13 @@ class AnswerBuilder:
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
 
-    async def take_turn(self, plan: AnswerPlan) -> None:
-        """Waits for a turn of the event loop in which to make a part or an answer that needs all logits: all answers of
-        a batch are ready in the same turn."""
+    async def take_turn(self, plan: AnswerPlan, top_k: int = 0) -> None:
+        """Waits for a turn of the event loop in which to make a part or an answer that needs all logits, or lists many
+        tokens: all answers of a batch are ready in the same turn."""
         if plan.ranking is not self.rankings.default or (plan.cache and self.cache is not None):
-            await self.turns.take(self._vocabulary.size)
+            await self.turns.take(self._vocabulary.size + TOKENS_OF_A_PREDICTION * top_k)
+        elif top_k > FEW_PREDICTIONS:
+            await self.turns.take(TOKENS_OF_A_PREDICTION * top_k)
 
     def part(
         self,
@@ -248,7 +254,7 @@ class AnswerBuilder:
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
-        await self.take_turn(plan)
+        await self.take_turn(plan, top_k)
         found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None

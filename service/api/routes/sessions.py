@@ -96,6 +96,7 @@ LINKS = {
 }
 """The links from a created session to its routes, for the OpenAPI description."""
 
+STEPS_AT_ONCE = 16  # of a call with many steps, in one iteration of the event loop
 TOP_K = ONE_TOKEN.top_k  # the value of `top_k` for a step without `top_k`
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
@@ -374,8 +375,8 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
             else:
                 engine, creator = await models.engine_for(session, None, until), None
             engines[session], creators[session] = engine, creator
-            if body.tokens is None:
-                await asyncio.sleep(0)  # lets the event loop run other work between many short texts
+            if body.tokens is None or index % STEPS_AT_ONCE == STEPS_AT_ONCE - 1:
+                await asyncio.sleep(0)  # lets the event loop run other work
             given = await tokens_of(engine, body.sequence, until)
             steps[index] = await step_request(
                 engine, session, given, body, until, body.expected_position, body.idempotency_key, creator
