@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -98,8 +99,8 @@ def bodies(document: Json, schema: Json, subject: Subject, path: str) -> Iterato
 def inferences(subject: Subject) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the largest inferences: 256 rows, with each output alone and in pairs."""
     outputs = ("top_ids", "top_logprobs", "logits", "token_logprobs", "error_bound", "top1_proved", "position")
+    rows = [_ids(subject, ROW_TOKENS) for _ in range(256)]
     for wanted in chain(((one,) for one in outputs), combinations(outputs, 2)):
-        rows = [_ids(subject, ROW_TOKENS) for _ in range(256)]
         tensor = {"name": "tokens", "shape": [256, ROW_TOKENS], "datatype": "INT64", "data": rows}
         yield ", ".join(wanted), {"inputs": [tensor], "outputs": [{"name": name} for name in wanted]}
     if subject.events:
@@ -193,8 +194,13 @@ def _choices(document: Json, schema: Json) -> Iterator[Json]:
 
 
 def _ids(subject: Subject, count: int) -> list[int]:
-    return random.Random(count).choices(range(2, subject.vocabulary), k=count)
+    return _random(subject.vocabulary, count)
+
+
+@cache
+def _random(vocabulary: int, count: int) -> list[int]:
+    return random.Random(count).choices(range(2, vocabulary), k=count)
 
 
 def _names(subject: Subject, count: int) -> list[str]:
-    return random.Random(count).choices(subject.events, k=count)
+    return [subject.events[index % len(subject.events)] for index in _random(len(subject.events), count)]

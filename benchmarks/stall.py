@@ -43,7 +43,7 @@ SHIPPED = Path("models/bundles/gated-stable-64")
 TEXT, SHOP, ITEMS, HIDDEN = SHIPPED.name, "shop", 100_000, 16
 CACHE = random_cache(random.Random(0), 512)
 LIMIT = 4 * 2**20  # the server's max_body_bytes
-SETTLE_S, TIMEOUT_MS = 0.02, 2000
+SETTLE_S = 0.02
 SCORED = 262_144
 VOCABULARY = 2048
 PREDICT, COMPARE, SCORE, GENERATE = "/v1/predict", "/v1/compare", "/v1/score", "/v1/generate"
@@ -165,10 +165,10 @@ class Connected:
         return str(json.loads(said)["error"]["status"])
 
 
-def http(method: str, path: str, body: bytes) -> bytes:
+def http(method: str, path: str, body: bytes, timeout_ms: int = 60_000) -> bytes:
     head = (
         f"{method} {path} HTTP/1.1\r\nhost: wane\r\ncontent-type: application/json\r\n"
-        f"x-request-timeout-ms: {TIMEOUT_MS}\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"x-request-timeout-ms: {timeout_ms}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
@@ -217,14 +217,14 @@ class Found:
     rss_mb: float
 
 
-def once(port: int, case: Case) -> str:
+def once(port: int, case: Case, timeout_ms: int) -> str:
     """Sends a request on a new connection. Returns the status of the answer, or the result of `message` for a
     WebSocket. Returns `cut off` if the server closes the connection without an answer."""
     connection = Connected(port)
     body = case.body if isinstance(case.body, bytes) else json.dumps(case.body, separators=(",", ":")).encode()
     try:
         if case.path != STREAM:
-            return str(connection.ask(http(case.method, case.path, body)))
+            return str(connection.ask(http(case.method, case.path, body, timeout_ms)))
         assert connection.ask(handshake(case.path)) == 101
         return connection.message(body)
     except (ConnectionError, IndexError):
@@ -255,7 +255,7 @@ def chosen(server: ServerProcess, share: float, only: str) -> list[Case]:
     return [one for one in found if one in whole or crc32(f"{one.route} {one.name}".encode()) / 2**32 < share]
 
 
-def measure(server: ServerProcess, wanted: Sequence[Case]) -> Iterator[Found]:
+def measure(server: ServerProcess, wanted: Sequence[Case], timeout_ms: int) -> Iterator[Found]:
     pid = server.pid
     ours, theirs = multiprocessing.Pipe()
     prober = multiprocessing.Process(target=probe, args=(server.port, pid, theirs), daemon=True)
@@ -264,7 +264,7 @@ def measure(server: ServerProcess, wanted: Sequence[Case]) -> Iterator[Found]:
         ours.send(None)
         ours.recv()
         begun = time.monotonic()
-        answered = once(server.port, case)
+        answered = once(server.port, case, timeout_ms)
         ended = time.monotonic()
         time.sleep(SETTLE_S)
         ours.send(None)
@@ -286,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="the share of the requests that are sent")
     parser.add_argument("--only", default="", metavar="TEXT", help="send only requests whose name has this text")
+    parser.add_argument("--timeout-ms", type=int, default=2000, help="the timeout of each request")
     parser.add_argument("--most", type=float, metavar="MS", help="the largest accepted processor time of the loop")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     given = parser.parse_args()
@@ -301,7 +302,7 @@ def main() -> None:
         contender = Contender("wane", "Wane", "wane", command, environment={"WANE_DEFAULT_MODEL": TEXT})
         with ServerProcess(contender, bundles, Path(scratch) / "server.log") as server:
             server.wait_ready(PREDICT, json.dumps({"model": SHOP, "tokens": [5]}))
-            found = [*measure(server, chosen(server, given.share, given.only))]
+            found = [*measure(server, chosen(server, given.share, given.only), given.timeout_ms)]
     routes = sorted({one.route for one in found}, key=lambda route: -max(o.loop_ms for o in found if o.route == route))
     for route in routes:
         all_of = [one for one in found if one.route == route]

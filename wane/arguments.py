@@ -12,6 +12,12 @@ FAILED = 2
 """The exit status of a command whose input is invalid."""
 
 
+def printable(text: str) -> str:
+    """Returns a text for a terminal. Replaces characters that a terminal obeys or cannot show by their escapes, such as
+    `\\x1b`, but not line feeds."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports an invalid argument in one line: `error: `, what is wrong, and what to do."""
 
@@ -24,7 +30,7 @@ class Parser(argparse.ArgumentParser):
             nearest = get_close_matches(words[0].partition("=")[0], options, n=1)
             message = f"there is no option {words[0]}"
             advice = f"did you mean {nearest[0]}?" if nearest else advice
-        self.exit(FAILED, f"error: {message}; {advice}\n")
+        self.exit(FAILED, printable(f"error: {message}; {advice}\n"))
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

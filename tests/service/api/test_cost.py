@@ -62,9 +62,10 @@ def test_costs(body: Any, cost: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("field", ["rows", "tokens", "listed"])
 def test_a_cost_is_refused_one_over_its_limit(field: str) -> None:
     most = SETTINGS.max_batch_inputs if field == "rows" else SETTINGS.max_scored_tokens
-    Cost(**{field: most}).check(SETTINGS)
+    values: dict[str, Any] = {field: most}
+    Cost(**values).check(SETTINGS)
     with pytest.raises(InvalidRequest if field == "rows" else TooLarge, match=str(most)):
-        Cost(**{field: most + 1}).check(SETTINGS)
+        Cost(**(values | {field: most + 1})).check(SETTINGS)
 
 
 @pytest.mark.parametrize(
