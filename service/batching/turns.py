@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 
 HEAVY_TOKENS = 4096
-"""The least number of events in a filter that is converted on another thread."""
+"""The least number of tokens or events that are sorted or converted on another thread."""
 
-TOKENS_A_TURN = 1 << 15
-"""The number of tokens whose logits are read in one turn of the event loop, which takes one or two milliseconds. Work
-for more tokens takes a turn of its own."""
+TOKENS_A_TURN = 1 << 14
+"""The number of tokens whose logits are read in one turn of the event loop, which takes about a millisecond. Work for
+more tokens takes a turn of its own."""
 
 
 class Turns:

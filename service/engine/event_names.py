@@ -20,7 +20,7 @@ TEXTS = ("prompt",)
 EXAMPLES = 2
 """The number of event names that an error message shows as examples."""
 
-READ_AT_ONCE = 8192
+READ_AT_ONCE = 2048
 """The number of events that `read` converts in one iteration of the event loop."""
 
 Event = str | int

@@ -39,6 +39,7 @@ from wane.service.api.schemas.completions import (
     UsageDocument,
 )
 from wane.service.api.schemas.generate import bias_of
+from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, NotFound, SessionExists, UnknownSession
@@ -276,7 +277,8 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts
         if isinstance(one, str) and engine.vocabulary.kind == "events":
             engine.check_event_count(one.count("\n"))
-            read.append(engine.events.lines(one))
+            is_long = len(one) >= HEAVY_TOKENS
+            read.append(await asyncio.to_thread(engine.events.lines, one) if is_long else engine.events.lines(one))
         else:
             read.append(await tokens_of(engine, one, until))
         total += len(read[-1].tokens)
