@@ -15,7 +15,7 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Certificate, Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.turns import Turns
+from wane.service.batching.turns import HEAVY_TOKENS, Turns
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
@@ -255,6 +255,8 @@ class AnswerBuilder:
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
         await self.take_turn(plan, top_k)
+        if logits and self._vocabulary.size >= HEAVY_TOKENS:
+            await asyncio.to_thread(getattr, answered.result, "logits")  # mixes all logits with the cache, once
         found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None
