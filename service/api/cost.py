@@ -46,13 +46,13 @@ class Cost(NamedTuple):
                 self.rows_field,
             )
         most = settings.max_scored_tokens
-        if self.tokens > most:
-            raise TooLarge(f"all rows have {self.tokens} tokens, but at most {most} are accepted in one request")
         if self.listed > most:
             raise TooLarge(
                 f"the answer lists {self.listed} tokens, but at most {most} are allowed: lower {self.listed_fields}, "
                 "or shorten the input"
             )
+        if self.tokens > most:
+            raise TooLarge(f"all rows have {self.tokens} tokens, but at most {most} are accepted in one request")
 
 
 def _length(sequence: object) -> int:
@@ -100,7 +100,7 @@ def of_completion(body: CompletionBody, settings: Settings, tokens: int | None =
     echoed = tokens * samples * each if body.echo else 0
     listed = 0 if body.stream or body.logprobs is None else prompts * samples * made * each
     field = "prompt" if prompts > settings.max_batch_inputs else "n"
-    return Cost(prompts * samples, tokens, echoed + listed, field, "n, max_tokens or logprobs")
+    return Cost(prompts * samples, tokens * samples, echoed + listed, field, "n, max_tokens or logprobs")
 
 
 def _of_infer(body: InferBody, _: Settings) -> Cost:

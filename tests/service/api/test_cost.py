@@ -50,8 +50,8 @@ def test_every_route_with_a_body_has_a_cost(app: Application) -> None:
         (GenerateBody(tokens=(5,), max_tokens=10, top_logprobs=3, stream=True), (1, 1, 0)),
         (StepsBody(steps=(SessionStepBody(session="s", tokens=(5,), top_k=3),) * 4), (4, 4, 12)),
         (CompletionBody(model="m", prompt=(5, 6, 7)), (1, 3, 0)),
-        (CompletionBody(model="m", prompt=(5, 6, 7), n=4, max_tokens=10, logprobs=5), (4, 3, 200)),
-        (CompletionBody(model="m", prompt=((5, 6), (7,)), n=4, max_tokens=0, echo=True, logprobs=5), (8, 3, 60)),
+        (CompletionBody(model="m", prompt=(5, 6, 7), n=4, max_tokens=10, logprobs=5), (4, 12, 200)),
+        (CompletionBody(model="m", prompt=((5, 6), (7,)), n=4, max_tokens=0, echo=True, logprobs=5), (8, 12, 60)),
         (CompletionBody(model="m", prompt=("a", "b"), n=4, max_tokens=10, logprobs=0, stream=True), (8, 0, 0)),
     ],
 )
@@ -87,6 +87,8 @@ def test_a_completion_that_would_list_too_many_tokens_is_413(http: httpx.Client,
     body = {"model": "rnn-stable", "prompt": [7] * 2600, "n": 256, "logprobs": 100, "echo": echo}
     response = http.post("/v1/completions", json=body | {"max_tokens": 0 if echo else 4096})
     assert response.status_code == 413 and "lower n, max_tokens or logprobs" in response.text
+    long = http.post("/v1/completions", json={"model": "rnn-stable", "prompt": [7] * 1025, "n": 256})
+    assert long.status_code == 413 and "262400 tokens" in long.text
     assert http.post("/v1/completions", json=body | {"n": 257}).json()["error"]["param"] == "n"
 
 
