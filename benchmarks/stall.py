@@ -1,11 +1,13 @@
-"""Measures how long one request delays other requests, with the most expensive bodies within the byte limit.
+"""Measures how long one request holds the event loop, with the largest requests that the limits allow.
 
-    python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
+    python -m benchmarks.stall [--share F] [--only TEXT] [--most MS] [--json FILE]
 
-One server runs with default settings and one model. A separate process measures the latencies of two requests in turn:
-a one-token step of a session, and /healthz, which needs only the event loop. Meanwhile each kind of body is sent
-several times, one request after another. Before each kind of body, no body is sent for QUIET_S seconds. The latencies
-during this time are the baseline.
+One server runs with default settings, a model of text and a model of events with a vocabulary of 100,000 and a cache. A
+separate process steps a session, one step after another, and reads for each step the processor time that the thread of
+the server's event loop has used (/proc/.../schedstat), which does not depend on how busy the machine is. Meanwhile the
+requests of `largest.py` are sent, which follow from the server's OpenAPI description, and the bodies below, which are
+expensive to decode. `--share` sends a part of them, the same one each time. The exit status is 1 if the loop used more
+than `--most` milliseconds in one step. Needs the extra `train`.
 """
 
 from __future__ import annotations
@@ -17,25 +19,31 @@ import multiprocessing
 import os
 import random
 import socket
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from zlib import crc32
 
+import httpx
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.bench.contenders import Contender
 from benchmarks.bench.process import ServerProcess
+from benchmarks.events.__main__ import export, item
+from benchmarks.largest import SESSION, Case, Subject, cases
 from benchmarks.summary import provenance, write_json
+from tests.models.caches import random_cache
 
-BUNDLE = Path("models/bundles/gated-stable")
+SHIPPED = Path("models/bundles/gated-stable-64")
+TEXT, SHOP, ITEMS, HIDDEN = SHIPPED.name, "shop", 100_000, 16
+CACHE = random_cache(random.Random(0), 512)
 LIMIT = 4 * 2**20  # the server's max_body_bytes
-QUIET_S = 1.0
-SETTLE_S = 0.2
+SETTLE_S = 0.02
 SCORED = 262_144
 VOCABULARY = 2048
 PREDICT, COMPARE, SCORE, GENERATE = "/v1/predict", "/v1/compare", "/v1/score", "/v1/generate"
@@ -92,7 +100,7 @@ BODIES: dict[str, tuple[str, Body]] = {
     "creation of a session, one field repeated": (SESSIONS, lambda: filled(b"{", b'"mode":null', b"}")),
     "index of models, one field repeated": (INDEX, lambda: filled(b"{", b'"ready":true', b"}")),
     "unloading a model, unknown parameters": (
-        "/v2/repository/models/gated-stable/unload",
+        "/v2/repository/models/absent/unload",
         lambda: b'{"parameters":{' + b",".join(b'"%d":1' % one for one in range(380_000)) + b"}}",
     ),
     "text, letters": (PREDICT, lambda: text(b"a quick brown fox ")),
@@ -157,9 +165,10 @@ class Connected:
         return str(json.loads(said)["error"]["status"])
 
 
-def post(path: str, body: bytes) -> bytes:
+def http(method: str, path: str, body: bytes, timeout_ms: int = 60_000) -> bytes:
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: wane\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"{method} {path} HTTP/1.1\r\nhost: wane\r\ncontent-type: application/json\r\n"
+        f"x-request-timeout-ms: {timeout_ms}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
@@ -172,50 +181,51 @@ def handshake(path: str) -> bytes:
     ).encode()
 
 
-def probe(port: int, results: Connection) -> None:
-    """Sends a step and a request to /healthz in turn, until `results` has a message. Then sends a list to `results`.
-    For each pair of a step and a request to /healthz, the list has the start time of the step and the latencies of the
-    two requests, in seconds."""
+def probe(port: int, pid: int, results: Connection) -> None:
+    """Steps a session for ever. When `results` has a message, sends a list to `results`: for each step since the last
+    message, when it began and ended, and the processor time in seconds that the loop's thread used meanwhile."""
     connection = Connected(port)
-    step = post("/v1/sessions/probed/tokens", b'{"tokens":[5]}')
-    health = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
+    step = http("POST", "/v1/sessions/probed/tokens", b'{"tokens":[5]}')
+    spent = Path(f"/proc/{pid}/task/{pid}/schedstat")
     taken: list[tuple[float, float, float]] = []
-    while not results.poll():
+    before = int(spent.read_text().split()[0])
+    while True:
         begun = time.monotonic()
         connection.ask(step)
-        between = time.monotonic()
-        connection.ask(health)
-        taken.append((begun, between - begun, time.monotonic() - between))
+        after = int(spent.read_text().split()[0])
+        taken.append((begun, time.monotonic(), (after - before) / 1e9))
+        before = after
+        if results.poll():
+            results.recv()
+            results.send(taken)
+            taken = []
         time.sleep(0.001)
-    results.send(taken)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of one kind of body, in milliseconds. answered: the answers to the body. answer_ms: the median time
-    until the answer. quiet_p50_ms, quiet_max_ms: the latencies of steps while no body was sent. step_p50_ms,
-    step_max_ms: the latencies of steps while this body was sent. loop_max_ms: the longest latency of /healthz while
-    this body was sent.
-    """
+    """The figures of one request. answer_ms: the time until the answer. loop_ms: the most processor time that the
+    loop's thread used in one step of the other session. step_ms: the longest step. rss_mb: the server's memory after
+    the answer."""
 
-    body: str
+    route: str
+    name: str
     answered: str
     answer_ms: float
-    quiet_p50_ms: float
-    quiet_max_ms: float
-    step_p50_ms: float
-    step_max_ms: float
-    loop_max_ms: float
+    loop_ms: float
+    step_ms: float
+    rss_mb: float
 
 
-def once(port: int, path: str, body: bytes) -> str:
-    """Sends a body on a new connection. Returns the status of the answer, or the result of `message` for a WebSocket.
-    Returns `cut off` if the server closes the connection without an answer."""
+def once(port: int, case: Case, timeout_ms: int) -> str:
+    """Sends a request on a new connection. Returns the status of the answer, or the result of `message` for a
+    WebSocket. Returns `cut off` if the server closes the connection without an answer."""
     connection = Connected(port)
+    body = case.body if isinstance(case.body, bytes) else json.dumps(case.body, separators=(",", ":")).encode()
     try:
-        if path != STREAM:
-            return str(connection.ask(post(path, body)))
-        assert connection.ask(handshake(path)) == 101
+        if case.path != STREAM:
+            return str(connection.ask(http(case.method, case.path, body, timeout_ms)))
+        assert connection.ask(handshake(case.path)) == 101
         return connection.message(body)
     except (ConnectionError, IndexError):
         return "cut off"
@@ -223,70 +233,87 @@ def once(port: int, path: str, body: bytes) -> str:
         connection.close()
 
 
-def measure(server: ServerProcess, wanted: list[str], repeat: int) -> Iterator[Found]:
-    client = Connected(server.port)
-    for session in ("probed", "streamed", *(f"s{one}" for one in range(256))):
-        client.ask(post(SESSIONS, json.dumps({"session": session}).encode()))
-    client.close()
-    for name in wanted:
-        path, make = BODIES[name]
-        body = make()
-        ours, theirs = multiprocessing.Pipe()
-        prober = multiprocessing.Process(target=probe, args=(server.port, theirs))
-        prober.start()
-        time.sleep(QUIET_S + SETTLE_S)
-        spans: list[tuple[float, float]] = []
-        answers: set[str] = set()
-        begun = time.monotonic()
-        for _ in range(repeat):
-            asked = time.monotonic()
-            answers.add(once(server.port, path, body))
-            spans.append((asked, time.monotonic()))
-            time.sleep(SETTLE_S)
+def chosen(server: ServerProcess, share: float, only: str) -> list[Case]:
+    """Returns the requests to send."""
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
+        document = client.get("/openapi.json").json()
+        served = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
+        subjects = [
+            Subject(name, served[name]["model_version"], served[name]["parameters"]["vocabulary_size"], names)
+            for name, names in ((TEXT, []), (SHOP, [item(index) for index in range(ITEMS)]))
+        ]
+        for subject in subjects:
+            for session in (SESSION, *(f"{SESSION}-{subject.name}-{index}" for index in range(256))):
+                client.post(SESSIONS, json={"session": session, "model": subject.name})
+            client.post(SESSIONS, json={"session": f"{SESSION}-{subject.name}", "model": subject.name})
+        for session in ("probed", "streamed", *(f"s{one}" for one in range(256))):
+            client.post(SESSIONS, json={"session": session, "model": TEXT})
+    found = [Case(path, f"decoding: {name}", "POST", path, make()) for name, (path, make) in BODIES.items()]
+    found += cases(document, subjects)
+    found = [one for one in found if only in f"{one.route} {one.name}"]
+    whole = {one.route: one for one in found}.values()  # every route has at least one request in every share
+    return [one for one in found if one in whole or crc32(f"{one.route} {one.name}".encode()) / 2**32 < share]
+
+
+def measure(server: ServerProcess, wanted: Sequence[Case], timeout_ms: int) -> Iterator[Found]:
+    pid = server.pid
+    ours, theirs = multiprocessing.Pipe()
+    prober = multiprocessing.Process(target=probe, args=(server.port, pid, theirs), daemon=True)
+    prober.start()
+    for case in track(wanted, "requests", console=Console(stderr=True)):
         ours.send(None)
-        taken = ours.recv()
-        prober.join()
-        quiet = [step for at, step, _ in taken if begun - QUIET_S < at and at + step < begun]
-        busy = [one for one in taken if any(one[0] <= end and sum(one) >= start for start, end in spans)]
+        ours.recv()
+        begun = time.monotonic()
+        answered = once(server.port, case, timeout_ms)
+        ended = time.monotonic()
+        time.sleep(SETTLE_S)
+        ours.send(None)
+        taken: list[tuple[float, float, float]] = ours.recv()
+        status = Path(f"/proc/{pid}/status").read_text()
         yield Found(
-            name,
-            " ".join(sorted(answers)),
-            1e3 * statistics.median(end - start for start, end in spans),
-            1e3 * statistics.median(quiet),
-            1e3 * max(quiet),
-            1e3 * statistics.median(step for _, step, _ in busy),
-            1e3 * max(step for _, step, _ in busy),
-            1e3 * max(loop for _, _, loop in busy),
+            case.route,
+            case.name,
+            answered,
+            1e3 * (ended - begun),
+            1e3 * max(loop for _, _, loop in taken),
+            1e3 * max(end - start for start, end, _ in taken),
+            int(status.partition("VmRSS:")[2].split()[0]) / 1e3,
         )
+    prober.kill()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=10, help="number of times that each body is sent")
-    parser.add_argument("--only", nargs="+", default=list(BODIES), choices=list(BODIES), metavar="NAME")
+    parser.add_argument("--share", type=float, default=1.0, help="the share of the requests that are sent")
+    parser.add_argument("--only", default="", metavar="TEXT", help="send only requests whose name has this text")
+    parser.add_argument("--timeout-ms", type=int, default=2000, help="the timeout of each request")
+    parser.add_argument("--most", type=float, metavar="MS", help="the largest accepted processor time of the loop")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     given = parser.parse_args()
-    table = Table(title="All times in milliseconds. quiet: latency of steps while no body is sent")
-    for heading in ("body", "answered", "after", "quiet p50", "max", "step p50", "max", "/healthz max"):
-        table.add_column(heading, justify="left" if heading == "body" else "right")
-    found: list[Found] = []
+    table = Table(title="Milliseconds. loop: the most processor time of the loop's thread in one step of a session")
+    for heading in ("route", "requests", "worst request", "answered", "after", "loop", "step", "MB"):
+        table.add_column(heading, justify="left" if heading in ("route", "worst request") else "right")
     with tempfile.TemporaryDirectory() as scratch:
-        command = (
-            "{bin}/wane",
-            "serve",
-            "--bundles={bundle}",
-            "--port={ports[0]}",
-            "--log-level=warning",
-        )
-        with ServerProcess(Contender("wane", "Wane", "wane", command), BUNDLE, Path(scratch) / "server.log") as server:
-            server.wait_ready(PREDICT, '{"tokens":[5]}')
-            for one in measure(server, given.only, given.repeat):
-                found.append(one)
-                _, answered, *figures = asdict(one).values()
-                table.add_row(one.body, answered, *(f"{figure:.1f}" for figure in figures))
-    Console(width=140).print(table)
+        bundles = Path(scratch) / "bundles"
+        (bundles / TEXT).parent.mkdir(parents=True)
+        (bundles / TEXT).symlink_to(SHIPPED.resolve(), target_is_directory=True)
+        export(bundles, ITEMS, HIDDEN, SHOP, "float32", cache=CACHE)
+        command = ("{bin}/wane", "serve", "--bundles={bundle}", "--port={ports[0]}", "--log-level=warning")
+        contender = Contender("wane", "Wane", "wane", command, environment={"WANE_DEFAULT_MODEL": TEXT})
+        with ServerProcess(contender, bundles, Path(scratch) / "server.log") as server:
+            server.wait_ready(PREDICT, json.dumps({"model": SHOP, "tokens": [5]}))
+            found = [*measure(server, chosen(server, given.share, given.only), given.timeout_ms)]
+    routes = sorted({one.route for one in found}, key=lambda route: -max(o.loop_ms for o in found if o.route == route))
+    for route in routes:
+        all_of = [one for one in found if one.route == route]
+        worst = max(all_of, key=lambda one: one.loop_ms)
+        figures = (worst.answer_ms, worst.loop_ms, worst.step_ms, worst.rss_mb)
+        table.add_row(route, str(len(all_of)), worst.name, worst.answered, *(f"{figure:.1f}" for figure in figures))
+    Console(width=200).print(table)
     if given.json is not None:
-        write_json(given.json, {**provenance("benchmarks.stall"), "bodies": [asdict(one) for one in found]})
+        write_json(given.json, {**provenance("benchmarks.stall"), "requests": [asdict(one) for one in found]})
+    if given.most is not None and any(one.loop_ms > given.most for one in found):
+        raise SystemExit(f"a request held the loop for more than {given.most:g} ms of processor time")
 
 
 if __name__ == "__main__":

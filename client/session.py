@@ -10,6 +10,8 @@ from functools import wraps
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from unicodedata import is_normalized
+from urllib.parse import quote
 from uuid import uuid4
 
 from .answers import Answer, Generated, Model, SessionView
@@ -22,7 +24,7 @@ P = ParamSpec("P")
 
 LEAVING_S = 2.0  # the deadline for ending a session after an exception
 REMEMBERED = 512
-SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")
+SESSION_ID = re.compile(r"(?!\.{1,2}$)[^/\\\ufffd]{1,128}")
 
 
 def alone(
@@ -53,14 +55,17 @@ class AsyncSession:
 
     def __init__(self, servers: Servers, kinds: dict[str, str], name: str | None, options: SessionOptions) -> None:
         """`kinds`: the kinds of the models' vocabularies, as far as they are known. Raises ValueError."""
-        if name is not None and not SESSION_ID.fullmatch(name):
-            raise ValueError(f"{name!r:.60} is not a session's id: 1 to 128 of A-Z a-z 0-9 . _ ~ : -, not . or ..")
+        if name is not None and not (SESSION_ID.fullmatch(name) and name.isprintable() and is_normalized("NFC", name)):
+            raise ValueError(
+                f"{name!r:.60} is not a session's id: 1 to 128 printable characters in the form NFC, without / and \\, "
+                "not . or .."
+            )
         self.name, self.position, self.rebuilds = name or uuid4().hex, 0, 0
         given = checked(SessionOptions, options)
         self._model, self._mode, self._unknown = (given.get(part) for part in ("model", "mode", "unknown"))
         self._remember: float = given.get("remember", REMEMBERED)
         self._servers, self._kinds, self._owned = servers, kinds, name is None
-        self._path = f"/v1/sessions/{self.name}"
+        self._path = f"/v1/sessions/{quote(self.name, safe=':')}"
         self._known: list[Any] = []
         self._pending: list[tuple[dict[str, Any], str]] = []
         self._socket: Socket | None = None

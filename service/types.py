@@ -22,13 +22,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
+from unicodedata import is_normalized
 
 import numpy as np
 from msgspec import Meta, Struct, defstruct
 from numpy.typing import NDArray
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.service.errors import InvalidRequest
+from wane.service.errors import InvalidRequest, truncate_repr
 
 
 class Mode(StrEnum):
@@ -83,8 +84,10 @@ def owner_of(session: str) -> str:
     return session.rpartition(SLASH)[0]
 
 
-# An id must not be `.` or `..`, because clients and proxies remove them from a path.
-SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")
+# An id must not be `.` or `..`, because clients and proxies remove them from a path. JSON Schema cannot say more.
+SESSION_ID = r"(?!\.{1,2}$)[^/\\\u0000-\u001f\u007f-\u009f\ufffd]{1,128}"
+ASCII_ID = re.compile(r"(?!\.{1,2}$)[ -.0-\[\]-~]{1,128}").fullmatch
+TEXT_ID = re.compile(SESSION_ID).fullmatch
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -381,10 +384,21 @@ class CompareRequest:
 
 
 def check_session_id(session: str) -> None:
-    """Raises InvalidRequest unless `session` has 1 to 128 letters, digits and `.` `_` `~` `:` `-`, and is not `.` or
-    `..`."""
-    if SESSION_ID.fullmatch(session) is None:
-        raise InvalidRequest('session must be 1 to 128 letters, digits and . _ ~ : -, but not "." or ".."', "session")
+    """Raises InvalidRequest unless `session` is a session's id (see `is_session_id`)."""
+    if not is_session_id(session):
+        raise InvalidRequest(f"session is {truncate_repr(session)}, but must be {SESSION_RULE}", "session")
+
+
+SESSION_RULE = '1 to 128 printable characters in the form NFC, without / and \\, and not "." or ".."'
+
+
+def is_session_id(text: str) -> bool:
+    """Returns whether a text is a session's id. Two texts that look alike because they are different forms of the same
+    characters are never both ids, and neither are texts with invisible characters, such as those that change the
+    direction of writing."""
+    return ASCII_ID(text) is not None or (
+        TEXT_ID(text) is not None and text.isprintable() and is_normalized("NFC", text)
+    )
 
 
 def _at_least(field: str, value: int, least: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from wane import cli
+from wane.arguments import printable
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,3 +138,9 @@ sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_a_message_has_no_characters_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable("é\t\x1b[2J\x9b\u202e\udcff\nx") == "é\\t\\x1b[2J\\x9b\\u202e\\udcff\nx"
+    assert cli.main(["se\x1b[2Jrve"]) == 2
+    assert "\x1b" not in "".join(capsys.readouterr())

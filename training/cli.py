@@ -13,7 +13,7 @@ from typing import get_args
 from rich.console import Console
 from rich.markup import escape
 
-from wane.arguments import Parser, bundle_name, bundle_version
+from wane.arguments import Parser, bundle_name, bundle_version, printable
 from wane.models.bundle_checks import MANIFEST
 from wane.models.manifest import LARGEST_CACHE, LARGEST_WINDOW, Precision
 from wane.training.audit.audit import audit
@@ -334,7 +334,7 @@ def _print_error(console: Console, error: Exception, advice: str = "") -> None:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    console.print(f"[bold red]error:[/] {escape(text + advice)}", highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(printable(text + advice))}", highlight=False, soft_wrap=True)
 
 
 def _advice(error: Exception, options: argparse.Namespace) -> str:

@@ -17,6 +17,12 @@ BUNDLE_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The pattern of a bundle's name."""
 
 
+def printable(text: str) -> str:
+    """Returns a text for a terminal. Replaces characters that a terminal obeys or cannot show by their escapes, such as
+    `\\x1b`, but not line feeds."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports an invalid argument in one line: `error: `, what is wrong, and what to do."""
 
@@ -29,7 +35,7 @@ class Parser(argparse.ArgumentParser):
             nearest = get_close_matches(words[0].partition("=")[0], options, n=1)
             message = f"there is no option {words[0]}"
             advice = f"did you mean {nearest[0]}?" if nearest else advice
-        self.exit(FAILED, f"error: {message}; {advice}\n")
+        self.exit(FAILED, printable(f"error: {message}; {advice}\n"))
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

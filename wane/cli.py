@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from wane.arguments import FAILED
+from wane.arguments import FAILED, printable
 
 
 class Command(NamedTuple):
@@ -94,5 +94,5 @@ def usage() -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    print(printable(f"error: {message}"), file=sys.stderr)  # noqa: T201
     return FAILED

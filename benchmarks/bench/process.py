@@ -90,6 +90,11 @@ class ServerProcess:
                 time.sleep(0.1)
         raise ServerFailed(f"{self._contender.title} did not answer within {READY_WITHIN_S:.0f} s: {self._tail()}")
 
+    @property
+    def pid(self) -> int:
+        """The id of the first process."""
+        return self._process.pid
+
     def cpu_seconds(self) -> float:
         """Returns the user and system CPU seconds of all running processes of the server."""
         spent = 0

@@ -34,7 +34,7 @@ from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle
 from wane.models.export.export import export_bundle
 from wane.models.layer_registry import Gru
-from wane.models.manifest import Precision, Provenance
+from wane.models.manifest import CacheModel, Precision, Provenance
 from wane.models.networks import Network
 from wane.models.vocabulary import EOS, UNK
 from wane.service.runners.onnx import OnnxRunner
@@ -72,9 +72,11 @@ STEPS: Mapping[str, Kind] = {
 """The measured kinds of steps by name. The model INT8 has the same weights as NAME, as int8 numbers."""
 
 
-def export(folder: Path, items: int, hidden: int, name: str, precision: Precision) -> Path:
-    """Writes the bundle `folder`/`name`, and returns the bundle's path. Raises ExportError if a graph does not compute
-    the same values as the network."""
+def export(
+    folder: Path, items: int, hidden: int, name: str, precision: Precision, cache: CacheModel | None = None
+) -> Path:
+    """Writes the bundle `folder`/`name`, which may have a cache, and returns the bundle's path. Raises ExportError if a
+    graph does not compute the same values as the network."""
     architecture = Architecture(vocabulary_size=items + 2, embedding=hidden, layers=(Gru(units=hidden),), tied=False)
     torch.manual_seed(SEED)
     network = Network(architecture).eval().requires_grad_(False)
@@ -109,6 +111,7 @@ def export(folder: Path, items: int, hidden: int, name: str, precision: Precisio
         torch_network=network,
         precision=precision,
         unknown="skip",
+        cache=cache,
     )
     return folder / name
 

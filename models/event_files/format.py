@@ -80,10 +80,11 @@ class EventFormat(Frozen):
     )
     on_bad_name: Literal["refuse", "skip", "strip"] = Field(
         default="refuse",
-        description="names of events that are empty, reserved, too long, or have a line break or blanks around them: "
-        "`refuse`: the line is bad; `skip` leaves the event out; `strip` removes the blanks around the name and "
-        "writes a blank for a line break",
+        description="names of events that are empty, reserved, too long, or have a line break, a control character or "
+        "blanks around them: `refuse`: the line is bad; `skip` leaves the event out; `strip` removes the blanks around "
+        "the name and writes a blank for a line break",
     )
+    longest_line_bytes: int = Field(default=1 << 24, ge=1, description="largest number of bytes of a line")
     duplicates: Literal["keep", "drop"] = Field(
         default="keep",
         description="events with the session, time, order and item of another: `drop` leaves out all but the first",

@@ -23,7 +23,7 @@ def read_json_lines(path: Path, form: EventFormat, rows: Rows) -> int:
     for key in ("session", "time", "item", "order"):
         if isinstance(getattr(columns, key), int):
             raise EventFileError(f"{path}: data.columns.{key} is a number, but the keys of JSON objects have names")
-    source = Lines(path)
+    source = Lines(path, form.longest_line_bytes)
     for first, text in source.blocks():
         table: list[tuple[int, Any, Any, Any, Any]] = []
         unicode = _is_unicode(text)

@@ -14,9 +14,6 @@ from wane.models.event_files.faults import EventFileError
 BLOCK = 1 << 13
 """The number of bytes that are read at once. The cells of a larger block leave the processor's cache."""
 
-LONGEST_LINE = 1 << 24
-"""The largest number of bytes of a line."""
-
 GZIP, ZIP = b"\x1f\x8b", b"PK\x03\x04"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -24,8 +21,10 @@ UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 class Lines:
     """The lines of one file. `count`: the number of lines that were read so far."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, longest_bytes: int) -> None:
+        """`longest_bytes` is the largest number of bytes of a line."""
         self.path = path
+        self._longest_bytes = longest_bytes
         self.count = 0
 
     def blocks(self) -> Iterator[tuple[int, str]]:
@@ -65,10 +64,10 @@ class Lines:
                 parts, length = [], 0
             parts.append(data[cut + 1 :])
             length += len(parts[-1])
-            if length > LONGEST_LINE:
+            if length > self._longest_bytes:
                 raise EventFileError(
-                    f"{self.path}: line {self.count + 1:,} is longer than {LONGEST_LINE >> 20} MiB "
-                    "(lines end at line feeds)"
+                    f"{self.path}: line {self.count + 1:,} is longer than {self._longest_bytes:,} bytes, which is "
+                    "data.longest_line_bytes (lines end at line feeds)"
                 )
         if length:
             yield b"".join(parts)

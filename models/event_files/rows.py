@@ -20,6 +20,7 @@ LARGEST_NAME = 1 << 20
 """The largest number of characters of an event's name."""
 
 LINE_BREAK = re.compile(r"\r\n|\r|\n")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a tab is not refused: it stands in names of published logs
 NAMES = frozenset({str, int})
 """The types of an event's name. True and false are of another type, although they equal 1 and 0."""
 
@@ -235,6 +236,8 @@ def _check_name(name: str) -> None:
         raise BadName(f"{name} is reserved by the vocabulary and cannot name an event")
     if LINE_BREAK.search(name) or name != name.strip():
         raise BadName("the event name {} has a line break, or blanks around it (data.on_bad_name = 'strip')", name)
+    if CONTROL.search(name):
+        raise BadName("the event name {} has a control character", name)
     if len(name) > LARGEST_NAME:
         raise BadName(f"the event name {{}} is longer than {LARGEST_NAME >> 20} MiB", name)
     if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):

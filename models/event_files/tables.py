@@ -56,7 +56,7 @@ class Layout:
 def read_table(path: Path, suffix: str, form: EventFormat, rows: Rows) -> int:
     """Reads a file as a table. `suffix`: the lower-case suffix of its name. Returns the number of its lines. Raises
     EventFileError."""
-    source = Lines(path)
+    source = Lines(path, form.longest_line_bytes)
     blocks = source.blocks()
     layout: Layout | None = None
     for first, text in blocks:

@@ -13,9 +13,10 @@ must be. The path has the notation of the engine's messages, such as `steps[0].t
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -25,24 +26,41 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Scope
 
+from wane.service.api.cost import admit_body
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import context
 from wane.service.api.faults import check, check_lengths, read_again
 from wane.service.api.schemas.common import Body, EventInput, InputSequence, RankedBody
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
+from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson, TooLarge
+from wane.service.errors import (
+    Abandoned,
+    BodyTimeout,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotJson,
+    Overloaded,
+    TooLarge,
+    UnsupportedMedia,
+    truncate_repr,
+)
 from wane.service.net.connection import CONNECTION, Connection
 from wane.service.settings import Settings
-from wane.service.types import MAX_POSITION, NO_FILTER, SESSION_ID, Filter
+from wane.service.types import MAX_POSITION, NO_FILTER, Filter, is_session_id
 
 MOST_DIGITS = 1000
 """The largest number of digits of one number in a large body. Decoding time grows with the square of the number of
 digits."""
 
 QUOTE, BACKSLASH, COMMA, COLON, BRACKET, BRACE, ZERO = b'"\\,:[{0'
+
+ENCODING = "content-encoding"
+WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # values of zlib's `wbits` for the gzip format and the zlib format
+MOST_INFLATED = 1040  # deflate makes at most 258 bytes of 2 bits, so a body grows at most so many times
+MARKS = b"\xef\xbb\xbf", "\ufeff"  # a byte-order mark, with which some editors begin a file
 
 Mask = NDArray[np.bool_]
 
@@ -161,11 +179,12 @@ class Decoder:
             "the limit follows from the settings max_input_tokens, max_scored_tokens, max_filter_events and "
             "max_batch_inputs"
         )
-        check(data[:place], model, self._settings, partial=True)
+        check(unmarked(data[:place]), model, self._settings, partial=True)
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
         """Decodes JSON as `model` on the calling thread. Raises NotJson, InvalidRequest, TooLarge."""
+        raw = unmarked(raw)
         try:
             body: B = reader(model).decode(raw)
         except FAILURES:
@@ -173,48 +192,112 @@ class Decoder:
         check_lengths(lambda name: getattr(body, name), model, self._settings)
         if model.alone is not None and getattr(body, model.alone) is not None:
             try:
-                names = reader(dict[str, msgspec.Raw]).decode(raw).keys()
+                given = reader(dict[str, object]).decode(raw)
             except FAILURES:  # a body that only `read_again` accepts
-                names = from_json(raw).keys()
-            if others := names - {model.alone}:
+                given = from_json(raw)
+            if others := {name for name, value in given.items() if value is not None} - {model.alone}:
                 raise InvalidRequest(f"`{model.alone}` excludes other fields; found `{min(others)}`")
         return body
 
 
-async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
-    """Reads and decodes the body as `model`. Decodes `empty` instead of an empty body.
+def inflated(raw: bytes, encoding: str, most: int) -> bytes:
+    """Decompresses a body. Reads no further than a byte over `most`. Raises InvalidRequest for a damaged body, and
+    TooLarge for more than `most` bytes."""
+    inflater = zlib.decompressobj(WBITS[encoding])
+    try:
+        body = inflater.decompress(raw, most + 1)
+    except zlib.error as error:
+        raise InvalidRequest(
+            f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
+        ) from error
+    if len(body) > most:
+        raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
+    if not inflater.eof:
+        raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
+    if inflater.unused_data:
+        raise InvalidRequest(
+            f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
+        )
+    return body
 
-    Raises NotJson, InvalidRequest, TooLarge, BodyTimeout, DeadlineExceeded, Abandoned.
+
+async def uncompressed(request: Request, raw: bytes) -> bytes:
+    """Returns a received body without its `Content-Encoding`. The decompressed bytes count towards the receive budget
+    until the request is answered. Raises UnsupportedMedia, Overloaded, DeadlineExceeded and the errors of
+    `inflated`."""
+    here, app = context(request.scope), request.app
+    encoding = (here.header(ENCODING) or "identity").strip().lower()
+    if encoding in ("", "identity"):
+        return raw
+    if encoding not in WBITS:
+        raise UnsupportedMedia(
+            f"content-encoding {truncate_repr(encoding)} is not supported; the server accepts gzip and deflate"
+        )
+    most: int = app.state.settings.max_body_bytes
+    connection = connection_of(request.scope)
+    decoder: Decoder = app.state.decoder
+    largest, body = min(most, MOST_INFLATED * len(raw)), b""
+    if connection is not None and not connection.hold(largest):
+        raise Overloaded("the server is receiving too much data: try again later")
+    try:
+        body = await decoder.run(inflated, raw, encoding, most, deadline=here.deadline)
+    finally:
+        if connection is not None:
+            connection.hold(len(body) - largest)
+    return body
+
+
+def unmarked(raw: bytes | str) -> bytes | str:
+    """Returns a body without its byte-order mark."""
+    mark = MARKS[isinstance(raw, str)]
+    return raw[len(mark) :] if raw.startswith(mark) else raw  # type: ignore[arg-type]
+
+
+async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
+    """Reads and decodes the body as `model`, and admits the request (see `cost.py`). Reads an empty body as `empty`.
+
+    Raises NotJson, InvalidRequest, TooLarge, RateLimited, BodyTimeout, DeadlineExceeded, Abandoned.
     """
     raw: bytes | None = request.scope.get(WHOLE_BODY)
     if raw is None:
         raw = await read(request)
     decoder: Decoder = request.app.state.decoder
     if len(raw) <= LARGE_BYTES:
-        return decoder.decode_now(raw or empty, model)
-    return await decoder.decode(raw, model, deadline=context(request.scope).deadline)
+        body = decoder.decode_now(raw or empty, model)
+    else:
+        body = await decoder.decode(raw, model, deadline=context(request.scope).deadline)
+    admit_body(request, body)
+    return body
 
 
 def received_body(scope: Scope) -> bytes | None:
     """Returns a body that was received together with the request's head. Returns None for other bodies."""
-    state = scope.get("state")
-    connection: Connection | None = None if state is None else state.get(CONNECTION)
+    connection = connection_of(scope)
     return None if connection is None else connection.content
 
 
+def connection_of(scope: Scope) -> Connection | None:
+    """Returns the request's connection. Under another server than Wane's own, there is none."""
+    state = scope.get("state")
+    found: Connection | None = None if state is None else state.get(CONNECTION)
+    return found
+
+
 async def read(request: Request) -> bytes:
-    """Reads the whole body. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
+    """Reads the whole body, and decompresses it. Raises BodyTimeout, DeadlineExceeded, Abandoned and the errors of
+    `uncompressed`."""
     here = context(request.scope)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:
         deadline -= here.timeout_s - here.body_timeout_s
     try:
         async with asyncio.timeout_at(deadline):
-            return await _receive(request)
+            raw = await _receive(request)
     except TimeoutError:
         if deadline == here.deadline:
             raise DeadlineExceeded("the deadline passed before the whole body was received") from None
         raise BodyTimeout(f"the body was not complete after {here.body_timeout_s:g} s") from None
+    return await uncompressed(request, raw)
 
 
 async def _receive(request: Request) -> bytes:
@@ -277,7 +360,7 @@ def plain_steps(raw: bytes, most: int) -> PlainSteps | None:
     except FAILURES:
         return None
     sessions = {step.session for step in body.steps}
-    if not 0 < len(sessions) == len(body.steps) <= most or not all(map(SESSION_ID.fullmatch, sessions)):
+    if not 0 < len(sessions) == len(body.steps) <= most or not all(map(is_session_id, sessions)):
         return None
     return body
 
@@ -300,12 +383,14 @@ async def tokens_of(
     return EventTokens(tokens)
 
 
-def filter_of(engine: Engine, body: RankedBody) -> Filter:
-    """Returns the filter that selects the tokens that the answer may list. Raises InvalidRequest."""
+async def filter_of(engine: Engine, body: RankedBody) -> Filter:
+    """Returns the filter that selects the tokens that the answer may list. Converts the names of a long list on another
+    thread. Raises InvalidRequest."""
     flags = body.exclude_seen or body.include_end or body.include_unknown
     if body.exclude is None and body.candidates is None and not flags:
         return NO_FILTER
-    return engine.events.filter(
+    make = partial(
+        engine.events.filter,
         body.exclude,
         body.candidates,
         body.unknown,
@@ -313,3 +398,5 @@ def filter_of(engine: Engine, body: RankedBody) -> Filter:
         include_end=body.include_end,
         include_unknown=body.include_unknown,
     )
+    is_long = len(body.exclude or ()) + len(body.candidates or ()) >= HEAVY_TOKENS
+    return await asyncio.to_thread(make) if is_long else make()

@@ -122,8 +122,11 @@ async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     other calls and raises the error."""
     if len(calls) == 1:
         return [await calls[0]()]
-    tasks = [asyncio.ensure_future(call()) for call in calls]
+    tasks: list[asyncio.Future[T]] = []
     try:
+        for call in calls:
+            tasks.append(asyncio.ensure_future(call()))
+            await asyncio.sleep(0)  # lets the event loop run other work between the beginnings of many calls
         return list(await asyncio.gather(*tasks))
     except BaseException:
         await _cancelled(tasks)

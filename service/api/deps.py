@@ -39,14 +39,6 @@ def session_key(request: HTTPConnection, session: str) -> str:
     return name_within(context(request.scope).owner.name, session)
 
 
-def charge(request: HTTPConnection, requests: int) -> None:
-    """Charges the API key for a call that counts as `requests` requests. One request was already charged before the
-    endpoint was called. Raises RateLimited, Unauthorized."""
-    principal = context(request.scope).principal
-    if principal is not None and requests > 1:
-        principal.charge(requests - 1, before=1)
-
-
 async def model_engine(request: Request, name: str | None = None) -> Engine:
     """Returns the engine of a model, or the default engine. Adds the model to the request's access log line. Waits
     while the model loads.

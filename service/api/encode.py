@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 from pydantic_core import to_jsonable_python
@@ -18,7 +18,11 @@ VALUES_AT_ONCE = 16_384
 """The number of values of a long list that are encoded in one iteration of the event loop. The encoder holds the
 interpreter lock, so encoding on another thread would block the event loop for the same time."""
 
+BYTES_IN_A_TURN = 1 << 17  # encoded bytes after which the event loop runs other work
+SENT_WHOLE_BYTES = 1 << 20
+
 CONTENT_TYPE = (b"content-type", b"application/json")
+RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class Reply(Response):
@@ -43,6 +47,13 @@ json_bytes = msgspec.json.Encoder(enc_hook=to_jsonable_python).encode
 """Encodes a result, a document, or a value in a document as JSON. A number that is not finite becomes null."""
 
 
+def event(document: object, name: str = "") -> bytes:
+    """Returns one server-sent event. Its data is one `data:` line, because JSON has no raw line breaks. U+2028 and
+    U+2029, which JSON has and some clients take as line breaks, are escaped."""
+    data = json_bytes(document).replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
+
+
 def members(result: Result) -> dict[str, object]:
     """Returns the members of a result's JSON object. Omits a field that has its default value, None."""
     given = msgspec.structs.asdict(result)
@@ -53,35 +64,77 @@ def members(result: Result) -> dict[str, object]:
     }
 
 
-async def encode_long(document: Mapping[str, object]) -> bytes:
-    """Returns the same bytes as `json_bytes`. Encodes a long list in pieces, and lets the event loop run other work
-    between two pieces."""
-    parts: list[bytes] = []
-    for name, value in document.items():
-        parts += (b"," if parts else b"{", json_bytes(name), b":")
-        if not isinstance(value, list | tuple) or len(value) <= (rows := _rows_at_once(value)):
-            parts.append(json_bytes(value))
-            continue
-        for start in range(0, len(value), rows):
+def pieces(value: object) -> Iterator[bytes]:
+    """Yields the same bytes as `json_bytes`, in pieces of about VALUES_AT_ONCE values."""
+    if isinstance(value, Result):
+        value = members(value)
+    if isinstance(value, Mapping) and value:
+        for number, (name, item) in enumerate(value.items()):
+            yield (b"," if number else b"{") + json_bytes(name) + b":"
+            yield from pieces(item)
+        yield b"}"
+        return
+    if not isinstance(value, list | tuple) or (count := _values_in(value)) <= VALUES_AT_ONCE:
+        yield json_bytes(value)
+        return
+    rows = max(1, VALUES_AT_ONCE * len(value) // count)
+    for start in range(0, len(value), rows):
+        yield b"," if start else b"["
+        if rows > 1:
+            yield json_bytes(value[start : start + rows])[1:-1]
+        else:
+            yield from pieces(value[start])
+    yield b"]"
+
+
+def _values_in(value: object) -> int:
+    """Returns about how many values a value has, as if the items of each list had as many as the first that is not
+    null."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.astuple(value)
+        return sum(map(_values_in, value))
+    if isinstance(value, Mapping):
+        return sum(map(_values_in, value.values()))
+    if isinstance(value, list | tuple) and value:
+        return len(value) * _values_in(next((one for one in value if one is not None), None))
+    return 1
+
+
+class LongReply(Response):
+    """A response that is sent while it is made, because the whole would take much memory."""
+
+    def __init__(self, begun: list[bytes], rest: Iterator[bytes], headers: RawHeaders) -> None:
+        """`begun` are the first pieces of the body, and `rest` makes the others."""
+        self.status_code, self.background, self.raw_headers = 200, None, [*headers]
+        self._begun, self._rest = begun, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": b"".join(self._begun), "more_body": True})
+        self._begun.clear()
+        for piece in self._rest:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
-            piece = json_bytes(value[start : start + rows])
-            parts += (b"," if start else b"[", piece[1:-1])
-        parts.append(b"]")
-    parts.append(b"}" if parts else b"{}")
-    return b"".join(parts)
+        await send({"type": "http.response.body", "body": b""})
 
 
-def _rows_at_once(values: Sequence[object]) -> int:
-    """Returns how many items of a list have VALUES_AT_ONCE values together, if each has as many as the first item that
-    is not null."""
-    item = next((one for one in values if one is not None), None)
-    count = 1
-    while isinstance(item, list | tuple) and item:
-        count *= len(item)
-        item = item[0]
-    if isinstance(item, msgspec.Struct):
-        count *= len(item.__struct_fields__)
-    return max(1, VALUES_AT_ONCE // count)
+async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_TYPE,)) -> Response:
+    """Returns a response whose body is made in pieces. The event loop runs other work between two of them. A body of
+    over SENT_WHOLE_BYTES is sent while it is made."""
+    begun: list[bytes] = []
+    size = in_turn = 0
+    for piece in made:
+        begun.append(piece)
+        size += len(piece)
+        in_turn += len(piece)
+        if size > SENT_WHOLE_BYTES:
+            return LongReply(begun, made, headers)
+        if in_turn > BYTES_IN_A_TURN:
+            in_turn = 0
+            await asyncio.sleep(0)
+    whole = Reply(b"".join(begun))
+    whole.raw_headers[:1] = headers
+    return whole
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -89,9 +142,9 @@ def reply(document: object, status: int = 200, headers: Mapping[str, str] | None
     return Reply(json_bytes(document), status, headers)
 
 
-async def long_reply(result: Result) -> Response:
-    """Returns a result with long lists as a response. Encodes the lists in several iterations of the event loop."""
-    return Reply(await encode_long(members(result)))
+async def long_reply(document: object) -> Response:
+    """Returns a result or a document that may be long as a response. See `reply_in_pieces`."""
+    return await reply_in_pieces(pieces(document))
 
 
 def model(engine: Engine) -> ModelDocument:

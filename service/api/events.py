@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from wane.service.api.encode import json_bytes
+from wane.service.api.encode import event
 from wane.service.api.exchange import context, note_answer
 from wane.service.api.problem import failure_document
 from wane.service.engine.stream import Stream
@@ -45,13 +45,8 @@ class EventStream(StreamingResponse):
             async for result in results:
                 if isinstance(result, Finish):
                     note_answer(request.scope, result)
-                yield event(EVENTS[type(result)], result)
+                yield event(result, EVENTS[type(result)])
         except Exception as error:  # the status is already sent, so a failure must be an event
             document = failure_document(request.scope, error)
             context(request.scope).fields["error"] = document["code"]
-            yield event("error", document)
-
-
-def event(name: str, result: object) -> bytes:
-    """Returns one server-sent event. Its data is one `data:` line, because JSON has no raw line breaks."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), json_bytes(result))
+            yield event(document, "error")

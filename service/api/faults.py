@@ -115,11 +115,29 @@ def check(raw: bytes | str, model: type[Body], settings: Settings, *, partial: b
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object")
     check_lengths(document.get, model, settings, partial=partial)
+    drop_nulls(document, type_info(model))
     fault = next(faults(document, type_info(model), "", partial=partial), None)
     if fault is not None:
         field = fault[0].removeprefix(".")
         raise InvalidRequest(field + fault[1], field)
     return document
+
+
+def drop_nulls(value: object, kind: inspect.Type) -> None:
+    """Removes the members that are null where the field may be absent, because a null counts as absent. The decoder
+    accepts null only for fields whose default is null, so other bodies with a null are rejected and read again."""
+    for one in _choices(kind):
+        match one:
+            case inspect.StructType(fields=fields) if isinstance(value, dict):
+                for field in fields:
+                    if value.get(field.name, field) is None and not field.required:
+                        del value[field.name]
+                    elif isinstance(value.get(field.name), dict | list):
+                        drop_nulls(value[field.name], field.type)
+            case inspect.VarTupleType(item_type=inner) | inspect.ListType(item_type=inner) if isinstance(value, list):
+                if any(isinstance(choice, inspect.StructType) for choice in _choices(inner)):
+                    for item in value:
+                        drop_nulls(item, inner)
 
 
 def faults(value: object, kind: inspect.Type, path: str, *, partial: bool) -> Iterator[Fault]:

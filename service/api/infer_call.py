@@ -13,7 +13,8 @@ from starlette.requests import Request
 from wane.models.manifest import Unknown
 from wane.service.api import tensors
 from wane.service.api.body import LARGE_BYTES, Decoder, read
-from wane.service.api.deps import deadline, header, settings
+from wane.service.api.cost import Cost, admit_body
+from wane.service.api.deps import deadline, header
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import context
 from wane.service.api.schemas.inference import InferBody
@@ -28,15 +29,15 @@ from wane.service.api.signature import (
     TEXT,
     TOKEN_LOGPROBS,
 )
-from wane.service.api.tensors import ENCODING, HEADER_LENGTH, OutputFormat, Tensor
+from wane.service.api.tensors import HEADER_LENGTH, OutputFormat, Tensor
 from wane.service.deadline import TOO_LATE
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, truncate_repr
+from wane.service.errors import DeadlineExceeded, InvalidRequest, truncate_repr
 from wane.service.settings import Settings
 
 ROWS_AT_ONCE = 32
-"""The number of texts or lists of events that are converted in one iteration of the event loop."""
+"""The number of rows that are converted in one iteration of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,10 @@ async def decoded_call(request: Request) -> InferCall:
     if raw is None:
         raw = await read(request)
     decoder: Decoder = request.app.state.decoder
-    until, encoding = deadline(request), header(request, ENCODING)
-    if tensors.is_encoded(encoding):
-        most = settings(request).max_body_bytes
-        raw = await decoder.run(tensors.inflated, raw, encoding, most, deadline=until)
+    until = deadline(request)
     head, binary = tensors.divided(raw, header(request, HEADER_LENGTH))
     body = await decoder.decode(head, InferBody, until)
+    admit_body(request, body)
     if len(raw) <= LARGE_BYTES:
         given = tensors.read_tensors(body.inputs, binary, INPUTS)
     else:
@@ -133,14 +132,13 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
             else:
                 tokens = await _encoded(engine, values[index], where, name, asked.deadline, document=document)
                 rows.append(EventTokens(tokens))
-            if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
-                await asyncio.sleep(0)
         else:
             rows.append(EventTokens(tuple(values[index, :length].tolist())))
             engine.check_tokens(rows[-1].tokens, where, document=document)
+        if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
+            await asyncio.sleep(0)
         total += len(rows[-1].tokens)
-        if total > limits.max_scored_tokens:
-            raise TooLarge(f"{name} holds more than {limits.max_scored_tokens} tokens, which is the limit")
+        Cost(tokens=total).check(limits)
     return rows
 
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.api.body import read, received_body
+from wane.service.api.body import ENCODING, read, received_body, uncompressed
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.encode import Reply
 from wane.service.api.exchange import HttpExchange, RequestContext, RequestPolicy, context, log_line
@@ -31,6 +31,7 @@ from wane.service.observability.tracing import CURRENT
 
 Endpoint = Callable[..., Awaitable[Response]]
 
+ENCODING_BYTES = ENCODING.encode()
 POLICY = 1008
 TRY_AGAIN = 1013
 
@@ -170,6 +171,8 @@ class HotRoutes(RequestMiddleware):
             body = await read(Request(scope, self.bounded(exchange.context, receive)))
         elif len(body) > self.policy.max_body_bytes:
             raise self.too_large(f"is {len(body)} bytes")
+        elif ENCODING_BYTES in exchange.context.headers:
+            body = await uncompressed(request, body)
         with until_hangup(request):
             scope[WHOLE_BODY] = body
             response = await scope["route"].endpoint(request, **scope["path_params"])

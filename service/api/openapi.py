@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.json import schema_components
 
+from wane.service.api.body import ENCODING, WBITS
 from wane.service.api.exchange import TIMEOUT, TIMEOUT_HEADER
 from wane.service.api.faults import limit_of
 from wane.service.api.schemas.common import AT_LEAST, AT_MOST, OF_TOKENS, Body, anchored
@@ -40,6 +41,14 @@ TIMEOUT_PARAMETER = {
     "schema": {"type": "string", "pattern": anchored(TIMEOUT)},
 }
 
+
+ENCODING_PARAMETER = {
+    "name": ENCODING,
+    "in": "header",
+    "required": False,
+    "description": "the compression of the body",
+    "schema": {"type": "string", "enum": [*WBITS, "identity"]},
+}
 
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 
@@ -88,7 +97,10 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
     for body in bodies(Body):
         if body.__name__ in schemas:
             schemas[body.__name__] |= body.several()
-            schemas[body.__name__]["properties"] |= body.overrides
+            properties = schemas[body.__name__]["properties"]
+            properties |= body.overrides
+            for name in properties.keys() - {*schemas[body.__name__].get("required", ())}:
+                properties[name] = nullable(properties[name])
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     for schema in _schemas(document):
         if AT_LEAST in schema:
@@ -104,8 +116,19 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["summary"] = operation["description"].partition(".")[0].replace("\n", " ")
-            operation.setdefault("parameters", []).append(TIMEOUT_PARAMETER)
+            parameters = operation.setdefault("parameters", [])
+            parameters += [ENCODING_PARAMETER, TIMEOUT_PARAMETER] if "requestBody" in operation else [TIMEOUT_PARAMETER]
     return document
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a field that may be absent. A null counts as absent (see `faults.drop_nulls`)."""
+    null = {"type": "null"}
+    if null in schema.get("anyOf", ()):
+        return schema
+    outside: dict[str, Any] = {name: schema[name] for name in ("description", "default") if name in schema}
+    inside = {name: value for name, value in schema.items() if name not in outside}
+    return {"anyOf": [inside, null]} | outside
 
 
 def _schemas(part: object) -> Iterator[dict[str, Any]]:

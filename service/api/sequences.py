@@ -14,7 +14,7 @@ from wane.service.api.exchange import registry
 from wane.service.api.schemas.inference import LARGEST_ID, InferParameters
 from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest, SessionExists, TokenizerChanged, UnknownSession, truncate_repr
-from wane.service.types import id_of
+from wane.service.types import SESSION_RULE, id_of
 
 STARTS = 3
 """The number of attempts to start a sequence that other clients start at the same time."""
@@ -36,9 +36,8 @@ def sequence_key(request: Request, engine: Engine, sequence: str) -> str:
         return session_key(request, f"{engine.name}:{sequence}")
     except InvalidRequest as error:
         raise InvalidRequest(
-            f"sequence_id is {truncate_repr(sequence)}, but the model's name, a colon and the id must "
-            "together be 1 to 128 letters, digits "
-            "and . _ ~ : -",
+            f"sequence_id is {truncate_repr(sequence)}, but the model's name, a colon and the id must together be "
+            f"{SESSION_RULE}",
             "sequence_id",
         ) from error
 

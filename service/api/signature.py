@@ -86,8 +86,7 @@ def metadata(engine: Engine, settings: Settings) -> ModelMetadataDocument:
 
 
 def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
-    """Returns Triton's configuration of the model. The configuration has no `sequence_batching`, which would require a
-    sequence for every request."""
+    """Returns Triton's configuration of the model. Unlike Triton, a request does not need a sequence."""
     inputs, found = INPUTS.items(), outputs(engine, settings).items()
     manifest = engine.manifest
     return {
@@ -104,6 +103,14 @@ def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
         "instance_group": [
             {"name": engine.name, "kind": "KIND_CPU" if engine.device == "cpu" else "KIND_GPU", "count": 1}
         ],
+        "sequence_batching": {
+            "max_sequence_idle_microseconds": round(settings.session_ttl_s * 1e6),
+            "control_input": [
+                {"name": "sequence_start", "control": [{"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}]},
+                {"name": "sequence_end", "control": [{"kind": "CONTROL_SEQUENCE_END", "fp32_false_true": [0, 1]}]},
+                {"name": "sequence_id", "control": [{"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_UINT64"}]},
+            ],
+        },
         "parameters": {
             "family": {"string_value": manifest.architecture.family},
             "vocabulary": {"string_value": manifest.vocabulary.kind},

@@ -11,31 +11,30 @@ error names the invalid tensor or header.
 
 from __future__ import annotations
 
-import asyncio
+import math
 import re
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
-from msgspec import Raw
 from numpy.typing import NDArray
+from starlette.responses import Response
 
-from wane.service.api.encode import CONTENT_TYPE, VALUES_AT_ONCE, Reply, json_bytes
+from wane.service.api.encode import VALUES_AT_ONCE, json_bytes, reply_in_pieces
 from wane.service.api.schemas.inference import InputTensor
-from wane.service.errors import InvalidRequest, TooLarge, UnsupportedMedia, truncate_repr
+from wane.service.errors import InvalidRequest, truncate_repr
 
 HEADER_LENGTH = "inference-header-content-length"
-ENCODING = "content-encoding"
 BINARY_TYPE = (b"content-type", b"application/octet-stream")
 BINARY_SIZE, BINARY = "binary_data_size", "binary_data"
 SHARED_MEMORY = "shared_memory_"
 CLASSIFICATION = "classification"
+CONTENT = "content_type"  # says how MLServer's clients convert a tensor, and changes nothing here
 DIGITS = re.compile("[0-9]{1,15}")
 LENGTH_BYTES = 4  # the number of bytes that encode the length of a BYTES value
 DTYPES: Mapping[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "FP32": np.dtype("<f4"), "BOOL": np.dtype("?")}
-WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # values of zlib's `wbits` for the gzip format and the zlib format
 
 Datatype = Literal["INT64", "FP32", "BOOL", "BYTES"]
 
@@ -55,37 +54,6 @@ class Tensor(NamedTuple):
 
 
 # Bodies
-
-
-def inflated(raw: bytes, encoding: str, most: int) -> bytes:
-    """Decompresses a body with a `Content-Encoding`. Raises UnsupportedMedia for an unknown encoding, InvalidRequest
-    for a damaged body, and TooLarge for more than `most` bytes."""
-    wbits = WBITS.get(encoding.strip().lower())
-    if wbits is None:
-        raise UnsupportedMedia(
-            f"content-encoding {truncate_repr(encoding)} is not supported; the server accepts gzip and deflate"
-        )
-    inflater = zlib.decompressobj(wbits)
-    try:
-        body = inflater.decompress(raw, most + 1)
-    except zlib.error as error:
-        raise InvalidRequest(
-            f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
-        ) from error
-    if len(body) > most:
-        raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
-    if not inflater.eof:
-        raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
-    if inflater.unused_data:
-        raise InvalidRequest(
-            f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
-        )
-    return body
-
-
-def is_encoded(encoding: str | None) -> bool:
-    """Returns whether a body with this `Content-Encoding` must be decompressed."""
-    return encoding is not None and encoding.strip().lower() not in ("", "identity")
 
 
 def divided(raw: bytes, header_length: str | None) -> tuple[bytes, memoryview]:
@@ -140,7 +108,8 @@ def _shape(given: InputTensor, spec: TensorSpec) -> tuple[int, ...]:
     name = given.name
     if given.datatype != spec.datatype:
         raise InvalidRequest(f"{name} has datatype {truncate_repr(given.datatype)}, but must be {spec.datatype}", name)
-    if len(given.shape) != len(spec.shape):
+    is_column = len(spec.shape) == 1 and len(given.shape) == 2 and given.shape[1] == 1  # as some clients write a list
+    if len(given.shape) != len(spec.shape) and not is_column:
         raise InvalidRequest(f"{name} has {len(given.shape)} dimensions, but must have {len(spec.shape)}", name)
     for size in given.shape:
         if type(size) is not int:
@@ -151,7 +120,7 @@ def _shape(given: InputTensor, spec: TensorSpec) -> tuple[int, ...]:
             raise InvalidRequest(f"{name} is empty: its shape is {given.shape}", name)
         if size > 2**63 - 1:
             raise InvalidRequest(f"{name}: shape holds {truncate_repr(size)}, which exceeds the body's length", name)
-    return tuple(given.shape)
+    return tuple(given.shape[: len(spec.shape)])
 
 
 def _binary_size(given: InputTensor) -> int | None:
@@ -160,11 +129,11 @@ def _binary_size(given: InputTensor) -> int | None:
     for parameter in given.parameters:
         if parameter.startswith(SHARED_MEMORY):
             raise InvalidRequest(f"{name}: shared memory is not supported ({parameter})", name)
-        if parameter != BINARY_SIZE:
+        if parameter not in (BINARY_SIZE, CONTENT):
             raise InvalidRequest(f"{name}: there is no parameter {truncate_repr(parameter)}", name)
-    if BINARY_SIZE not in given.parameters:
+    size = given.parameters.get(BINARY_SIZE)
+    if size is None:
         return None
-    size = given.parameters[BINARY_SIZE]
     if type(size) is not int:
         raise InvalidRequest(f"{name}: {BINARY_SIZE} must be a whole number, not {truncate_repr(size)}", name)
     if size < 0:
@@ -218,9 +187,9 @@ def _of_json(given: InputTensor, spec: TensorSpec, shape: tuple[int, ...]) -> ND
     name, data = given.name, given.data
     if data is None:
         raise InvalidRequest(f"{name} has neither data nor {BINARY_SIZE}", name)
-    if len(shape) == 2 and data and type(data[0]) is list:
-        if len(data) != shape[0] or any(type(row) is not list or len(row) != shape[1] for row in data):
-            raise InvalidRequest(f"{name}: data is not nested like shape {[*shape]}", name)
+    if len(given.shape) == 2 and data and type(data[0]) is list:
+        if len(data) != shape[0] or any(type(row) is not list or len(row) != given.shape[1] for row in data):
+            raise InvalidRequest(f"{name}: data is not nested like shape {given.shape}", name)
         data = [value for row in data for value in row]
     if len(data) != _product(shape):
         raise InvalidRequest(f"{name}: data has {len(data)} values, but shape {[*shape]} has {_product(shape)}", name)
@@ -246,6 +215,9 @@ def _product(shape: tuple[int, ...]) -> int:
 
 # Outputs
 
+Rows = NDArray[Any] | Sequence[NDArray[Any]]
+"""The values of an output: an array, or its rows, which may be large and are not copied into one array."""
+
 
 class OutputFormat(NamedTuple):
     """The name of a requested output, and whether its values are sent in the binary part of the answer."""
@@ -262,49 +234,59 @@ def output_format(name: str, parameters: Mapping[str, Any], *, binary: bool) -> 
             raise InvalidRequest(f"{name}: shared memory is not supported ({parameter})", name)
         if parameter == CLASSIFICATION:
             raise InvalidRequest(f"{name}: classification is not supported; ask for top_ids and top_logprobs", name)
-        if parameter != BINARY:
+        if parameter not in (BINARY, CONTENT):
             raise InvalidRequest(f"{name}: there is no parameter {truncate_repr(parameter)}", name)
+        if parameter == CONTENT or value is None:
+            continue
         if type(value) is not bool:
             raise InvalidRequest(f"{name}: {BINARY} must be true or false, not {truncate_repr(value)}", name)
         binary = value
     return OutputFormat(name, binary)
 
 
-async def reply(
-    head: Mapping[str, object], wanted: Sequence[OutputFormat], values: Mapping[str, NDArray[Any]]
-) -> Reply:
-    """Returns the response with the outputs in the order of `wanted`. `head` has the other fields of the answer.
-    Encodes a long output in pieces, and lets the event loop run other work between two pieces."""
-    outputs: list[dict[str, object]] = []
-    binary: list[bytes] = []
-    for name, is_binary in wanted:
-        array = values[name]
-        datatype = DATATYPES[array.dtype.kind]
-        document: dict[str, object] = {"name": name, "datatype": datatype, "shape": array.shape}
-        if is_binary:
-            binary.append(array.astype(DTYPES[datatype], copy=False).tobytes())
-            document["parameters"] = {BINARY_SIZE: len(binary[-1])}
-        else:
-            document["data"] = Raw(await _json(array))
-        outputs.append(document)
-    header = json_bytes({**head, "outputs": outputs})
+async def reply(head: Mapping[str, object], wanted: Sequence[OutputFormat], values: Mapping[str, Rows]) -> Response:
+    """Returns the response with the outputs in the order of `wanted`. `head` has the other fields of the answer. A long
+    response is encoded and sent in pieces."""
+    binary = [values[name] for name, is_binary in wanted if is_binary]
+    made = _header(head, wanted, values)
     if not binary:
-        return Reply(header)
-    answer = Reply(b"".join((header, *binary)), headers={HEADER_LENGTH: str(len(header))})
-    answer.raw_headers[answer.raw_headers.index(CONTENT_TYPE)] = BINARY_TYPE
-    return answer
+        return await reply_in_pieces(made)
+    header = b"".join(made)
+    headers = [BINARY_TYPE, (HEADER_LENGTH.encode(), b"%d" % len(header))]
+    return await reply_in_pieces(chain([header], *map(_bytes, binary)), headers)
+
+
+def _header(head: Mapping[str, object], wanted: Sequence[OutputFormat], values: Mapping[str, Rows]) -> Iterator[bytes]:
+    """Yields the JSON of an answer in pieces."""
+    yield json_bytes(head)[:-1] + (b"," if head else b"") + b'"outputs":['
+    for number, (name, is_binary) in enumerate(wanted):
+        rows = values[name]
+        datatype = DATATYPES[rows[0].dtype.kind]
+        shape = (len(rows), *rows[0].shape)
+        document: dict[str, object] = {"name": name, "datatype": datatype, "shape": shape}
+        if is_binary:
+            document["parameters"] = {BINARY_SIZE: math.prod(shape) * DTYPES[datatype].itemsize}
+        about = json_bytes(document)
+        yield (b"," if number else b"") + (about if is_binary else about[:-1] + b',"data":[')
+        if not is_binary:
+            for place, piece in enumerate(_slices(rows)):
+                values_json = orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]  # NaN is null
+                yield (b"," if place else b"") + values_json
+            yield b"]}"
+    yield b"]}"
+
+
+def _slices(rows: Rows) -> Iterator[NDArray[Any]]:
+    """Yields the values of an output in row-major order, VALUES_AT_ONCE at a time or fewer."""
+    for flat in [rows.reshape(-1)] if isinstance(rows, np.ndarray) else rows:
+        for start in range(0, len(flat), VALUES_AT_ONCE):
+            yield np.ascontiguousarray(flat[start : start + VALUES_AT_ONCE])
+
+
+def _bytes(rows: Rows) -> Iterator[bytes]:
+    """Yields the bytes of a binary output in pieces."""
+    for piece in _slices(rows):
+        yield piece.astype(DTYPES[DATATYPES[piece.dtype.kind]], copy=False).tobytes()
 
 
 DATATYPES = {"i": "INT64", "f": "FP32", "b": "BOOL"}
-
-
-async def _json(array: NDArray[Any]) -> bytes:
-    """Returns the values as a flat JSON list, in which NaN is null."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if len(flat) <= VALUES_AT_ONCE:
-        return orjson.dumps(flat, option=orjson.OPT_SERIALIZE_NUMPY)
-    parts: list[bytes] = []
-    for start in range(0, len(flat), VALUES_AT_ONCE):
-        await asyncio.sleep(0)
-        parts.append(orjson.dumps(flat[start : start + VALUES_AT_ONCE], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1])
-    return b"[" + b",".join(parts) + b"]"

@@ -1,7 +1,7 @@
 """Spreads work that holds the event loop over several of its turns.
 
-The requests of one batch are answered in one turn of the event loop. If each answer takes milliseconds, other sessions
-would wait for all of them.
+The requests of one batch are answered in one turn of the event loop. If each answer takes long, other sessions would
+wait for all of them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,32 @@ from __future__ import annotations
 import asyncio
 
 HEAVY_TOKENS = 4096
-"""The least number of tokens in a vocabulary, or of events in a filter, whose processing takes a turn of its own."""
+"""The least number of tokens or events that are sorted or converted on another thread."""
+
+TOKENS_A_TURN = 1 << 14
+"""The number of tokens whose logits are read in one turn of the event loop, which takes about a millisecond. Work for
+more tokens takes a turn of its own."""
 
 
 class Turns:
-    """Gives each caller a turn of the event loop of its own."""
+    """Limits the work of all callers together in one turn of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._spent = 0
 
     async def take(self, tokens: int) -> None:
-        """Returns at once if the caller's work is for less than HEAVY_TOKENS tokens. Otherwise returns in a turn in
-        which no other caller's work begins."""
-        if tokens >= HEAVY_TOKENS:
+        """Returns in a turn that has room for work for so many tokens."""
+        if self._lock.locked() or not self._has_room(tokens):
             async with self._lock:
-                await asyncio.sleep(0)
+                while not self._has_room(tokens):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        if not self._spent:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._spent += tokens
+
+    def _has_room(self, tokens: int) -> bool:
+        return not self._spent or self._spent + tokens <= TOKENS_A_TURN
+
+    def _end(self) -> None:
+        self._spent = 0

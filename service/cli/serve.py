@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from tempfile import TemporaryFile
 
-from wane.arguments import Parser
+from wane.arguments import Parser, printable
 from wane.models.bundle import BundleError
 from wane.service import server
 from wane.service.auth.keys import KeysError
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         server.run(settings)
     except UnsavedSessions as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print(printable(f"error: {error}"), file=sys.stderr)  # noqa: T201
         return UNSAVED
     return 0
 

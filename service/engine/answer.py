@@ -15,6 +15,7 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Certificate, Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.ticket import Ticket
+from wane.service.batching.turns import HEAVY_TOKENS, Turns
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
@@ -112,6 +113,10 @@ class Sampler(Protocol):
         ...
 
 
+FEW_PREDICTIONS, TOKENS_OF_A_PREDICTION = 20, 20
+"""Listing a prediction takes about as long as reading the logits of 20 tokens."""
+
+
 class AnswerBuilder:
     """Builds the answers of one model."""
 
@@ -136,9 +141,18 @@ class AnswerBuilder:
         self._stats = stats
         self._prover = prover
         self.rankings = Rankings(vocabulary)
+        self.turns = Turns()
         self.cache = cache
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
+
+    async def take_turn(self, plan: AnswerPlan, top_k: int = 0) -> None:
+        """Waits for a turn of the event loop in which to make a part or an answer that needs all logits, or lists many
+        tokens: all answers of a batch are ready in the same turn."""
+        if plan.ranking is not self.rankings.default or (plan.cache and self.cache is not None):
+            await self.turns.take(self._vocabulary.size + TOKENS_OF_A_PREDICTION * top_k)
+        elif top_k > FEW_PREDICTIONS:
+            await self.turns.take(TOKENS_OF_A_PREDICTION * top_k)
 
     def part(
         self,
@@ -179,6 +193,7 @@ class AnswerBuilder:
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
+        await self.take_turn(plan)
         part = self.part(plan, result, ticket.latency(since=mark), input_ids, recurrent=False)
         return await self.search(plan, part, ticket) if prove else part
 
@@ -241,6 +256,9 @@ class AnswerBuilder:
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
+        await self.take_turn(plan, top_k)
+        if logits and self._vocabulary.size >= HEAVY_TOKENS:
+            await asyncio.to_thread(getattr, answered.result, "logits")  # mixes all logits with the cache, once
         found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None

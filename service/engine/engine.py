@@ -93,6 +93,7 @@ from wane.service.types import (
 
 ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded on the event loop's thread
 
+LONG_DOCUMENT = 1 << 15  # least number of tokens that are checked on another thread
 BEGUN_AT_ONCE = 32
 """The largest number of predictions of one `predict_many` call that start in one iteration of the event loop."""
 
@@ -547,8 +548,12 @@ class Engine:
 
         The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
-        self._limits.tokens(request.tokens, document=True)
-        self._limits.places(request)
+        if len(request.tokens) < LONG_DOCUMENT:
+            self._limits.tokens(request.tokens, document=True)
+        else:
+            await asyncio.to_thread(self._limits.tokens, request.tokens, document=True)
+        if request.top_k is not None:
+            self._limits.top_k(request.top_k)
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))

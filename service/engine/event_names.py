@@ -20,7 +20,7 @@ TEXTS = ("prompt",)
 EXAMPLES = 2
 """The number of event names that an error message shows as examples."""
 
-READ_AT_ONCE = 8192
+READ_AT_ONCE = 2048
 """The number of events that `read` converts in one iteration of the event loop."""
 
 Event = str | int
@@ -161,7 +161,13 @@ class EventNames:
         names: list[str] = []
         skipped: list[int] = []
         for place, event in enumerate(events, first):
-            name = event if isinstance(event, str) else str(event)
+            if isinstance(event, str):
+                name = event
+            elif -(2**63) <= event < 2**64:
+                name = str(event)
+            else:  # the decimal digits of a longer integer take long, or are refused by Python
+                where = f"{field}[{place}]"
+                raise InvalidRequest(f"{where} is an integer of over 64 bits; give the event as a text", where)
             token = find(name)
             if token is not None and token != end:
                 tokens.append(token)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.turns import Turns
+from wane.service.batching.turns import HEAVY_TOKENS, Turns
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
@@ -269,7 +270,10 @@ async def generate(
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         logprobs = log_softmax(result.logits)
-        token = sampler.choose(logprobs)
+        if vocabulary.size < HEAVY_TOKENS:
+            token = sampler.choose(logprobs)
+        else:  # sorting releases the interpreter lock
+            token = await asyncio.to_thread(sampler.choose, logprobs)
         recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
         yield GeneratedToken(

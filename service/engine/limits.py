@@ -10,7 +10,7 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.engine.logits import FORBID, FORCE
 from wane.service.errors import InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
-from wane.service.types import GenerateRequest, ScoreRequest
+from wane.service.types import GenerateRequest
 
 
 class Limits:
@@ -65,19 +65,6 @@ class Limits:
         most = self._settings.top_k_limit
         if top_k > most:
             raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
-
-    def places(self, request: ScoreRequest) -> None:
-        """Raises InvalidRequest if a score request's `top_k` is over the limit. Raises TooLarge if `top_k` times the
-        number of tokens is over the limit."""
-        if request.top_k is None:
-            return
-        self.top_k(request.top_k)
-        listed, most = len(request.tokens) * request.top_k, self._settings.max_scored_tokens
-        if listed > most:
-            raise TooLarge(
-                f"the lists of {len(request.tokens)} tokens with top_k {request.top_k} have {listed} entries, but at "
-                f"most {most} are allowed"
-            )
 
     def preferences(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest if `logit_bias` contains a token that is not in the vocabulary, if `logit_bias` forbids

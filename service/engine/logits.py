@@ -238,14 +238,14 @@ class Preferences:
         self._presence = presence
         self._frequency = frequency
         self._drawn: dict[int, int] = {}
-        self._bias = np.zeros(size)
-        forced = [token for token, value in bias.items() if value >= FORCE]
-        for token, value in bias.items():
-            self._bias[token] = -np.inf if value <= FORBID else value
-        if forced:
-            allowed = np.full(size, -np.inf)
-            allowed[forced] = 0.0
-            self._bias = allowed
+        tokens = np.fromiter(bias.keys(), np.int64, len(bias))
+        values = np.fromiter(bias.values(), np.float64, len(bias))
+        is_forced = values >= FORCE
+        self._bias = np.full(size, -np.inf if is_forced.any() else 0.0)
+        if is_forced.any():
+            self._bias[tokens[is_forced]] = 0.0
+        else:
+            self._bias[tokens] = np.where(values <= FORBID, -np.inf, values)
 
     def apply(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the values to draw from: float64 (V), -inf for a token that is never drawn."""

@@ -13,7 +13,6 @@ from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.turns import Turns
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
@@ -59,7 +58,6 @@ class Predictor:
         self._answer_builder = answer_builder
         self._cost_model = cost_model
         self._has_radius_output = has_radius_output
-        self._turns = Turns()
 
     def seconds(self, request: PredictRequest) -> float:
         """Returns the expected seconds of a prediction's runs."""
@@ -81,7 +79,7 @@ class Predictor:
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """Predicts the token after the request's tokens."""
-        await self._turns.take(len(request.filter.exclude) + len(request.filter.candidates or ()))
+        await self._answer_builder.turns.take(len(request.filter.exclude) + len(request.filter.candidates or ()))
         ranking = self._answer_builder.rankings.of(request.filter, request.tokens)
         if not self._runs(request):
             empty_mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode
@@ -129,6 +127,7 @@ class Predictor:
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:
         input_ids = self._sequence(request)
         result = await self._forward.full(input_ids, ticket)
+        await self._answer_builder.take_turn(plan)
         part = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
         return await self._answer_builder.search(plan, part, ticket) if request.prove else part
 
@@ -184,4 +183,14 @@ class Predictor:
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
         """Like `generate`, but takes the distributions from `source`."""
         cache = self._answer_builder.cache if request.cache else None
-        return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share, cache, self._turns)
+        return generate(
+            request,
+            identity,
+            self._manifest,
+            self._vocabulary,
+            source,
+            ticket,
+            share,
+            cache,
+            self._answer_builder.turns,
+        )

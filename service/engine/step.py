@@ -302,6 +302,8 @@ class SessionSteps:
         # window, answers are sampled for shadows, the model has a cache, or the answer must not list tokens that the
         # session contains.
         builder, wanted = self._answer_builder, request.filter
+        if wanted is not NO_FILTER:
+            await builder.turns.take(len(wanted.exclude) + len(wanted.candidates or ()))
         if (
             base is None
             or mode is not Mode.RECURRENT
@@ -341,6 +343,7 @@ class SessionSteps:
                 if rebuilt:
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
+                    await builder.take_turn(plan)
                     recurrent = builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
@@ -522,6 +525,7 @@ class SessionSteps:
                     self._sessions.keep(record, slot, dropped_tokens)
             if rebuilt:
                 self._sessions.count_rebuilt()
+            await self._answer_builder.take_turn(plan)
             recurrent = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             if prove:
                 recurrent = await self._answer_builder.search(plan, recurrent, ticket)

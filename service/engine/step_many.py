@@ -63,6 +63,9 @@ class StepCall(asyncio.Future[None]):
                 self.set_result(None)
 
 
+BEGUN_AT_ONCE = 32  # the number of sessions whose steps begin in one iteration of the event loop
+
+
 async def step_many(
     submit: Callable[[StepRequest], Pending[Answer]], requests: Sequence[StepRequest]
 ) -> list[Answer | Exception]:
@@ -89,7 +92,9 @@ async def step_many(
     pending: list[tuple[int, Pending[Answer]]] = []
     chains: list[asyncio.Task[None]] = []
     try:
-        for indexes in by_session.values():
+        for number, indexes in enumerate(by_session.values(), 1):
+            if number % BEGUN_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if len(indexes) == 1:
                 pending.append((indexes[0], submit(requests[indexes[0]])))
             else:

@@ -349,6 +349,16 @@ class Connection(asyncio.Protocol):
         budget = self.share.receive_budget
         return length > budget.most or budget.has_room(length - self.share.counted)
 
+    def hold(self, more: int) -> bool:
+        """Adds bytes to those of the current request that count towards the receive budget, until it is answered.
+        Returns False, without a change, if the budget has no room for them."""
+        if self.has_ended:  # the bytes of a lost connection do not count
+            return True
+        if not self.share.resize(self.unanswered_bytes + len(self.waiting) + more):
+            return False
+        self.unanswered_bytes += more
+        return True
+
     def pass_body(self, body: Body) -> None:
         """Passes the next bytes of a body to uvicorn, and limits the bytes around it."""
         in_trailers = body.in_trailers

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.errors import (
+    DamagedSession,
     IdempotencyKeyReused,
     InvalidRequest,
     PositionConflict,
@@ -396,8 +397,9 @@ class Sessions:
                 return rewound
 
     async def delete(self, session: str) -> None:
-        """Deletes a session, even if another tokenizer encoded its tokens. Raises UnknownSession."""
-        with suppress(TokenizerChanged):
+        """Deletes a session, even if another tokenizer encoded its tokens, or if it cannot be read. Raises
+        UnknownSession."""
+        with suppress(TokenizerChanged, DamagedSession):
             await self.read(session)
         self._state_cache.drop(session)
         if not await self._store.delete(session):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import schemathesis
@@ -30,7 +31,7 @@ from tests.service.live_server import LiveServer, live_server
 from tests.service.versions import make_eventful, put
 from wane.service.api.schemas.inference import InferBody
 from wane.service.auth.guard import OPEN
-from wane.service.types import SESSION_ID
+from wane.service.types import is_session_id
 
 Case = schemathesis.Case[Any]
 
@@ -263,8 +264,8 @@ class HttpFuzz:
             assert client.post(f"/v2/repository/models/{model}/load").status_code == 200
             assert client.post("/v1/predict", json={"model": model, "tokens": [5]}).status_code == 200
         for session in self.sessions:
-            if SESSION_ID.fullmatch(session):
-                status = client.delete(f"/v1/sessions/{session}").status_code
+            if is_session_id(session):
+                status = client.delete(f"/v1/sessions/{quote(session, safe='')}").status_code
                 assert status in (204, 404), (session, status)
         end = time.monotonic() + SETTLED_S
         while (left := self._left()) and time.monotonic() < end:

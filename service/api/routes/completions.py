@@ -22,7 +22,8 @@ from starlette.types import Send
 from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
 from wane.service.api.choices import Choice, Generation, joined, merged, started, together
-from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
+from wane.service.api.cost import of_completion
+from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, note_answer
 from wane.service.api.openai_error import document_of, renamed
@@ -38,9 +39,10 @@ from wane.service.api.schemas.completions import (
     UsageDocument,
 )
 from wane.service.api.schemas.generate import bias_of
+from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.errors import InvalidRequest, NotFound, SessionExists, TooLarge, UnknownSession
+from wane.service.errors import InvalidRequest, NotFound, SessionExists, UnknownSession
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
     Answer,
@@ -89,7 +91,7 @@ async def complete(request: Request) -> Response:
         except InvalidRequest as error:
             raise renamed(error, FIELDS) from error
         if not body.stream:
-            return encode.reply(await completion.whole(request))
+            return await encode.long_reply(await completion.whole(request))
     return CompletionStream(request, completion)
 
 
@@ -249,11 +251,11 @@ class CompletionStream(StreamingResponse):
         try:
             async with aclosing(completion.chunks(request)) as chunks:
                 async for chunk in chunks:
-                    yield b"data: %s\n\n" % encode.json_bytes(chunk)
+                    yield encode.event(chunk)
         except Exception as error:  # the status is already sent, so a failure must be an event
             failure = described(request.scope, error)
             context(request.scope).fields["error"] = failure.code
-            yield b"data: %s\n\n" % encode.json_bytes(document_of(failure))
+            yield encode.event(document_of(failure))
         else:
             yield b"data: [DONE]\n\n"
 
@@ -262,7 +264,6 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     """Checks a request, and starts its generations. Raises InvalidRequest, TooLarge and the engine's errors."""
     samples, given = 1 if body.n is None else body.n, prompts_of(body.prompt)
     check(request, body, len(given), samples)
-    charge(request, len(given) * samples)
     session: str | None = None
     if body.session is None:
         engine = await model_engine(request, body.model)
@@ -276,25 +277,19 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts
         if isinstance(one, str) and engine.vocabulary.kind == "events":
             engine.check_event_count(one.count("\n"))
-            read.append(engine.events.lines(one))
+            is_long = len(one) >= HEAVY_TOKENS
+            read.append(await asyncio.to_thread(engine.events.lines, one) if is_long else engine.events.lines(one))
         else:
             read.append(await tokens_of(engine, one, until))
         total += len(read[-1].tokens)
-    most = settings(request).max_scored_tokens
-    if total > most:
-        raise TooLarge(f"the prompts have {total} tokens, but at most {most} are accepted")
-    repeated = total * samples * max(1, body.logprobs or 0)
-    if body.echo and repeated > most:
-        raise TooLarge(
-            f"echo lists {repeated} tokens in all choices, but at most {most} are allowed: lower n or logprobs, or "
-            "shorten the prompts"
-        )
-    wanted = [generation(body, one, sample, until) for one in read for sample in range(samples)]
+    of_completion(body, settings(request), total).check(settings(request))
+    bias = bias_of(body.logit_bias)
+    wanted = [generation(body, bias, one, sample, until) for one in read for sample in range(samples)]
     engine.check_generation(wanted[0])  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
         step = await stepped(request, engine, body, session, read[0])
-        wanted = [generation(body, EventTokens(()), 0, until, session, step.position)]
+        wanted = [generation(body, bias, EventTokens(()), 0, until, session, step.position)]
     generations: list[Generation] = []
     if body.max_tokens != 0:
         generations = await started([partial(engine.generate, one) for one in wanted])
@@ -332,19 +327,14 @@ PROMPT_KINDS = {int: "an integer", str: "a string", tuple: "a list"}
 
 
 def check(request: Request, body: CompletionBody, prompts: int, samples: int) -> None:
-    """Raises InvalidRequest if there are too many prompts or samples, or if fields cannot be combined. `prompts` is the
-    number of prompts, and `samples` the number of samples of each prompt."""
-    most = settings(request).max_batch_inputs
+    """Raises InvalidRequest if fields cannot be combined. `prompts` is the number of prompts, and `samples` the number
+    of samples of each prompt."""
     if samples < 1:
         raise InvalidRequest(f"n is {samples}, but must be at least 1", "n")
-    if prompts > most:
-        raise InvalidRequest(f"prompt holds {prompts} prompts, but must hold at most {most}", "prompt")
-    if prompts * samples > most:
-        raise InvalidRequest(
-            f"n is {samples} for {prompts} prompts, so {prompts * samples} samples are requested, but at "
-            f"most {most} are allowed",
-            "n",
-        )
+    if body.suffix:
+        raise InvalidRequest("suffix is given, but the models complete only the end of a text", "suffix")
+    if body.best_of not in (None, 1, samples):
+        raise InvalidRequest(f"best_of is {body.best_of}, but must be absent, 1, or n, which is {samples}", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, but must be at least 1 unless echo is true", "max_tokens")
     if body.stream_options is not None and not body.stream:
@@ -404,6 +394,7 @@ async def stepped(request: Request, engine: Engine, body: CompletionBody, sessio
 
 def generation(
     body: CompletionBody,
+    bias: dict[int, float] | None,
     given: EventTokens,
     sample: int,
     until: float | None,
@@ -412,7 +403,7 @@ def generation(
 ) -> GenerateRequest:
     """Returns the engine's request for one sample. The sample continues the tokens of `given`, or the session `session`
     at `position`. `sample` is the index of the sample among those of the same prompt. Raises InvalidRequest."""
-    stop = body.stop or ()
+    stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     return GenerateRequest(
         tokens=given.tokens,
         unknown=given.unknown,
@@ -420,13 +411,13 @@ def generation(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p,
         seed=None if body.seed is None else body.seed % SEEDS,
-        stop=(stop,) if isinstance(stop, str) else stop,
+        stop=tuple(filter(None, stop)),  # an empty text stops nothing
         deadline=until,
         session=session,
         position=position,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=bias_of(body.logit_bias),
+        logit_bias=bias,
         top_logprobs=body.logprobs,
         sample=sample,
         include_unknown=bool(body.include_unknown),

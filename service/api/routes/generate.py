@@ -57,7 +57,7 @@ async def generate(request: Request) -> Response:
         )
         generated = await engine.generate(wanted)
         if not body.stream:
-            return encode.reply(await _collect(request, generated))
+            return await encode.long_reply(await _collect(request, generated))
     return EventStream(request, generated)
 
 

@@ -15,12 +15,11 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Path
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode, signature, tensors
-from wane.service.api.deps import charge, model_engine, settings
+from wane.service.api.deps import model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.infer_call import InferCall, decoded_call, rows_of
@@ -59,7 +58,7 @@ from wane.service.api.signature import (
     TOP_IDS,
     TOP_LOGPROBS,
 )
-from wane.service.api.tensors import ENCODING, HEADER_LENGTH
+from wane.service.api.tensors import HEADER_LENGTH, Rows
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
@@ -79,7 +78,6 @@ INFER: dict[str, Any] = INFER_BODY | headers(
             "the length in bytes of the JSON header, which precedes the binary tensors",
             {"pattern": anchored("0*[1-9][0-9]{0,14}")},
         ),
-        ENCODING: ("the compression of the body", {"enum": ["gzip", "deflate", "identity"]}),
     }
 )
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -274,7 +272,7 @@ class InferResults:
         found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
-    def arrays(self, asked: InferCall, limits: Any) -> dict[str, NDArray[Any]]:
+    def arrays(self, asked: InferCall, limits: Any) -> dict[str, Rows]:
         """Returns the values of the requested outputs, by name. Raises InvalidRequest if a row has no known event and
         the model predicts nothing before the first event."""
         answers, names = self.answers, asked.names
@@ -284,7 +282,7 @@ class InferResults:
                 "given events",
                 EVENTS,
             )
-        found: dict[str, NDArray[Any]] = {}
+        found: dict[str, Rows] = {}
         k = signature.listed(self.engine, limits)
         if TOP_IDS in names:
             ids = [[one.token_id for one in answer.predictions[:k]] for answer in answers]
@@ -293,7 +291,7 @@ class InferResults:
             logprobs = [[one.logprob for one in answer.predictions[:k]] for answer in answers]
             found[TOP_LOGPROBS] = np.array(logprobs, np.float32)
         if LOGITS in names:
-            found[LOGITS] = np.stack([answer.logits for answer in answers if answer.logits is not None])
+            found[LOGITS] = [answer.logits for answer in answers if answer.logits is not None]
         if ERROR_BOUND in names:
             found[ERROR_BOUND] = np.array([answer.error_bound for answer in answers], np.float32)  # None becomes NaN
         if TOP1_PROVED in names:
@@ -333,7 +331,6 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
                 raise InvalidRequest(f"{name} is given, but no requested output is a prediction", name)
     limits = settings(request)
     rows = await rows_of(engine, asked, limits, limits.max_batch_inputs)
-    charge(request, len(rows))
     results = InferResults(engine, rows, time.perf_counter())
     if asked.is_predicted:
         wanted = [_prediction(request, engine, asked, given) for given in rows]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -73,12 +71,8 @@ async def metrics(request: Request) -> Response:
     """Returns the metrics in Prometheus's text format. Returns them as OpenMetrics, with exemplars, if the client
     accepts that format."""
     found: Metrics = request.app.state.metrics
-    parts, content_type = found.parts(request.headers.get("accept", ""))
-    text = []
-    for part in parts:
-        text.append(part)
-        await asyncio.sleep(0)
-    return Response(b"".join(text), headers={"content-type": content_type})
+    text, content_type = await found.scrape(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
 
 
 @router.head("/docs", include_in_schema=False)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, filter_of, tokens_of
-from wane.service.api.deps import charge, deadline, model_engine, note_model, session_engine, session_key
+from wane.service.api.deps import deadline, model_engine, note_model, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.openapi import answers, json_body
@@ -48,9 +48,9 @@ async def predict(request: Request) -> Response:
         session = session_key(request, body.session)
         engine = await session_engine(request, session, body.model)
     if body.inputs is not None:
-        return encode.reply(await _predict_many(request, engine, body, body.inputs))
+        return await encode.long_reply(await _predict_many(request, engine, body, body.inputs))
     tokens = await tokens_of(engine, body.sequence, deadline(request))
-    given = await engine.submit(asked(request, body, tokens, filter_of(engine, body), session))
+    given = await engine.submit(asked(request, body, tokens, await filter_of(engine, body), session))
     note_answer(request.scope, given)
     return encode.reply(given)
 
@@ -79,10 +79,9 @@ async def _predict_many(
     request: Request, engine: Engine, body: PredictBody, inputs: Sequence[str | tuple[int, ...] | EventsBody]
 ) -> Batch:
     """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
-    charge(request, len(inputs))
     filtered: Filter | InvalidRequest
     try:
-        filtered = filter_of(engine, body)
+        filtered = await filter_of(engine, body)
     except InvalidRequest as error:
         filtered = error
     wanted: list[PredictRequest] = []

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
-from wane.service.api.deps import deadline, model_engine
+from wane.service.api.cost import of_score
+from wane.service.api.deps import deadline, model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.openapi import answers, json_body
@@ -37,6 +38,7 @@ async def score(request: Request) -> Response:
     engine = await model_engine(request, body.model)
     with until_hangup(request):
         given = await tokens_of(engine, body.sequence, deadline(request), document=True)
+        of_score(body, settings(request), len(given.tokens)).check(settings(request))
         wanted = ScoreRequest(
             given.tokens,
             body.method,

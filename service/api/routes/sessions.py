@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, Path
 from msgspec.structs import replace
@@ -26,7 +27,8 @@ from wane.service.api.body import (
     plain_steps,
     tokens_of,
 )
-from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
+from wane.service.api.cost import Cost, admit
+from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import context, note_answer, registry
 from wane.service.api.openapi import answers, headers, json_body
@@ -43,7 +45,7 @@ from wane.service.api.schemas.sessions import (
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.engine.step_many import StepCall, step_many
-from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
+from wane.service.errors import DamagedSession, EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.registry.registry import other_model
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
@@ -63,7 +65,7 @@ from wane.service.types import (
 
 # This pattern is only for the OpenAPI description. `name_within` rejects an invalid id, because a rejection by the
 # framework would not be a problem document.
-PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
+PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID)}
 SessionId = Annotated[str, Path(examples=["demo"], description="the session's id", json_schema_extra=PATTERN)]
 POSITION = "x-wane-position"
 DIGITS = "[0-9]{1,15}"
@@ -94,6 +96,7 @@ LINKS = {
 }
 """The links from a created session to its routes, for the OpenAPI description."""
 
+STEPS_AT_ONCE = 16  # of a call with many steps, in one iteration of the event loop
 TOP_K = ONE_TOKEN.top_k  # the value of `top_k` for a step without `top_k`
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
@@ -123,7 +126,7 @@ async def create(request: Request) -> Response:
     if unknown:
         view = replace(view, unknown=unknown)
     return encode.reply(
-        view, 201 if isinstance(view, NewSession) else 200, {"location": f"/v1/sessions/{view.session}"}
+        view, 201 if isinstance(view, NewSession) else 200, {"location": f"/v1/sessions/{quote(view.session, safe='')}"}
     )
 
 
@@ -153,7 +156,10 @@ async def read(request: Request, session: SessionId) -> Response:
 async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
     name = session_key(request, session)
-    engine = await session_engine(request, name)
+    try:
+        engine = await session_engine(request, name)
+    except DamagedSession:  # nothing says whose session it is, and every engine has the same store
+        engine = await model_engine(request)
     with until_hangup(request):
         await engine.delete_session(name, deadline(request))
     return Response(status_code=204)
@@ -190,13 +196,15 @@ async def append(request: Request, session: SessionId) -> Response:
         answer = await engine.step_one(key, token, expected_position, TOP_K, here.deadline)
     else:
         given = EventTokens((token,)) if token is not None else await tokens_of(engine, body.sequence, here.deadline)
-        wanted = step_request(engine, key, given, body, here.deadline, expected_position, idempotency_key, creator)
+        wanted = await step_request(
+            engine, key, given, body, here.deadline, expected_position, idempotency_key, creator
+        )
         answer = await engine.submit(wanted)
     note_answer(scope, answer)
     return encode.reply(answer)
 
 
-def step_request(
+async def step_request(
     engine: Engine,
     session: str,
     given: EventTokens,
@@ -217,7 +225,7 @@ def step_request(
         deadline,
         body.prove,
         body.cache,
-        filter=filter_of(engine, body),
+        filter=await filter_of(engine, body),
         unknown=given.unknown,
         creator=creator,
     )
@@ -288,7 +296,8 @@ async def append_many(request: Request) -> Response:
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is only for calls with one step; here, each step has a field for it", name)
-    charge(request, len(body.steps))
+    if isinstance(body, PlainSteps):
+        admit(request, Cost(len(body.steps), rows_field="steps"))
     models, until = registry(request), deadline(request)
     if models.is_coming():
         await models.wait_for(deadline=until)
@@ -298,15 +307,15 @@ async def append_many(request: Request) -> Response:
     )
     if body.format is StepsFormat.COLUMNS:
         sessions = [step.session for step in body.steps]
-        return encode.reply(encode.step_columns(sessions, results, partial(failure_document, request.scope)))
-    return encode.reply(
-        Answers(
-            tuple(
-                Failed(failure_document(request.scope, result)) if isinstance(result, Exception) else result
-                for result in results
-            )
+        columns = encode.step_columns(sessions, results, partial(failure_document, request.scope))
+        return encode.reply(columns) if plain else await encode.long_reply(columns)
+    documents = Answers(
+        tuple(
+            Failed(failure_document(request.scope, result)) if isinstance(result, Exception) else result
+            for result in results
         )
     )
+    return encode.reply(documents) if plain else await encode.long_reply(documents)
 
 
 async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
@@ -366,10 +375,10 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
             else:
                 engine, creator = await models.engine_for(session, None, until), None
             engines[session], creators[session] = engine, creator
-            if body.tokens is None:
-                await asyncio.sleep(0)  # lets the event loop run other work between many short texts
+            if body.tokens is None or index % STEPS_AT_ONCE == STEPS_AT_ONCE - 1:
+                await asyncio.sleep(0)  # lets the event loop run other work
             given = await tokens_of(engine, body.sequence, until)
-            steps[index] = step_request(
+            steps[index] = await step_request(
                 engine, session, given, body, until, body.expected_position, body.idempotency_key, creator
             )
         except Exception as error:

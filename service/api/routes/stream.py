@@ -215,7 +215,7 @@ class Stream:
         if token is not None:
             return await engine.step_one(self.session, token, None, TOP_K, deadline)
         given = await tokens_of(engine, body.sequence, deadline)
-        step = step_request(
+        step = await step_request(
             engine, self.session, given, body, deadline, body.expected_position, body.idempotency_key, creator
         )
         return await engine.submit(step)

@@ -60,7 +60,7 @@ async def tokenize(request: Request) -> Response:
         "tokens": list(tokens),
         "token_strs": None,
     }
-    return encode.reply(document)
+    return await encode.long_reply(document)
 
 
 def event_tokens(engine: Engine, prompt: str) -> list[int]:

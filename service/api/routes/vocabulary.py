@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -54,7 +55,8 @@ async def vocabulary(request: Request, name: str) -> Response:
     after = _whole(request, "after", -1, 0)
     limit = _whole(request, "limit", DEFAULT_LIMIT, 1, LARGEST_LIMIT)
     engine = await model_engine(request, name)
-    return encode.reply(page(engine.vocabulary, given.get("prefix", ""), after, limit))
+    found = await asyncio.to_thread(page, engine.vocabulary, given.get("prefix", ""), after, limit)
+    return await encode.long_reply(found)
 
 
 def page(vocabulary: Vocabulary, prefix: str, after: int, limit: int) -> VocabularyDocument:

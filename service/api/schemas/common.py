@@ -72,7 +72,8 @@ Tokens = Annotated[
     tuple[TokenId, ...],
     says("token ids", minItems=1),
 ]
-Event = str | Integer
+EventNumber = Annotated[int, keywords(minimum=-(2**63), maximum=2**64 - 1)]  # `EventNames` checks the range
+Event = str | EventNumber
 EventList = Annotated[tuple[Event, ...], says("names of events")]
 Events = Annotated[
     tuple[Event, ...],
@@ -125,7 +126,7 @@ Window = Annotated[
     at_most("max_window"),
     says("k, the number of tokens that window mode runs; default: the model's own k"),
 ]
-SessionId = Annotated[str, keywords(pattern=anchored(SESSION_ID.pattern))]
+SessionId = Annotated[str, keywords(pattern=anchored(SESSION_ID))]
 IdempotencyKey = Annotated[str, keywords(minLength=1, maxLength=MAX_KEY_CHARACTERS)]
 Stop = Annotated[str, keywords(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
 Method = Annotated[

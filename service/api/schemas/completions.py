@@ -114,6 +114,8 @@ class CompletionBody(Body, kw_only=True):
     frequency_penalty: Annotated[Penalty | None, says("default: 0")] = None
     logit_bias: LogitBias | None = None
     user: Annotated[str | None, says("ignored")] = None
+    suffix: Annotated[Annotated[str, keywords(maxLength=0)] | None, says("not supported: absent or empty")] = None
+    best_of: Annotated[Positive | None, says("not supported: absent, 1, or the value of `n`")] = None
     include_unknown: IncludeUnknown | None = None
     session: Annotated[
         SessionId | None,

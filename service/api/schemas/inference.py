@@ -19,6 +19,7 @@ from wane.service.api.schemas.common import (
 from wane.service.types import Mode, says
 
 LARGEST_ID = 2**64 - 1
+CONTENT_TYPE = {"type": ["string", "null"], "description": "ignored"}
 SHAPE = keywords(minItems=1, maxItems=2, items={"type": "integer", "minimum": 1})
 DATA = keywords(minItems=1)
 SequenceId = Annotated[int, keywords(minimum=0, maximum=LARGEST_ID)] | Annotated[str, keywords(maxLength=126)]
@@ -34,7 +35,13 @@ class InputTensor(Body, kw_only=True):
     datatype: Annotated[str, keywords(enum=["INT64", "BYTES"])]
     parameters: Annotated[
         dict[str, Any],
-        keywords(properties={"binary_data_size": {"type": "integer", "minimum": 0}}, additionalProperties=False),
+        keywords(
+            properties={
+                "binary_data_size": {"type": ["integer", "null"], "minimum": 0},
+                "content_type": CONTENT_TYPE,
+            },
+            additionalProperties=False,
+        ),
     ] = field(default_factory=dict)
     data: Annotated[
         Annotated[list[Any], DATA] | None, says("the values in row-major order, flat or nested like the shape")
@@ -47,7 +54,10 @@ class OutputTensor(Body, kw_only=True):
     name: str
     parameters: Annotated[
         dict[str, Any],
-        keywords(properties={"binary_data": {"type": "boolean"}}, additionalProperties=False),
+        keywords(
+            properties={"binary_data": {"type": ["boolean", "null"]}, "content_type": CONTENT_TYPE},
+            additionalProperties=False,
+        ),
     ] = field(default_factory=dict)
 
 
@@ -76,6 +86,7 @@ class InferParameters(Body, kw_only=True):
         bool | None, says("true: start the sequence at position 0, and drop an existing sequence with this id")
     ] = None
     sequence_end: Annotated[bool | None, says("true: delete the sequence after the answer")] = None
+    content_type: Annotated[str | None, says("ignored")] = None
     binary_data_output: Annotated[
         bool | None, says("true: the values of all outputs are binary, unless an output has its own `binary_data`")
     ] = None
@@ -209,6 +220,28 @@ class InstanceGroupDocument(TypedDict):
     count: int
 
 
+class ControlDocument(TypedDict):
+    """A control signal of sequences, and its values for false and true."""
+
+    kind: str
+    fp32_false_true: NotRequired[list[float]]
+    data_type: NotRequired[str]
+
+
+class ControlInputDocument(TypedDict):
+    """The parameter of a request that carries a control signal of sequences."""
+
+    name: str
+    control: list[ControlDocument]
+
+
+class SequenceBatchingDocument(TypedDict):
+    """The sequences of a model: how long an idle one is kept, in microseconds, and its control signals."""
+
+    max_sequence_idle_microseconds: int
+    control_input: list[ControlInputDocument]
+
+
 class TextDocument(TypedDict):
     """The value of a parameter in a model's configuration."""
 
@@ -226,6 +259,7 @@ class ModelConfigDocument(TypedDict):
     input: list[ConfiguredInputDocument]
     output: list[ConfiguredOutputDocument]
     instance_group: list[InstanceGroupDocument]
+    sequence_batching: SequenceBatchingDocument
     parameters: dict[str, TextDocument]
 
 

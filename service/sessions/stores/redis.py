@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from wane.service.errors import QuotaExceeded, Unavailable
+from wane.service.errors import DamagedSession, QuotaExceeded
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
@@ -272,7 +272,8 @@ class RedisStore:
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def keys(self, session: str) -> tuple[str, str]:
-        key = f"{self.prefix}{{{session}}}"
+        # Redis takes the text before the first } as the hash tag, which both keys must share
+        key = f"{self.prefix}{{{session.replace('%', '%25').replace('}', '%7D')}}}"
         return key, f"{key}:state"
 
     def _read(self, session: str, data: bytes | None, idle_s: float = 0.0) -> SessionRecord | None:
@@ -281,7 +282,7 @@ class RedisStore:
         try:
             return codec.read(session, data, self.session_history_tokens, idle_s)._replace(durable=True)
         except codec.Unreadable as error:
-            raise Unavailable(f"{error}: is a replica of a later version running?") from error
+            raise DamagedSession(f"{error}: is a replica of a later version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:
         """Caches the session that a script found at another revision than the expected one."""

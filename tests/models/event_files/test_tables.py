@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import random
 from pathlib import Path
 
@@ -263,7 +264,15 @@ def test_cells_of_a_mebibyte_are_read_and_longer_names_are_refused(tmp_path: Pat
         assert len(message) < 300
 
 
-def test_a_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LONGEST_LINE", 1 << 20)
+def test_a_line_is_bounded(tmp_path: Path) -> None:
     path = clicks(tmp_path / "clicks.csv", "a", "x" * (2 << 20))
-    assert refused(path) == ": line 3 is longer than 1 MiB (lines end at line feeds)"
+    said = ": line 3 is longer than 1,048,576 bytes, which is data.longest_line_bytes (lines end at line feeds)"
+    assert refused(path, longest_line_bytes=1 << 20) == said
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\x1b[2J", "\x7f", "a\x85b"], ids=ascii)
+def test_a_name_with_a_control_character_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "sessions.jsonl"
+    path.write_text(json.dumps(["a", name]))
+    message = refused(path)
+    assert "has a control character" in message and message.isprintable()

@@ -286,4 +286,4 @@ def test_limits_from_settings_have_their_values(openapi: Schema) -> None:
     assert "x-at-most" not in text
     schema, _ = operation(openapi, "/v1/predict")
     assert schema["properties"]["inputs"]["anyOf"][0]["maxItems"] == 256
-    assert schema["properties"]["top_k"]["maximum"] == 100
+    assert schema["properties"]["top_k"]["anyOf"][0]["maximum"] == 100

@@ -695,7 +695,7 @@ async def test_a_given_session_id_is_kept_and_cannot_be_used_twice(harness: Engi
         await harness.engine.create_session("mine:1")
 
 
-@pytest.mark.parametrize("session", ["", "a b", "x" * 129, "a/b", "ü", ".", "..", ".\n"])
+@pytest.mark.parametrize("session", ["", "a\\b", "x" * 129, "a/b", "u\u0308", ".", "..", ".\n"])
 async def test_a_bad_session_id_is_refused(harness: EngineHarness, session: str) -> None:
     with pytest.raises(InvalidRequest, match="1 to 128"):
         await harness.engine.create_session(session)

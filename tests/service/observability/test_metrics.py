@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 
-import httpx
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -62,30 +61,22 @@ def test_the_latest_traced_value_of_a_bucket_is_its_exemplar(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
-def test_the_parts_of_the_text_are_one_metric_each(accept: str) -> None:
+async def test_a_scrape_is_encoded_on_another_thread(monkeypatch: pytest.MonkeyPatch, accept: str) -> None:
     metrics = Metrics()
     metrics.answer_seconds.labels("a", "window", "queue").observe(0.5)
-    parts = list(metrics.parts(accept)[0])
-    encode, content_type = choose_encoder(accept)
-    assert metrics.render(accept) == (encode(metrics.registry), content_type)
-    assert max(part.count(b"# TYPE") for part in parts) == 1
+    metrics.count_request("/v1/predict", "POST", 200, 0.1)
+    whole, threads = metrics._encoded, list[int]()
 
+    def encoded(accept: str) -> tuple[bytes, str]:
+        threads.append(threading.get_ident())
+        return whole(accept)
 
-async def test_a_scrape_leaves_the_event_loop_a_turn_after_each_metric(client: httpx.AsyncClient) -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    text = (await client.get("/metrics")).text
-    counting.cancel()
-    # The encoder of Prometheus's format writes the times of creation of a metric as a second one, "..._created".
-    metrics = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
-    assert turns >= sum(not name.endswith("_created") for name in metrics) > 20
+    monkeypatch.setattr(metrics, "_encoded", encoded)
+    text, content_type = await metrics.scrape(accept)
+    assert threads and threading.get_ident() not in threads
+    encode, expected = choose_encoder(accept)
+    assert (text, content_type) == (encode(metrics.registry), expected)
+    assert b"/v1/predict" in text
 
 
 def test_unknown_labels_are_refused() -> None:

@@ -36,4 +36,4 @@ async def test_echo_repeats_a_limited_number_of_tokens_in_all_choices(
         else:
             assert answer.status_code == 413, answer.text
             message = answer.json()["error"]["message"]
-            assert f"echo lists {tokens} tokens in all choices, but at most {MOST} are allowed" in message
+            assert f"the answer lists {tokens} tokens, but at most {MOST} are allowed" in message

@@ -176,7 +176,7 @@ async def test_an_invalid_step_refuses_the_whole_call(server: ServerHarness, wro
 @pytest.mark.parametrize(
     ("wrong", "code"),
     [
-        ({"session": "no spaces", "tokens": [6]}, "invalid_request"),
+        ({"session": "no/slash", "tokens": [6]}, "invalid_request"),
         ({"session": "b", "tokens": []}, "invalid_request"),
         ({"session": "b", "tokens": [-1]}, "invalid_request"),
         ({"session": "b", "tokens": [2**63]}, "invalid_request"),

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.crc import key_slot
 from redis.exceptions import ConnectionError  # noqa: A004  (of redis)
 
+from tests.service.engine_harness import MakeHarness
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
-from wane.service.errors import Overloaded, Unavailable
+from wane.service.errors import DamagedSession, Overloaded, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.redis import RedisStore
@@ -489,3 +491,29 @@ async def test_an_append_sent_twice_is_applied_once(
     assert after is not None
     assert after.tail.ids().tolist() == [0, 4, 5]
     assert await store.append(after, (6,), STEP)
+
+
+@pytest.mark.parametrize("session", ["}", "a}b", "{", "%7D", "a b", "é"], ids=ascii)
+async def test_both_keys_of_a_session_are_in_one_slot(common: RedisServer, make_store: MakeStore, session: str) -> None:
+    store = await make_store(common.url)
+    one, two = store.keys(session)
+    assert key_slot(one.encode()) == key_slot(two.encode())
+    assert len({store.keys(other)[0] for other in ("}", "%7D", "%257D")}) == 3
+    assert await store.create(record(session)) is not None
+    assert (await store.get(session)) is not None and await store.delete(session)
+
+
+async def test_a_damaged_session_can_be_deleted(
+    common: RedisServer, make_store: MakeStore, make_harness: MakeHarness
+) -> None:
+    store = await make_store(common.url)
+    harness = make_harness(store=store)
+    await harness.engine.create_session("s", None)
+    async with Redis.from_url(common.url) as redis:
+        await redis.append(store.keys("s")[0], b"x" * 3)
+    store._remembered.forget("s")
+    with pytest.raises(DamagedSession, match="'s'"):
+        await harness.engine.get_session("s")
+    await harness.engine.delete_session("s")
+    with pytest.raises(UnknownSession):
+        await harness.engine.get_session("s")

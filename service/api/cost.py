@@ -1,0 +1,138 @@
+"""What a request costs: how many rows it runs, how many tokens it reads, and how many tokens its answer lists.
+
+Every body has its cost here. `decode` computes it before any work, refuses a body whose cost is over a limit, and
+charges the API key for its rows. The number of tokens of a text is known only when it is tokenised, so a route that
+lists tokens of texts then checks the cost again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from starlette.requests import HTTPConnection
+
+from wane.service.api.exchange import context
+from wane.service.api.schemas.common import Body
+from wane.service.api.schemas.compare import CompareBody
+from wane.service.api.schemas.completions import MAX_TOKENS, CompletionBody
+from wane.service.api.schemas.generate import GenerateBody
+from wane.service.api.schemas.inference import InferBody
+from wane.service.api.schemas.models import IndexBody, LoadBody, UnloadBody
+from wane.service.api.schemas.predict import PredictBody
+from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.sessions import RewindBody, SessionBody, StepBody, StepsBody
+from wane.service.api.schemas.tokenizer import DetokenizeBody, TokenizeBody
+from wane.service.errors import InvalidRequest, TooLarge
+from wane.service.settings import Settings
+
+
+class Cost(NamedTuple):
+    """What a request costs. rows: the inputs, steps or samples, of which each counts as a request of the API key.
+    tokens: the tokens that all rows together read. listed: the tokens that the answer lists, unless it is streamed.
+    `rows_field` and `listed_fields` are the fields that decide these numbers."""
+
+    rows: int = 1
+    tokens: int = 0
+    listed: int = 0
+    rows_field: str = "inputs"
+    listed_fields: str = "top_k"
+
+    def check(self, settings: Settings) -> None:
+        """Raises InvalidRequest for too many rows, and TooLarge for too many tokens."""
+        if not self.rows <= settings.max_batch_inputs:
+            raise InvalidRequest(
+                f"{self.rows_field} asks for {self.rows} rows, but at most {settings.max_batch_inputs} are allowed",
+                self.rows_field,
+            )
+        most = settings.max_scored_tokens
+        if self.listed > most:
+            raise TooLarge(
+                f"the answer lists {self.listed} tokens, but at most {most} are allowed: lower {self.listed_fields}, "
+                "or shorten the input"
+            )
+        if self.tokens > most:
+            raise TooLarge(f"all rows have {self.tokens} tokens, but at most {most} are accepted in one request")
+
+
+def _length(sequence: object) -> int:
+    """Returns the number of tokens of an input, or 0 for a text, which is not tokenised yet."""
+    return len(sequence) if isinstance(sequence, tuple) else len(getattr(sequence, "events", ()))
+
+
+def _within(number: int | None, most: int) -> int:
+    """Returns a number of a body, or 0 if it is out of its range. The engine refuses such a number by its name."""
+    return number if number is not None and 0 <= number <= most else 0
+
+
+def _of_predict(body: PredictBody, settings: Settings) -> Cost:
+    inputs = (body.sequence,) if body.inputs is None else body.inputs
+    return Cost(len(inputs), sum(map(_length, inputs)), len(inputs) * _within(body.top_k, settings.top_k_limit))
+
+
+def of_score(body: ScoreBody, settings: Settings, tokens: int | None = None) -> Cost:
+    """`tokens` is the number of tokens, or None before a text is tokenised."""
+    count = _length(body.sequence) if tokens is None else tokens
+    return Cost(1, count, 0 if body.stream else count * _within(body.top_k, settings.top_k_limit))
+
+
+def _of_generate(body: GenerateBody, settings: Settings) -> Cost:
+    made = _within(body.max_tokens, settings.max_generated_tokens)
+    listed = 0 if body.stream else made * _within(body.top_logprobs, settings.top_k_limit)
+    return Cost(1, _length(body.sequence), listed, listed_fields="max_tokens or top_logprobs")
+
+
+def _of_steps(body: StepsBody, settings: Settings) -> Cost:
+    tokens = sum(_length(step.sequence) for step in body.steps)
+    listed = sum(_within(step.top_k, settings.top_k_limit) for step in body.steps)
+    return Cost(len(body.steps), tokens, listed, "steps")
+
+
+def of_completion(body: CompletionBody, settings: Settings, tokens: int | None = None) -> Cost:
+    """`tokens` is the number of tokens of all prompts, or None before texts are tokenised."""
+    prompt = body.prompt
+    prompts = 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+    samples = 1 if body.n is None else body.n
+    if tokens is None:
+        tokens = _length(prompt) if prompts == 1 else sum(map(_length, prompt))
+    made = _within(MAX_TOKENS if body.max_tokens is None else body.max_tokens, settings.max_generated_tokens)
+    each = max(1, _within(body.logprobs, settings.top_k_limit))
+    echoed = tokens * samples * each if body.echo else 0
+    listed = 0 if body.stream or body.logprobs is None else prompts * samples * made * each
+    field = "prompt" if prompts > settings.max_batch_inputs else "n"
+    return Cost(prompts * samples, tokens * samples, echoed + listed, field, "n, max_tokens or logprobs")
+
+
+def _of_infer(body: InferBody, _: Settings) -> Cost:
+    rows = [one.shape[0] for one in body.inputs if one.shape and type(one.shape[0]) is int]
+    field = next((one.name for one in body.inputs), "inputs")
+    return Cost(max(rows, default=1), rows_field=field)
+
+
+COSTS: Mapping[type[Body], Callable[[Any, Settings], Cost]] = {
+    PredictBody: _of_predict,
+    ScoreBody: of_score,
+    GenerateBody: _of_generate,
+    CompareBody: lambda body, _: Cost(1, _length(body.sequence)),
+    StepsBody: _of_steps,
+    StepBody: lambda body, _: Cost(1, _length(body.sequence)),
+    CompletionBody: of_completion,
+    InferBody: _of_infer,
+    SessionBody: lambda body, _: Cost(1, len(body.history or body.events or ())),
+    DetokenizeBody: lambda body, _: Cost(1, len(body.tokens)),
+    **dict.fromkeys((RewindBody, TokenizeBody, IndexBody, LoadBody, UnloadBody), lambda *_: Cost()),
+}
+
+
+def admit(request: HTTPConnection, cost: Cost) -> None:
+    """Refuses a request whose cost is over a limit, and charges its API key. One row was charged before the endpoint
+    was called. Raises InvalidRequest, TooLarge, RateLimited, Unauthorized."""
+    cost.check(request.app.state.settings)
+    principal = context(request.scope).principal
+    if principal is not None and cost.rows > 1:
+        principal.charge(cost.rows - 1, before=1)
+
+
+def admit_body(request: HTTPConnection, body: Body) -> None:
+    """Admits a request by its body."""
+    admit(request, COSTS[type(body)](body, request.app.state.settings))
