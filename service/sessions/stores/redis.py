@@ -202,7 +202,7 @@ class RedisStore:
         if reply not in DONE:
             try:
                 self._lost(after.session, reply)
-            except Unavailable as error:
+            except DamagedSession as error:
                 return error
             return None
         self._remembered.saw(moved=False)
