@@ -20,7 +20,7 @@ LARGEST_NAME = 1 << 20
 """The largest number of characters of an event's name."""
 
 LINE_BREAK = re.compile(r"\r\n|\r|\n")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a tab is not refused: it stands in names of published logs
+CONTROL = re.compile(r"[\x00\x07\x08\x1b\x7f\x9b]")  # a terminal obeys them; other ones stand in published logs
 NAMES = frozenset({str, int})
 """The types of an event's name. True and false are of another type, although they equal 1 and 0."""
 

@@ -11,7 +11,7 @@ from tests.models.caches import random_cache
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.top_places import with_own
-from wane.service.errors import InvalidRequest, TooLarge
+from wane.service.errors import InvalidRequest
 from wane.service.types import Mode, Prediction, PredictRequest, Score, ScoreMethod, ScoreRequest
 
 EOS = 0
@@ -77,12 +77,6 @@ async def test_limits(harness: EngineHarness) -> None:
         await harness.engine.score(ScoreRequest(TOKENS, top_k=101))
     with pytest.raises(InvalidRequest):
         ScoreRequest(TOKENS, top_k=-1)
-
-
-async def test_the_lists_of_all_tokens_are_limited(make_harness: MakeHarness) -> None:
-    harness = make_harness(max_scored_tokens=1000)
-    with pytest.raises(TooLarge):
-        await harness.engine.score(ScoreRequest(TOKENS, top_k=4))
 
 
 def listed(*logprobs: float) -> list[Prediction]:
