@@ -146,13 +146,22 @@ class AnswerBuilder:
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
 
-    async def take_turn(self, plan: AnswerPlan, top_k: int = 0) -> None:
-        """Waits for a turn of the event loop in which to make a part or an answer that needs all logits, or lists many
-        tokens: all answers of a batch are ready in the same turn."""
+    def work(self, plan: AnswerPlan, top_k: int = 0) -> int:
+        """Returns how many tokens are read for a part or an answer: none if the graph lists the few tokens that are
+        needed."""
+        listed = TOKENS_OF_A_PREDICTION * top_k
         if plan.ranking is not self.rankings.default or (plan.cache and self.cache is not None):
-            await self.turns.take(self._vocabulary.size + TOKENS_OF_A_PREDICTION * top_k)
-        elif top_k > FEW_PREDICTIONS:
-            await self.turns.take(TOKENS_OF_A_PREDICTION * top_k)
+            return self._vocabulary.size + listed
+        return listed if top_k > FEW_PREDICTIONS else 0
+
+    async def take_turn(self, plan: AnswerPlan, result: RunResult | None = None, top_k: int = 0) -> None:
+        """Waits for a turn of the event loop in which to make a part or an answer that needs all logits, or lists many
+        tokens: all answers of a batch are ready in the same turn. `result` is given if the answer has its logits: a
+        thread computes them if there are many."""
+        if work := self.work(plan, top_k):
+            await self.turns.take(work)
+        if result is not None and self._vocabulary.size >= HEAVY_TOKENS:
+            await asyncio.to_thread(getattr, result, "logits")  # mixes all logits with the cache, once
 
     def part(
         self,
@@ -246,7 +255,7 @@ class AnswerBuilder:
         sampled: bool | None = None,
     ) -> Answer:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
-        predictions come from the recurrent part.
+        predictions come from the recurrent part. The caller has called `take_turn`.
 
         `input_ids` returns all available tokens up to the plan's position. `prove` says whether `search` ran on the
         parts. If it did, the answer's latency includes the time of the search. `session` is the id of the session, if
@@ -256,9 +265,6 @@ class AnswerBuilder:
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
-        await self.take_turn(plan, top_k)
-        if logits and self._vocabulary.size >= HEAVY_TOKENS:
-            await asyncio.to_thread(getattr, answered.result, "logits")  # mixes all logits with the cache, once
         found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None

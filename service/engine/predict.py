@@ -112,6 +112,9 @@ class Predictor:
             found = recurrent or window
             if found is not None and meets(found.bound, request.tolerance):
                 break
+        answered = recurrent or window
+        logits_of = answered.result if answered is not None and request.logits else None
+        await self._answer_builder.take_turn(plan, logits_of, request.top_k)
         return self._answer_builder.answer(
             plan,
             partial(self._sequence, request),

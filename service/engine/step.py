@@ -364,6 +364,8 @@ class SessionSteps:
         if request.prove:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
+        answered = recurrent or window
+        await builder.take_turn(plan, answered.result if answered and request.logits else None, request.top_k)
         answer = builder.answer(
             plan,
             lambda: input_ids,
@@ -455,6 +457,8 @@ class SessionSteps:
         plan, input_ids, recurrent, part = await self._run_again(
             record, mode, free, window, ticket, tolerance, prove=prove, cache=cache, wanted=wanted
         )
+        answered = recurrent or part
+        await self._answer_builder.take_turn(plan, answered.result if answered and logits else None, top_k)
         return self._answer_builder.answer(
             plan,
             lambda: input_ids,

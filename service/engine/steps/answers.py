@@ -105,13 +105,15 @@ class Times(NamedTuple):
 
 
 class Single(NamedTuple):
-    """A row that is answered alone. `sampled`: whether a shadow repeats the answer."""
+    """A row that is answered alone. sampled: whether a shadow repeats the answer. waits: whether its answer waits for a
+    proof, or for a turn of the event loop, after the commit."""
 
     plan: AnswerPlan
     part: ModeResult
     input_ids: NDArray[np.int64]
     ticket: Ticket
     sampled: bool
+    waits: bool
 
 
 class Prepared(NamedTuple):
@@ -202,13 +204,16 @@ class StepAnswers:
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
-                made[row] = Single(plan, part, input_ids, ticket, sampled)
+                request = batch.request(row)
+                waits = request.prove or request.logits or self._builder.work(plan, request.top_k) > 0
+                made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
         return Prepared(results, made)
 
     def extend(self, batch: StepBatch, prepared: Prepared, rows: Sequence[int]) -> None:
-        """Keeps the requests of rows whose answers wait for a proof counted as active."""
+        """Keeps the requests of rows whose answers wait counted as active."""
         for row in rows:
-            if isinstance(prepared.singles.get(row), Single) and batch.request(row).prove:
+            single = prepared.singles.get(row)
+            if isinstance(single, Single) and single.waits:
                 self._admission.extend()
 
     def deliver(
@@ -288,7 +293,7 @@ class StepAnswers:
     def _answer(self, batch: StepBatch, row: int, single: Single, durable: bool | None) -> None:
         """Answers a committed row alone. A proof is searched only now, so that the step is committed even if the client
         cancels the request during a long search."""
-        plan, part, input_ids, ticket, sampled = single
+        plan, part, input_ids, ticket, sampled, waits = single
         request, details = batch.request(row), batch.details[row]
         session, receiver, number = batch.sessions[row], batch.receivers[row], batch.numbers[row]
         stored = None if details is None else details.stored
@@ -316,18 +321,18 @@ class StepAnswers:
                 self._stats.made(made, None if receiver.done() else "step")
             return made
 
-        async def prove() -> Answer:
-            try:
-                return answer(await self._builder.search(plan, part, ticket))
-            finally:
-                self._admission.leave()
+        async def finish() -> Answer:
+            found = await self._builder.search(plan, part, ticket) if request.prove else part
+            await self._builder.take_turn(plan, found.result if request.logits else None, request.top_k)
+            return answer(found)
 
-        if request.prove:
-            pending = Pending.of(prove(), ticket)
-            if receiver.done():
-                pending.cancel()
-            else:
-                receiver.step_again(pending, number)
+        if waits and receiver.done():
+            self._admission.leave()
+            return
+        if waits:
+            pending = Pending.of(finish(), ticket)
+            pending.add_done_callback(lambda _: self._admission.leave())
+            receiver.step_again(pending, number)
             return
         try:
             made = answer(part)
