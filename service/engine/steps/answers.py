@@ -209,7 +209,7 @@ class StepAnswers:
                 made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
         return Prepared(results, made)
 
-    def extend(self, batch: StepBatch, prepared: Prepared, rows: Sequence[int]) -> None:
+    def extend(self, prepared: Prepared, rows: Sequence[int]) -> None:
         """Keeps the requests of rows whose answers wait counted as active."""
         for row in rows:
             single = prepared.singles.get(row)

@@ -353,7 +353,7 @@ class StepColumns:
         shares = None if self._cache is None else self._resident.shares(batch.slots)
         prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
         rows = range(len(batch))
-        self._answers.extend(batch, prepared, rows)
+        self._answers.extend(prepared, rows)
         self._locks.leave_all(batch.sessions)
         self._admission.leave(len(batch))
         self._answers.deliver(batch, prepared, rows)
@@ -389,7 +389,7 @@ class StepColumns:
                 if batch.key(row) is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
                     self._resident.add(record)
         self.ran += len(kept)
-        self._answers.extend(batch, prepared, kept)
+        self._answers.extend(prepared, kept)
         for row in kept:
             self._leave(batch, row)
         if len(kept) < len(batch):
