@@ -234,10 +234,6 @@ class Unavailable(WaneError):
         self.retry_after_s = retry_after_s
 
 
-class DamagedSession(Unavailable):
-    """The stored bytes of a session cannot be read. The session can only be deleted."""
-
-
 class DeadlineExceeded(WaneError):
     code = "deadline_exceeded"
     http_status = 504

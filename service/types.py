@@ -243,6 +243,17 @@ class StepRequest:
             )
         _at_least("top_k", self.top_k, 1)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step asks nothing but the next token."""
+        return (
+            self.filter is NO_FILTER
+            and self.mode is None
+            and self.idempotency_key is None
+            and self.cache
+            and not (self.prove or self.logits or self.token_logprobs or self.unknown)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:

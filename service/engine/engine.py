@@ -387,7 +387,8 @@ class Engine:
         if len(tokens) == 1 and request.mode in IN_ROWS and not request.token_logprobs:
             pending = PendingStep(request.creator)
             given = request.session, tokens[0], expected, request.top_k, request.deadline, pending
-            if self.columns.take(*given, request=request, traced=CURRENT.get()):
+            asked = None if request.is_plain else request
+            if self.columns.take(*given, request=asked, traced=CURRENT.get()):
                 return pending
         ticket = Ticket(request.deadline)
         # A later step of the session could otherwise run before this step's task begins.

@@ -89,8 +89,8 @@ class Outputs(Mapping[str, Array]):
         """Whether all values of a row are finite in every output of FINITE: bool (B)."""
         flags = [np.isfinite(self._arrays[name]) for name in FINITE if name in self._arrays]
         count = len(flags[0])
-        if all(flag.all() for flag in flags):  # the usual case, in which all values are finite
-            return np.ones(count, np.bool_)
+        if all(np.count_nonzero(flag) == flag.size for flag in flags):  # the usual case, in which all values are finite
+            return np.full(count, True)
         found: NDArray[np.bool_] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0)
         return found
 

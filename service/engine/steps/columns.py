@@ -246,14 +246,15 @@ class StepColumns:
             batch = self._without_late(batch, now_s)
             if not len(batch):
                 return None
-        good = (batch.expected == NO_POSITION) | (batch.expected == self._state_cache.positions[batch.slots])
+        expected = batch.expected
+        good = (expected == NO_POSITION) | (expected == self._state_cache.positions[batch.slots])
         good &= self._resident.alive(batch.slots)
         if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
             good &= self._resident_still(batch)
         stored = batch.stored if batch.has_details else None
         if stored is not None:  # their sessions are locked, and their slots retained
             good |= stored
-        if not good.all():
+        if np.count_nonzero(good) < len(good):
             # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the
             # slots of its states are retained. If the general procedure started now, it could evict these states.
             asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
@@ -311,28 +312,27 @@ class StepColumns:
         `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "the batch is not a batch of steps in rows: this is a bug"
         batch, stored = ran, ran.stored if ran.has_details else None
-        good = np.ones(len(ran), np.bool_)
+        good: NDArray[np.bool_] | None = None
         if batch in self._held:
             self._held.remove(batch)
             self._state_cache.release_all(batch.slots.tolist())
             good = self._resident_still(batch)
             if stored is not None:
                 good |= stored
-            self._conflicts.inc(int(np.count_nonzero(~good)))
+            self._conflicts.inc(len(good) - np.count_nonzero(good))
         if batch.failure is not None:
             batch.failed = len(batch)
             self._run_alone(batch, batch.failure)
             return
         finite = batch.outputs.finite
-        if not finite.all():
-            batch.failed = int(np.count_nonzero(~finite))
+        batch.failed = len(finite) - np.count_nonzero(finite)
+        if batch.failed:
             self._fail(batch.part(~finite), FloatingPointError("the model's output is not finite"))
-            good |= ~finite
-        if not good.all():
-            asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
-        good &= finite
-        if not good.all():
-            batch = batch.part(good)
+        if good is not None and not (good | ~finite).all():
+            asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(finite & ~good), entered=True))
+        kept = finite if good is None else good & finite
+        if np.count_nonzero(kept) < len(kept):
+            batch = batch.part(kept)
             if not len(batch):
                 return
             stored = batch.stored
