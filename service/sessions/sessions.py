@@ -18,7 +18,6 @@ from typing import NamedTuple
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.errors import (
-    DamagedSession,
     IdempotencyKeyReused,
     InvalidRequest,
     PositionConflict,
@@ -34,6 +33,7 @@ from wane.service.sessions.stores.codec import due
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
+    DamagedSession,
     LastStep,
     SessionRecord,
     Snapshot,

@@ -45,8 +45,9 @@ from wane.service.api.schemas.sessions import (
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.engine.step_many import StepCall, step_many
-from wane.service.errors import DamagedSession, EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
+from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.registry.registry import other_model
+from wane.service.sessions.stores.store import DamagedSession
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
     SESSION_ID,

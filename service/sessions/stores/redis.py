@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from wane.service.errors import DamagedSession, QuotaExceeded
+from wane.service.errors import QuotaExceeded
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
@@ -37,6 +37,7 @@ from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPip
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
+    DamagedSession,
     LastStep,
     SessionRecord,
     Snapshot,

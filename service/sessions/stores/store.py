@@ -9,8 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from wane.service.errors import Unavailable
 from wane.service.sessions.record import TokenHistory
 from wane.service.types import Mode
+
+
+class DamagedSession(Unavailable):
+    """The stored bytes of a session cannot be read. The session can only be deleted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from tests.service.engine_harness import MakeHarness
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
-from wane.service.errors import DamagedSession, Overloaded, Unavailable, UnknownSession
+from wane.service.errors import Overloaded, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, follows
+from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, follows
 from wane.service.types import Mode
 
 pytestmark = pytest.mark.stack
