@@ -197,7 +197,7 @@ def test_an_interrupted_call_does_not_block_the_session() -> None:
 
         def interrupt() -> Awaitable[object]:
             script.before = lambda: asyncio.sleep(0)
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return asyncio.sleep(TIMEOUT_S)
 
         script.before = interrupt
