@@ -186,7 +186,8 @@ def _runner(network: Network, form: str, part: Part, captured: bool) -> Iterator
         (folder / "weights.safetensors").write_bytes(data)
         graph = build_graph("step", model, "weights.safetensors", tensor_extents(data), None, "float32")
         (folder / "step.onnx").write_bytes(graph)
-        manifest = SimpleNamespace(graphs={"step": "step.onnx"}, state=model.state_tensors(), name=model.family)
+        graphs = {"step": "step.onnx"}
+        manifest = SimpleNamespace(graphs=graphs, state=model.state_tensors(), name=model.family, imported=False)
         bundle = cast("Any", SimpleNamespace(manifest=manifest, path=folder, graph_path=lambda _: folder / "step.onnx"))
         shapes = {tensor.name: tensor.shape for tensor in manifest.state} | {HIDDEN: (model.hidden,)}
 

@@ -313,13 +313,19 @@ def test_a_stream_has_data_lines_only_and_ends_with_done(native: httpx.Client) -
 
 # Refusals
 
-OTHERS = ["suffix", "best_of", "top_k", "min_p", "tokens", "input"]
+OTHERS = ["top_k", "min_p", "tokens", "input"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_other_field_is_refused_by_name(complete: Complete, name: str) -> None:
     refused(complete, name, extra_body={name: 1})
     refused(complete, name, extra_body={name: None})
+
+
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 2)])
+def test_a_field_of_openai_that_asks_nothing_passes(complete: Complete, name: str, value: object) -> None:
+    refused(complete, name, extra_body={name: value})
+    complete(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={name: None})
 
 
 @pytest.mark.parametrize(
@@ -496,7 +502,7 @@ def test_a_session_s_stream_ends_with_its_position(complete: Complete, request: 
         ("prompt", {"prompt": [PROMPT, PROMPT]}),
         ("expected_position", {"extra_body": {"session": "x"}}),
         ("expected_position", {"extra_body": {"expected_position": 0}}),
-        ("session", {"extra_body": {"session": "a b", "expected_position": 0}}),
+        ("session", {"extra_body": {"session": "a/b", "expected_position": 0}}),
         ("logprobs", {"logprobs": 101}),
         ("logit_bias", {"logit_bias": {"99999": 1}}),
     ],

@@ -120,7 +120,8 @@ def python_stand_in() -> str:
     """Returns the name of the stand-in for Python's image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     built, served = project["build-system"]["requires"], project["project"]["dependencies"]
-    wanted = [*built, *served, *project["project"]["optional-dependencies"]["otel"], FOR_OLDER_PYTHON]
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*built, *served, *extras["otel"], *extras["onnx"], FOR_OLDER_PYTHON]
 
     def download(folder: Path) -> None:
         run(sys.executable, "-m", "pip", "download", "--only-binary=:all:", f"--dest={folder / 'wheels'}", *wanted)
