@@ -53,7 +53,8 @@ def run_apart(
 def _apart(path: Path, values: Mapping[str, NDArray[Any]], seconds: float, memory: int) -> Arrays:
     buffer = BytesIO()
     np.savez(buffer, **values)  # type: ignore[arg-type]
-    command = [sys.executable, "-m", __name__, str(path.absolute()), str(memory)]
+    # -P: no module is imported from the current folder, which may be that of the file.
+    command = [sys.executable, "-P", "-m", __name__, str(path.absolute()), str(memory)]
     with subprocess.Popen(  # noqa: S603
         command,
         stdin=subprocess.PIPE,

@@ -80,6 +80,14 @@ def test_a_good_file_is_read_and_run(tmp_path: Path) -> None:
     assert run_apart(path, {"x": np.array([2, 5], np.float32)})["y"].tolist() == [6, 15]
 
 
+def test_no_module_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numpy", "onnx", "onnxruntime", "wane"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert run_apart(simple(tmp_path / "m.onnx"), {"x": np.array([2], np.float32)})["y"].tolist() == [6]
+    assert not (tmp_path / "ran").exists()
+
+
 def test_external_data_in_the_folder_are_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     np.arange(4, dtype=np.float32).tofile(tmp_path / "data" / "w.bin")
