@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from wane.models.architecture import ImportedGraph
 from wane.models.bundle import IMPORTED, Bundle, BundleError, verify_graphs, write_bundle
-from wane.models.imported.first_run import check_apart, run_apart
+from wane.models.imported.first_run import MEMORY_BYTES, LimitedProcess, check_apart, naming, run_apart
 from wane.models.imported.graph_file import GraphError, read_graph
 from wane.models.imported.roles import Step, build_roles, read_step
 from wane.models.imported.signature import Arrays, find_inputs, find_outputs
@@ -43,6 +42,12 @@ TOLERANCE_HALF = 1e-2
 
 ROWS, TOKENS = 4, 24
 """The number and the length of the sequences of random tokens on which the graphs are compared with the file."""
+
+CHECK_SECONDS = 600.0
+"""The time limit of all runs that compare the bundle with the file, in seconds."""
+
+COPIES = 10
+"""How many copies of the weights onnxruntime may have in memory while five graphs are open."""
 
 BATCH = 64
 """The number of rows with which the bits of a batch are compared with those of one row: the service's default largest
@@ -94,11 +99,8 @@ class Imported:
 def import_graph(asked: Import, target: Path, *, replace: bool = False) -> Imported:
     """Writes the bundle `target`. Raises GraphError if the file is refused or its results differ, BundleExistsError if
     the bundle at `target` may not be replaced."""
-    try:
+    with naming(asked.path):
         return _import(asked, target, replace)
-    except GraphError as error:
-        text = str(error)
-        raise GraphError(text if text.startswith(f"{asked.path}: ") else f"{asked.path}: {text}") from error
 
 
 def _import(asked: Import, target: Path, replace: bool) -> Imported:
@@ -112,9 +114,16 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     outputs = run_apart(path, inputs.feeds(probe, inputs.zeros(rows)))
     signature = find_outputs(inputs, outputs, size, asked.pairs, asked.logits)
     step = read_step(model, path.parent, signature, size, outputs[signature.logits].ndim, asked.added)
-    recorded = _Recorded.of(path, step)
+    memory = MEMORY_BYTES + COPIES * sum(value.nbytes for value in step.tensors.values())
+    with LimitedProcess(path, CHECK_SECONDS, memory, "comparing the bundle with it") as process:
+        return _write(asked, target, replace, step, process)
+
+
+def _write(asked: Import, target: Path, replace: bool, step: Step, process: LimitedProcess) -> Imported:
+    """Wraps the step, writes the bundle, and compares it with the file. All graphs run in `process`."""
+    recorded = _Recorded.of(asked.path, step, process)
     weights = save(step.external())
-    together, graphs, reason = _wrap(step, recorded, weights)
+    together, graphs, reason = _wrap(step, recorded, weights, process)
     notes = _notes(step, reason)
     vocabulary = asked.vocabulary
     tokenizer_json = with_decoder(vocabulary.kind, asked.tokenizer_json)
@@ -136,7 +145,7 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
         schema_version=SCHEMA_VERSION,
         name=asked.name,
         version=asked.version,
-        description=f"Imported from {path.name}.",
+        description=f"Imported from {asked.path.name}.",
         architecture=architecture,
         vocabulary=info,
         start=asked.start,
@@ -158,7 +167,9 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
 
     def check(bundle: Bundle) -> None:
         nonlocal worst, differ
-        run = _Sessions({role: bundle.graph_path(role) for role in names}).run
+        for role in names:
+            process.open(role, bundle.graph_path(role))
+        run: RunStep = process.run
         worst = max(recorded.compare(run), verify_graphs(bundle, run))
         _read_every_token(run, step)
         differ = compare_bits(architecture, run, BATCH).differ
@@ -166,7 +177,9 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     try:
         written = write_bundle(target, manifest, files, check, replace=replace)
     except BundleError as error:
-        raise GraphError(str(error).rpartition(f"/{target.name}: ")[2]) from error
+        place = target.resolve()
+        folder = rf"{re.escape(f'{place.parent}/.{place.name}.')}[^/]*/{re.escape(place.name)}(/|: )"
+        raise GraphError(re.sub(folder, "", str(error))) from error
     if differ is not None:
         notes += (
             f"its runs are not bit-identical on this machine, so that error_bound is null in every answer: {differ}",
@@ -174,7 +187,9 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     return Imported(written, worst, notes)
 
 
-def _wrap(step: Step, recorded: _Recorded, weights: bytes) -> tuple[bool, dict[Role, bytes], str | None]:
+def _wrap(
+    step: Step, recorded: _Recorded, weights: bytes, process: LimitedProcess
+) -> tuple[bool, dict[Role, bytes], str | None]:
     """Returns whether the rows of a batch run together, the bundle's graphs, and why the rows do not run together."""
     inputs, extents, reason = step.signature.inputs, tensor_extents(weights), None
     lonely = [port.name for port in (inputs.tokens, *inputs.states) if port.axis is None]
@@ -183,7 +198,7 @@ def _wrap(step: Step, recorded: _Recorded, weights: bytes) -> tuple[bool, dict[R
     else:
         graphs = build_roles(step, WEIGHTS, extents, together=True)
         try:
-            with _opened(graphs, weights) as run:
+            with _opened(graphs, weights, process) as run:
                 recorded.compare(run, ("step",))
             return True, graphs, None
         except GraphError as error:
@@ -222,19 +237,23 @@ class _Recorded:
     tolerance: float
 
     @classmethod
-    def of(cls, path: Path, step: Step) -> _Recorded:
+    def of(cls, path: Path, step: Step, process: LimitedProcess) -> _Recorded:
         """Runs the file. Raises GraphError if it fails or if a result is not finite."""
         signature, inputs = step.signature, step.signature.inputs
-        session = _session(path)
+        wanted = [signature.logits, *signature.after]
+        process.check(path)
+        process.open("file", path)
         tokens = np.random.default_rng(0).integers(step.vocabulary, size=(ROWS, TOKENS), dtype=np.int64)
         logits, states = [], []
         for row in tokens:
             state, scores = inputs.zeros(1), []
             for token in row:
-                score, *state = _try(session, [signature.logits, *signature.after], inputs.feeds(token[None], state))
+                outputs = process.run("file", inputs.feeds(token[None], state), wanted)
+                score, *state = (outputs[name] for name in wanted)
                 scores.append(score.reshape(-1).astype(np.float64))
             logits.append(np.stack(scores))
             states.append([value.reshape(port.row or (1,)) for port, value in zip(inputs.states, state, strict=True)])
+        process.close("file")
         found = np.stack(logits)
         if not np.isfinite(found).all():
             raise GraphError("its logits are not finite: every token needs a finite logit")
@@ -304,49 +323,15 @@ def _read_every_token(run: RunStep, step: Step) -> None:
             raise GraphError(f"its logits are not finite after {where}")
 
 
-class _Sessions:
-    """Opened graphs of a bundle, on the CPU."""
-
-    def __init__(self, paths: Mapping[Role, Path]) -> None:
-        self._sessions = {role: _session(path) for role, path in paths.items()}
-
-    def run(self, role: Role, feeds: Tensors) -> Arrays:
-        """Runs a graph and returns its outputs by name. Raises GraphError."""
-        names = [output.name for output in self._sessions[role].get_outputs()]
-        return dict(zip(names, _try(self._sessions[role], names, feeds), strict=True))
-
-
 @contextmanager
-def _opened(graphs: Mapping[Role, bytes], weights: bytes) -> Iterator[RunStep]:
+def _opened(graphs: Mapping[Role, bytes], weights: bytes, process: LimitedProcess) -> Iterator[RunStep]:
     """Opens the `step` graph in a temporary folder. Yields the function that runs it. Raises GraphError."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / WEIGHTS).write_bytes(weights)
         (Path(folder) / "step.onnx").write_bytes(graphs["step"])
-        yield _Sessions({"step": Path(folder) / "step.onnx"}).run
-
-
-def _session(path: Path) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors have no common class
-        raise GraphError(f"onnxruntime cannot open {path.name}: {_first_line(error)}") from error
-
-
-def _try(session: onnxruntime.InferenceSession, names: list[str], feeds: Tensors) -> list[NDArray[Any]]:
-    try:
-        found: list[NDArray[Any]] = session.run(names, feeds)
-    except Exception as error:
-        raise GraphError(f"onnxruntime cannot run it: {_first_line(error)}") from error
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns onnxruntime's message without its places in the source code."""
-    noise = r"\[ONNXRuntimeError\] : \d+ : \w+ : |Non-zero status code returned while running |Status Message: /.*"
-    return re.sub(noise, "", str(error).partition("\n")[0]).strip()[:300]
+        process.open("step", Path(folder) / "step.onnx")
+        yield process.run
+        process.close("step")
 
 
 def _provenance(asked: Import, notes: tuple[str, ...]) -> Provenance:

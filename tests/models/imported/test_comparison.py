@@ -1,0 +1,109 @@
+"""The comparison of an imported graph with its own file: its limits, and what it must find."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from tests.models.bundles import words_tokenizer
+from tests.models.imported.graphs import FLOAT, INT64, UNITS, VOCABULARY, Weights, gru, node, save, value
+from wane.models.imported import bundle
+from wane.models.imported.bundle import Import, Imported, import_graph
+from wane.models.imported.first_run import LimitedProcess
+from wane.models.imported.graph_file import GraphError
+from wane.models.vocabulary import Vocabulary
+
+Extra = list[tuple[str, int, list[str | int]]]
+
+
+def imports(graph: Path, **options: object) -> Imported:
+    """Imports a graph beside its file."""
+    tokenizer = words_tokenizer()
+    asked = {
+        "name": graph.stem,
+        "version": "1",
+        "window": 4,
+        "max_window": 16,
+        "start": "token",
+        "command": "wane import",
+    }
+    asked |= {"vocabulary": Vocabulary("words", tokenizer), "tokenizer_json": tokenizer, "pairs": {}} | options
+    return import_graph(Import(path=graph, **asked), graph.parent / "bundles" / graph.stem)  # type: ignore[arg-type]
+
+
+def cell(w: Weights) -> list[object]:
+    """The nodes of h.next = tanh(x + h / 2)."""
+    w["half"] = np.array(0.5, np.float32)
+    return [
+        *w.embedded(),
+        node("Mul", ["h", "half"], ["h.half"]),
+        node("Add", ["x", "h.half"], ["sum"]),
+        node("Tanh", ["sum"], ["h.next"]),
+    ]
+
+
+def written(path: Path, nodes: list[object], w: Weights, extra: Extra = (), batch: str | int = "B") -> Path:  # type: ignore[assignment]
+    """Writes a cell. `extra`: its further states, whose next values are named NAME.next."""
+    inputs = [value("tokens", INT64, [batch]), value("h", FLOAT, [batch, UNITS])]
+    outputs = [value("logits", FLOAT, [batch, VOCABULARY]), value("h.next", FLOAT, [batch, UNITS])]
+    inputs += [value(name, kind, shape) for name, kind, shape in extra]
+    outputs += [value(f"{name}.next", kind, shape) for name, kind, shape in extra]
+    return save(path, nodes, inputs, outputs, w)
+
+
+def late(path: Path, size: int, trips: int) -> Path:
+    """Writes a cell that repeats `trips` additions to `size` numbers from its third token on."""
+    w = Weights()
+    w["one"], w["limit"] = np.array(1, np.float32), np.array(2.5, np.float32)
+    w["trips"], w["true"] = np.array(trips, np.int64), np.array(True)
+    body = helper.make_graph(
+        [node("Tanh", ["s"], ["s.next"]), node("Identity", ["c"], ["c.next"])],
+        "body",
+        [value("i", INT64, []), value("c", TensorProto.BOOL, []), value("s", FLOAT, None)],
+        [value("c.next", TensorProto.BOOL, []), value("s.next", FLOAT, None)],
+    )
+    nodes = [
+        *cell(w),
+        node("Add", ["count", "one"], ["count.next"]),
+        node("ReduceMax", ["count"], ["largest"], keepdims=0),
+        node("Greater", ["largest", "limit"], ["is.late"]),
+        node("Cast", ["is.late"], ["factor"], to=INT64),
+        node("Mul", ["factor", w.ints("size", size)], ["size.0"]),
+        node("Add", ["size.0", w.ints("least", 1)], ["size.1"]),
+        node("ConstantOfShape", ["size.1"], ["zeros"]),
+        node("Loop", ["trips", "true", "zeros"], ["after"], body=body),
+        node("ReduceSum", ["after"], ["total"], keepdims=0),
+        node("Add", ["h.next", "total"], ["top"]),
+        *w.head("top"),
+    ]
+    return written(path, nodes, w, [("count", FLOAT, ["B", 1])])
+
+
+def test_a_graph_that_becomes_slow_after_its_first_token_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = late(tmp_path / "late.onnx", 10_000_000, 10_000)
+    monkeypatch.setattr(bundle, "CHECK_SECONDS", 5.0)
+    with pytest.raises(GraphError, match=r"late\.onnx: was stopped: comparing .* takes more than 5 s"):
+        imports(path)
+    assert not (tmp_path / "bundles" / "late").exists()
+
+
+def test_a_graph_that_needs_much_memory_after_its_first_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match=r"late\.onnx: "):
+        imports(late(tmp_path / "late.onnx", 2_500_000_000, 1))
+
+
+def test_the_process_limits_itself(tmp_path: Path) -> None:
+    """So it ends even if the process that started it was killed."""
+    path = gru(tmp_path / "gru.onnx")
+    with LimitedProcess(path, 7, 2**32) as process:
+        process.check(path)
+        limits = {
+            name: resource.prlimit(process._process.pid, name) for name in (resource.RLIMIT_CPU, resource.RLIMIT_AS)
+        }
+    assert limits == {resource.RLIMIT_CPU: (7, 8), resource.RLIMIT_AS: (2**32, 2**32)}
