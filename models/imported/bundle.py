@@ -7,7 +7,7 @@ import hashlib
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +24,8 @@ from wane.models.bundle import IMPORTED, Bundle, BundleError, verify_graphs, wri
 from wane.models.imported.first_run import MEMORY_BYTES, LimitedProcess, check_apart, naming, run_apart
 from wane.models.imported.graph_file import GraphError, read_graph
 from wane.models.imported.roles import Step, build_roles, read_step
-from wane.models.imported.signature import Arrays, find_inputs, find_outputs
+from wane.models.imported.rows import RunStep, compare_rows
+from wane.models.imported.signature import find_inputs, find_outputs
 from wane.models.manifest import SCHEMA_VERSION, Manifest, Provenance, Role, Start, VocabularyInfo
 from wane.models.parity import Tensors, compare_bits, log_softmax
 from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
@@ -59,9 +60,6 @@ larger file is first parsed in a process whose memory is limited."""
 
 LOGITS_AT_ONCE = 1 << 22
 """The largest number of logits of one run that reads every token of the vocabulary."""
-
-
-RunStep = Callable[[Role, Tensors], Arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +196,11 @@ def _wrap(
     else:
         graphs = build_roles(step, WEIGHTS, extents, together=True)
         try:
-            with _opened(graphs, weights, process) as run:
-                recorded.compare(run, ("step",))
+            with _opened(graphs, weights, process, "together") as together:
+                recorded.compare(together, ("step",))
+                recorded.compare(together, ("step",), BATCH // ROWS)
+                with _opened(build_roles(step, WEIGHTS, extents, together=False), weights, process, "alone") as alone:
+                    compare_rows(step, together, alone, recorded.tolerance)
             return True, graphs, None
         except GraphError as error:
             reason = str(error)
@@ -261,8 +262,13 @@ class _Recorded:
         half = [*(port.dtype for port in inputs.states), *(value.dtype for value in step.tensors.values())]
         return cls(step, tokens, found, after, TOLERANCE_HALF if np.dtype(np.float16) in half else TOLERANCE)
 
-    def compare(self, run: RunStep, roles: Sequence[Role] = ("step", "window", "scan")) -> float:
-        """Compares graphs of the bundle with the file. Returns the largest difference. Raises GraphError."""
+    def compare(self, run: RunStep, roles: Sequence[Role] = ("step", "window", "scan"), copies: int = 1) -> float:
+        """Compares graphs of the bundle with the file, in batches with `copies` rows of each sequence. Returns the
+        largest difference. Raises GraphError."""
+        if copies > 1:
+            repeated = [np.concatenate([value] * copies) for value in (self.tokens, self.logits, *self.states)]
+            tokens, logits, *states = repeated
+            return _Recorded(self.step, tokens, logits, states, self.tolerance).compare(run, roles)
         rows = len(self.tokens)
         zeros = {tensor.name: np.zeros((rows, *tensor.shape), np.float32) for tensor in self.step.states}
         lengths = np.full(rows, TOKENS, np.int64)
@@ -324,14 +330,20 @@ def _read_every_token(run: RunStep, step: Step) -> None:
 
 
 @contextmanager
-def _opened(graphs: Mapping[Role, bytes], weights: bytes, process: LimitedProcess) -> Iterator[RunStep]:
-    """Opens the `step` graph in a temporary folder. Yields the function that runs it. Raises GraphError."""
+def _opened(graphs: Mapping[Role, bytes], weights: bytes, process: LimitedProcess, name: str) -> Iterator[RunStep]:
+    """Opens graphs in a temporary folder. Yields the function that runs them. Raises GraphError."""
+    roles: tuple[Role, ...] = ("step", "advance", "head")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / WEIGHTS).write_bytes(weights)
-        (Path(folder) / "step.onnx").write_bytes(graphs["step"])
-        process.open("step", Path(folder) / "step.onnx")
-        yield process.run
-        process.close("step")
+        for role in roles:
+            place = Path(folder) / f"{role}.onnx"
+            place.write_bytes(graphs[role])
+            process.open(f"{name} {role}", place)
+    try:
+        yield lambda role, feeds: process.run(f"{name} {role}", feeds)
+    finally:
+        for role in roles:
+            process.close(f"{name} {role}")
 
 
 def _provenance(asked: Import, notes: tuple[str, ...]) -> Provenance:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,3 +109,70 @@ def test_the_process_limits_itself(tmp_path: Path) -> None:
             name: resource.prlimit(process._process.pid, name) for name in (resource.RLIMIT_CPU, resource.RLIMIT_AS)
         }
     assert limits == {resource.RLIMIT_CPU: (7, 8), resource.RLIMIT_AS: (2**32, 2**32)}
+
+
+def in_large_batches(w: Weights) -> list[object]:
+    """The mean of a batch of more than 8 rows is added."""
+    return [
+        node("Shape", ["tokens"], ["rows"]),
+        node("Greater", ["rows", w.ints("eight", 8)], ["many"]),
+        node("Cast", ["many"], ["factor"], to=FLOAT),
+        node("ReduceMean", ["h.next", w.ints("first", 0)], ["mean"]),
+        node("Mul", ["mean", "factor"], ["more"]),
+    ]
+
+
+def of_crowded_tokens(w: Weights) -> list[object]:
+    """1 is added if four rows read the token 3, as if an expert of a mixture had room for three."""
+    w["room"] = np.array(3.5, np.float32)
+    return [
+        node("Equal", ["tokens", w.ints("three", 3)], ["is.three"]),
+        node("Cast", ["is.three"], ["ones"], to=FLOAT),
+        node("ReduceSum", ["ones", w.ints("first", 0)], ["count"]),
+        node("Greater", ["count", "room"], ["crowded"]),
+        node("Cast", ["crowded"], ["more"], to=FLOAT),
+    ]
+
+
+def of_one_token(w: Weights) -> list[object]:
+    """The state of all rows is subtracted if one of them reads the token 7."""
+    return [
+        node("Equal", ["tokens", w.ints("seven", 7)], ["is.seven"]),
+        node("Cast", ["is.seven"], ["ones"], to=FLOAT),
+        node("ReduceMax", ["ones"], ["any"], keepdims=0),
+        node("Mul", ["h", "any"], ["more"]),
+    ]
+
+
+@pytest.mark.parametrize("mixes", [in_large_batches, of_crowded_tokens, of_one_token])
+@pytest.mark.parametrize("place", ["top", "logits"])
+def test_rows_that_affect_one_another_in_some_batches_run_one_by_one(
+    tmp_path: Path, mixes: Callable[[Weights], list[object]], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison with the file reads the tokens 0 to 2 only, which do not show it."""
+    draw = np.random.default_rng
+
+    class Few(np.random.Generator):
+        def integers(self, *given: Any, **named: Any) -> Any:
+            return super().integers(*given, **named) % 3
+
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: Few(draw(seed).bit_generator))
+    w = Weights()
+    if place == "top":
+        nodes = [*cell(w), *mixes(w), node("Add", ["h.next", "more"], ["top"]), *w.head("top")]
+    else:
+        w["ones.row"] = np.ones((1, VOCABULARY), np.float32)
+        nodes = [
+            *cell(w),
+            *mixes(w),
+            *w.head("h.next", out="raw"),
+            node("ReduceMean", ["more"], ["scalar"], keepdims=0),
+        ]
+        nodes += [node("Mul", ["ones.row", "scalar"], ["row"]), node("Mul", ["row", "raw"], ["scaled"])]
+        nodes += [node("Add", ["raw", "scaled"], ["logits"])]
+    found = imports(written(tmp_path / "mixed.onnx", nodes, w))
+    assert any("one by one: its rows affect one another" in note for note in found.notes)
+
+
+def test_rows_that_do_not_affect_one_another_run_together(tmp_path: Path) -> None:
+    assert not any("one by one" in note for note in imports(gru(tmp_path / "gru.onnx")).notes)
