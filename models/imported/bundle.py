@@ -216,9 +216,8 @@ def _notes(step: Step, reason: str | None) -> tuple[str, ...]:
         notes.append("its batch of 1 was lifted: the rows of a batch run together")
     for port in inputs.states:
         if port.dtype != np.float32:
-            exact = {"float16": "exactly", "bool": "exactly", "float64": "with an error of 6e-8 of each value"}
-            how = exact.get(str(port.dtype), "exactly up to 16,777,216")
-            notes.append(f"the state {port.name!r} of type {port.dtype} is kept in float32, {how}")
+            how = "as a float32 number" if port.pieces == 1 else f"as {port.pieces} float32 numbers"
+            notes.append(f"a value of the state {port.name!r} of type {port.dtype} is kept exactly, {how}")
     if step.hidden is None:
         notes.append("the last matrix was not found: a state is kept with its logits, which need more memory")
     return tuple(notes)
@@ -228,13 +227,14 @@ def _notes(step: Step, reason: str | None) -> tuple[str, ...]:
 class _Recorded:
     """What onnxruntime computes with the file itself, one row at a time, from the zero state.
 
-    tokens: (ROWS, TOKENS). logits: (ROWS, TOKENS, V). states: for each state after the last token, (ROWS, *shape).
+    tokens: (ROWS, TOKENS). logits: (ROWS, TOKENS, V). states: for each state after the last token, (ROWS, *row), as
+    `Port.values` returns it.
     """
 
     step: Step
     tokens: NDArray[np.int64]
     logits: NDArray[np.float64]
-    states: list[NDArray[np.float64]]
+    states: list[NDArray[Any]]
     tolerance: float
 
     @classmethod
@@ -253,12 +253,20 @@ class _Recorded:
                 score, *state = (outputs[name] for name in wanted)
                 scores.append(score.reshape(-1).astype(np.float64))
             logits.append(np.stack(scores))
-            states.append([value.reshape(port.row or (1,)) for port, value in zip(inputs.states, state, strict=True)])
+            states.append(
+                [
+                    value.reshape(port.row if port.pieces > 1 else port.kept)
+                    for port, value in zip(inputs.states, state, strict=True)
+                ]
+            )
         process.close("file")
         found = np.stack(logits)
         if not np.isfinite(found).all():
             raise GraphError("its logits are not finite: every token needs a finite logit")
-        after = [np.stack(each).astype(np.float64) for each in zip(*states, strict=True)]
+        after = [
+            np.stack(each).astype(np.float64 if np.issubdtype(port.dtype, np.floating) else np.int64)
+            for port, each in zip(inputs.states, zip(*states, strict=True), strict=True)
+        ]
         half = [*(port.dtype for port in inputs.states), *(value.dtype for value in step.tensors.values())]
         return cls(step, tokens, found, after, TOLERANCE_HALF if np.dtype(np.float16) in half else TOLERANCE)
 
@@ -296,11 +304,17 @@ class _Recorded:
         return self._within(role, "log-probabilities", log_softmax(own), log_softmax(self.logits[:, at]))
 
     def _states_apart(self, role: Role, outputs: Tensors) -> float:
-        names = [tensor.name for tensor in self.step.states]
-        return max(
-            self._within(role, name, outputs[f"next.{name}"], expected, max(1.0, float(np.abs(expected).max())))
-            for name, expected in zip(names, self.states, strict=True)
-        )
+        worst = 0.0
+        for port, tensor, expected in zip(
+            self.step.signature.inputs.states, self.step.states, self.states, strict=True
+        ):
+            found = port.values(outputs[f"next.{tensor.name}"])
+            whole = np.issubdtype(expected.dtype, np.integer)
+            if whole and not np.array_equal(found, expected):
+                raise GraphError(f"{role}: {tensor.name} differ from the file's, row by row")
+            scale = max(1.0, float(np.abs(expected).max()))
+            worst = max(worst, 0.0 if whole else self._within(role, tensor.name, found, expected, scale))
+        return worst
 
     def _within(
         self, role: Role, name: str, found: NDArray[Any], expected: NDArray[np.float64], scale: float = 1.0

@@ -24,6 +24,11 @@ STATE_TYPES = (
     TensorProto.INT64,
     TensorProto.BOOL,
 )
+PIECES = {TensorProto.INT64: (22, 21), TensorProto.INT32: (22,), TensorProto.DOUBLE: (24, 24)}
+"""The types of states that float32 does not hold exactly, each with the number of bits of all its pieces but the last
+one. A session keeps such a state in pieces: of an integer, the lowest bits first; of a float64, the nearest float32 and
+then that of the rest."""
+
 TOKEN_NAMES = ("tokens", "token", "input_ids", "ids")
 """The names of the input with the tokens, if several inputs could be the tokens."""
 
@@ -47,6 +52,29 @@ class Port:
     def dtype(self) -> np.dtype[Any]:
         """The type of the values."""
         found: np.dtype[Any] = np.dtype(helper.tensor_dtype_to_np_dtype(self.element))
+        return found
+
+    @property
+    def pieces(self) -> int:
+        """The number of float32 numbers in which a session keeps a value."""
+        return 1 + len(PIECES.get(self.element, ()))
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The shape of one row's state in a session."""
+        return (self.pieces, *self.row) if self.pieces > 1 else self.row or (1,)
+
+    def values(self, kept: NDArray[np.float32]) -> NDArray[Any]:
+        """Returns the values (B, *row) of a session's states (B, *kept), in int64 or float64."""
+        if self.pieces == 1:
+            return kept.astype(np.int64 if self.dtype == np.bool_ else np.float64)
+        pieces = np.moveaxis(kept.astype(np.float64), 1, 0)
+        if self.element == TensorProto.DOUBLE:
+            return np.asarray(pieces[0] + (pieces[1] + pieces[2]))
+        found, shift = np.zeros(pieces[0].shape, np.int64), 0
+        for piece, bits in zip(pieces, (*PIECES[self.element], 0), strict=True):
+            found += piece.astype(np.int64) << shift
+            shift += bits
         return found
 
     def batched(self, rows: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,16 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.models.bundles import words_tokenizer
-from tests.models.imported.graphs import FLOAT, INT64, UNITS, VOCABULARY, Weights, gru, node, save, value
+from tests.models.imported.graphs import FLOAT, INT64, UNITS, VOCABULARY, Oracle, Weights, gru, node, save, value
+from wane.models.bundle import Bundle
 from wane.models.imported import bundle
 from wane.models.imported.bundle import Import, Imported, import_graph
 from wane.models.imported.first_run import LimitedProcess
 from wane.models.imported.graph_file import GraphError
 from wane.models.vocabulary import Vocabulary
+from wane.service.runners.onnx import OnnxRunner
 
-Extra = list[tuple[str, int, list[str | int]]]
+Extra = Sequence[tuple[str, int, list[str | int]]]
 
 
 def imports(graph: Path, **options: object) -> Imported:
@@ -48,7 +50,7 @@ def cell(w: Weights) -> list[object]:
     ]
 
 
-def written(path: Path, nodes: list[object], w: Weights, extra: Extra = (), batch: str | int = "B") -> Path:  # type: ignore[assignment]
+def written(path: Path, nodes: list[object], w: Weights, extra: Extra = (), batch: str | int = "B") -> Path:
     """Writes a cell. `extra`: its further states, whose next values are named NAME.next."""
     inputs = [value("tokens", INT64, [batch]), value("h", FLOAT, [batch, UNITS])]
     outputs = [value("logits", FLOAT, [batch, VOCABULARY]), value("h.next", FLOAT, [batch, UNITS])]
@@ -176,3 +178,36 @@ def test_rows_that_affect_one_another_in_some_batches_run_one_by_one(
 
 def test_rows_that_do_not_affect_one_another_run_together(tmp_path: Path) -> None:
     assert not any("one by one" in note for note in imports(gru(tmp_path / "gru.onnx")).notes)
+
+
+@pytest.mark.parametrize("batch", ["B", 1])
+@pytest.mark.parametrize("kind", [INT64, TensorProto.INT32, TensorProto.DOUBLE])
+def test_states_that_float32_does_not_hold_are_kept_exactly(tmp_path: Path, kind: int, batch: str | int) -> None:
+    """A generator of random integers that overflows, and a chaotic map in float64, change the logits."""
+    w, dtype = Weights(), helper.tensor_dtype_to_np_dtype(kind)
+    if kind == TensorProto.DOUBLE:
+        w["rate"], w["one"], w["seed"] = (np.array(number, dtype) for number in (3.99, 1, 1e-4))
+        nodes = [
+            node("Sub", ["one", "s"], ["left"]),
+            node("Mul", ["s", "left"], ["product"]),
+            node("Mul", ["product", "rate"], ["map"]),
+            node("Max", ["map", "seed"], ["s.next"]),
+            node("Cast", ["s.next"], ["more"], to=FLOAT),
+        ]
+    else:
+        w["rate"], w["seed"], w["997"] = (np.array(number, dtype) for number in (1664525, -1013904223, 997))
+        nodes = [
+            node("Mul", ["s", "rate"], ["product"]),
+            node("Add", ["product", "seed"], ["s.next"]),
+            node("Mod", ["s.next", "997"], ["rest"]),
+            node("Cast", ["rest"], ["rest.float"], to=FLOAT),
+            node("Mul", ["rest.float", "small"], ["more"]),
+        ]
+        w["small"] = np.array(0.001, np.float32)
+    nodes += [*cell(w), node("Add", ["h.next", "more"], ["top"]), *w.head("top")]
+    path = written(tmp_path / "exact.onnx", nodes, w, [("s", kind, [batch, 1])], batch)
+    imports(path)
+    tokens = np.random.default_rng(0).integers(2, VOCABULARY, size=60)
+    run = OnnxRunner(Bundle.read(tmp_path / "bundles" / "exact"), "cpu", 1).run
+    found = run("window", {"tokens": tokens[None], "lengths": np.array([60])})["logits"][0]
+    assert np.abs(found - Oracle(path, {}).logits(tokens.tolist())[-1]).max() < 1e-5
