@@ -20,23 +20,33 @@ from onnx import TensorProto, helper, numpy_helper
 
 from wane.models.architecture import StateTensor
 from wane.models.bundle_checks import MANY, ROLES, TOP, TOP_OF_MANY, BundleError
-from wane.models.imported.graph_file import GraphError, Limits, initialisers, opset_of, read_graph, subgraphs
+from wane.models.imported.graph_file import (
+    GraphError,
+    Limits,
+    every_initialiser,
+    initialisers,
+    opset_of,
+    read_graph,
+    subgraphs,
+    values_of,
+)
 from wane.models.imported.signature import PIECES, Port, Signature
 from wane.models.manifest import Manifest, Role
 
 IR_VERSION = 10  # the oldest supported onnxruntime (1.20) can read this version
 
 LEAST_EXTERNAL = 256
-"""The smallest number of bytes of a float tensor that is stored in the weights file."""
+"""The smallest number of bytes of a tensor that is stored in the weights file."""
 
-BUNDLE_LIMITS = Limits(file_bytes=8 * 2**20, nodes=50_000)
-"""The limits of the graphs of a bundle. Their weights are in the weights file."""
+BUNDLE_LIMITS = Limits(file_bytes=8 * 2**20, nodes=50_000, hard_links=True)
+"""The limits of the graphs of a bundle. Their weights are in the weights file, whose hash is known."""
 
 OLDEST_WRAPPED = 13
 """The oldest operator set of a graph that is imported. Since this version, operators read axes as an input."""
 
-IMPOSSIBLE = -300.0
-"""The logit of an added token. The exponential of a number that is lower by 105 than another one is 0 in float32."""
+IMPOSSIBLE = 300.0
+"""How much lower the logit of an added token is than the lowest other logit. The exponential of a number that is lower
+by 105 than another one is 0 in float32."""
 
 SAME_RANK = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Tanh", "LogSoftmax")
 """Operators between the last matrix and the logits: their results have the shape of their input."""
@@ -72,11 +82,7 @@ class Step:
 
     def external(self) -> dict[str, NDArray[Any]]:
         """Returns the tensors that are stored in the weights file."""
-        return {
-            name: value
-            for name, value in self.tensors.items()
-            if value.dtype in (np.float32, np.float16, np.float64) and value.nbytes >= LEAST_EXTERNAL
-        }
+        return {name: value for name, value in self.tensors.items() if value.nbytes >= LEAST_EXTERNAL}
 
 
 def read_step(
@@ -89,6 +95,10 @@ def read_step(
             "with another opset_version"
         )
     tensors = initialisers(model, folder)
+    for inner in (inner for node in model.graph.node for inner in subgraphs(node)):
+        for tensor in every_initialiser(inner):
+            if tensor.data_location == TensorProto.EXTERNAL:
+                tensor.CopyFrom(numpy_helper.from_array(values_of(tensor, folder), tensor.name))
     nodes = []
     for node in model.graph.node:
         value = [attribute.t for attribute in node.attribute if attribute.name == "value"]
@@ -115,7 +125,7 @@ def check_roles(path: Path, manifest: Manifest) -> None:
             model = read_graph(path / name, BUNDLE_LIMITS)
         except GraphError as error:
             raise BundleError(str(error)) from error
-        for tensor in model.graph.initializer:
+        for tensor in every_initialiser(model.graph):
             for entry in tensor.external_data:
                 if entry.key == "location" and entry.value not in manifest.files:
                     raise BundleError(
@@ -158,7 +168,7 @@ def _last_matrix(
             matrix = tensors.get(node.input[1])
             if matrix is None or matrix.ndim != 2 or matrix.dtype != np.float32 or names.get("transA"):
                 return None
-            if node.input[0] in tensors:
+            if node.input[0] in tensors or any(name and name not in tensors for name in node.input[2:]):
                 return None
             return node.input[0], matrix.shape[1 if names.get("transB") else 0]
         varying = [name for name in node.input if name not in tensors]
@@ -313,8 +323,12 @@ class _Graph:
         logits = self._own_logits(hidden)
         if not self._step.added:
             return logits
-        pads = self.integers(0, 0, 0, self._step.added)
-        return self.node("Pad", logits, pads, self.number(IMPOSSIBLE))
+        if self._step.opset < 18:  # the first operator set in which the axes are an input
+            least = self.node("ReduceMin", logits, axes=[1])
+        else:
+            least = self.node("ReduceMin", logits, self.integers(1))
+        added = self.node("Sub", least, self.number(IMPOSSIBLE))
+        return self.node("Concat", logits, *[added] * self._step.added, axis=1)
 
     def _own_logits(self, hidden: str) -> str:
         """Returns the step's own logits of hidden (B, H)."""
