@@ -10,13 +10,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import helper
 from safetensors.numpy import save
 
 from wane.models.architecture import ImportedGraph
@@ -25,7 +28,7 @@ from wane.models.imported.first_run import MEMORY_BYTES, LimitedProcess, check_a
 from wane.models.imported.graph_file import GraphError, read_graph
 from wane.models.imported.roles import Step, build_roles, read_step
 from wane.models.imported.rows import RunStep, compare_rows
-from wane.models.imported.signature import find_inputs, find_outputs
+from wane.models.imported.signature import Arrays, Signature, declared, find_inputs, find_outputs
 from wane.models.manifest import SCHEMA_VERSION, Manifest, Provenance, Role, Start, VocabularyInfo
 from wane.models.parity import Tensors, compare_bits, log_softmax
 from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
@@ -112,17 +115,20 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     outputs = run_apart(path, inputs.feeds(probe, inputs.zeros(rows)))
     signature = find_outputs(inputs, outputs, size, asked.pairs, asked.logits)
     step = read_step(model, path.parent, signature, size, outputs[signature.logits].ndim, asked.added)
+    unread = _unread(model.graph, signature, outputs)
     memory = MEMORY_BYTES + COPIES * sum(value.nbytes for value in step.tensors.values())
     with LimitedProcess(path, CHECK_SECONDS, memory, "comparing the bundle with it") as process:
-        return _write(asked, target, replace, step, process)
+        return _write(asked, target, replace, step, unread, process)
 
 
-def _write(asked: Import, target: Path, replace: bool, step: Step, process: LimitedProcess) -> Imported:
+def _write(
+    asked: Import, target: Path, replace: bool, step: Step, unread: Sequence[str], process: LimitedProcess
+) -> Imported:
     """Wraps the step, writes the bundle, and compares it with the file. All graphs run in `process`."""
     recorded = _Recorded.of(asked.path, step, process)
     weights = save(step.external())
     together, graphs, reason = _wrap(step, recorded, weights, process)
-    notes = _notes(step, reason)
+    notes = _notes(step, unread, reason)
     vocabulary = asked.vocabulary
     tokenizer_json = with_decoder(vocabulary.kind, asked.tokenizer_json)
     architecture = ImportedGraph(
@@ -190,25 +196,54 @@ def _wrap(
 ) -> tuple[bool, dict[Role, bytes], str | None]:
     """Returns whether the rows of a batch run together, the bundle's graphs, and why the rows do not run together."""
     inputs, extents, reason = step.signature.inputs, tensor_extents(weights), None
+    alone_graphs = build_roles(step, WEIGHTS, extents, together=False)
     lonely = [port.name for port in (inputs.tokens, *inputs.states) if port.axis is None]
     if lonely:
-        reason = f"{lonely[0]!r} has no axis for a batch"
-    else:
-        graphs = build_roles(step, WEIGHTS, extents, together=True)
+        return False, alone_graphs, f"{lonely[0]!r} has no axis for a batch"
+    for changed in inputs.batch_axes():
+        lifted = replace_fields(step, signature=replace_fields(step.signature, inputs=changed))
+        graphs = build_roles(lifted, WEIGHTS, extents, together=True)
         try:
             with _opened(graphs, weights, process, "together") as together:
                 recorded.compare(together, ("step",))
                 recorded.compare(together, ("step",), BATCH // ROWS)
-                with _opened(build_roles(step, WEIGHTS, extents, together=False), weights, process, "alone") as alone:
+                with _opened(alone_graphs, weights, process, "alone") as alone:
                     compare_rows(step, together, alone, recorded.tolerance)
             return True, graphs, None
         except GraphError as error:
-            reason = str(error)
-    return False, build_roles(step, WEIGHTS, extents, together=False), reason
+            reason = reason or str(error)
+    return False, alone_graphs, reason
 
 
-def _notes(step: Step, reason: str | None) -> tuple[str, ...]:
-    inputs, notes = step.signature.inputs, []
+def _unread(graph: onnx.GraphProto, signature: Signature, outputs: Arrays) -> list[str]:
+    """Returns the outputs that are not read. Raises GraphError if one may be the next value of an input that has a
+    default value: such an input is a constant here, and would never change."""
+    unread = [name for name in outputs if name not in (signature.logits, *signature.after)]
+    given = {tensor.name for tensor in graph.initializer}
+    for value in graph.input:
+        if value.name not in given:
+            continue
+        element, dims = declared(value)
+        for name in unread:
+            shape, own = outputs[name].shape, helper.np_dtype_to_tensor_dtype(outputs[name].dtype)
+            fits = len(shape) == len(dims) and all(
+                size == dim or not isinstance(dim, int) for size, dim in zip(shape, dims, strict=True)
+            )
+            if fits and element == own:
+                raise GraphError(
+                    f"the input {value.name!r} has a default value in the file, so that it is a constant here. But "
+                    f"the output {name!r} may be its next value. If it is a state, remove the initialiser: a state "
+                    "begins with zeros. If not, remove it from the inputs, or the output"
+                )
+    return unread
+
+
+def _notes(step: Step, unread: Sequence[str], reason: str | None) -> tuple[str, ...]:
+    inputs = step.signature.inputs
+    pairs = (f"{port.name} <- {name}" for port, name in zip(inputs.states, step.signature.after, strict=True))
+    notes = [f"the next value of each state: {', '.join(pairs)}; the logits: {step.signature.logits}"]
+    if unread:
+        notes.append(f"outputs that are not read: {', '.join(unread)}")
     if reason is not None:
         why = "it has a fixed batch of 1" if inputs.fixed else "its rows affect one another, or cannot run together"
         notes.append(f"the rows of a batch run one by one: {why} ({reason})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,17 @@ class Inputs:
         """Returns the states before the first token."""
         return [np.zeros(port.batched(rows), port.dtype) for port in self.states]
 
+    def batch_axes(self) -> Iterator[Inputs]:
+        """Yields these inputs with each choice of the axis of the batch: a graph with a fixed batch of 1 does not say
+        which axis of length 1 is the batch. The n-th such axis of every state is chosen together."""
+        ones = [[axis for axis, size in enumerate(port.shape) if size == 1] for port in self.states]
+        for place in range(max(map(len, ones)) if self.fixed else 1):
+            states = [
+                replace(port, axis=axes[min(place, len(axes) - 1)]) if self.fixed else port
+                for port, axes in zip(self.states, ones, strict=True)
+            ]
+            yield Inputs(self.tokens, tuple(states), self.fixed)
+
     def probe(self) -> int:
         """Returns a number of rows that is no other size of the inputs, so that the batch is seen in the outputs."""
         if self.fixed:
@@ -119,7 +130,7 @@ class Signature:
 
 def find_inputs(graph: onnx.GraphProto, tokens: str | None) -> Inputs:
     """Finds the input with the tokens, which is named `tokens` if it is given, and the states. Raises GraphError."""
-    values = {value.name: _declared(value) for value in real_inputs(graph)}
+    values = {value.name: declared(value) for value in real_inputs(graph)}
     token = _token_input(values, tokens)
     element, dims = values.pop(token)
     if not values:
@@ -259,7 +270,7 @@ def _assignments(candidates: Mapping[str, list[str]], scores: Sequence[str]) -> 
                     return
 
 
-def _declared(value: onnx.ValueInfoProto) -> tuple[int, list[int | str]]:
+def declared(value: onnx.ValueInfoProto) -> tuple[int, list[int | str]]:
     """Returns the element type and the sizes of an input. A size without a name is an empty text."""
     if not value.type.HasField("tensor_type"):
         raise GraphError(f"the input {value.name!r} is not a tensor")

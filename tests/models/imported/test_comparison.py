@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from tests.models.bundles import words_tokenizer
 from tests.models.imported.graphs import FLOAT, INT64, UNITS, VOCABULARY, Oracle, Weights, gru, node, save, value
+from wane.cli import main
 from wane.models.bundle import Bundle
 from wane.models.imported import bundle
 from wane.models.imported.bundle import Import, Imported, import_graph
@@ -211,3 +213,105 @@ def test_states_that_float32_does_not_hold_are_kept_exactly(tmp_path: Path, kind
     run = OnnxRunner(Bundle.read(tmp_path / "bundles" / "exact"), "cpu", 1).run
     found = run("window", {"tokens": tokens[None], "lengths": np.array([60])})["logits"][0]
     assert np.abs(found - Oracle(path, {}).logits(tokens.tolist())[-1]).max() < 1e-5
+
+
+def test_a_state_with_a_default_value_is_refused(tmp_path: Path) -> None:
+    """It would be a constant, and its next value would be ignored."""
+    w = Weights()
+    w["c"] = np.zeros((1, UNITS), np.float32)
+    nodes = [*cell(w), node("Add", ["h.next", "c"], ["c.next"]), node("Add", ["c.next", "h.next"], ["top"])]
+    path = written(tmp_path / "m.onnx", [*nodes, *w.head("top")], w, [("c", FLOAT, ["B", UNITS])])
+    with pytest.raises(GraphError, match=r"the input 'c' has a default value in the file.* the output 'c\.next'"):
+        imports(path, pairs={"h": "h.next"}, logits="logits")
+
+
+def test_the_chosen_outputs_and_those_that_are_not_read_are_named(tmp_path: Path) -> None:
+    w = Weights()
+    nodes = [*cell(w), *w.head("h.next"), node("Identity", ["x"], ["error"])]
+    path = written(tmp_path / "m.onnx", nodes, w)
+    model = onnx.load(path)
+    model.graph.output.append(value("error", FLOAT, ["B", UNITS]))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(GraphError, match="shapes alone do not tell"):
+        imports(path)
+    notes = imports(path, pairs={"h": "h.next"}).notes
+    assert "the next value of each state: h <- h.next; the logits: logits" in notes
+    assert "outputs that are not read: error" in notes
+
+
+def test_an_output_layer_with_a_computed_sum_is_kept_whole(tmp_path: Path) -> None:
+    """torch.addmm of a term that depends on the token is a Gemm whose last input is computed."""
+    w = Weights()
+    nodes = [
+        *cell(w),
+        node("Gather", [w.draw("skip", VOCABULARY, VOCABULARY), "tokens"], ["term"]),
+        node("Gemm", ["h.next", w.draw("matrix", UNITS, VOCABULARY), "term"], ["logits"]),
+    ]
+    notes = imports(written(tmp_path / "addmm.onnx", nodes, w)).notes
+    assert any("the last matrix was not found" in note for note in notes)
+
+
+def test_a_fixed_batch_of_one_is_lifted_on_the_second_axis(tmp_path: Path) -> None:
+    """The states of torch.nn.LSTM with one layer are [1, 1, 6]: the first axis is that of the layers."""
+    w = Weights()
+    weights = [w.draw("W", 1, 24, 6), w.draw("R", 1, 24, 6), w.draw("b", 1, 48)]
+    nodes = [
+        *w.embedded(),
+        node("Unsqueeze", ["x", w.ints("zero", 0)], ["x.t"]),
+        node("LSTM", ["x.t", *weights, "", "h", "c"], ["", "hn", "cn"], hidden_size=6),
+        node("Squeeze", ["hn", "zero"], ["top"]),
+        *w.head("top"),
+    ]
+    inputs = [value("tokens", INT64, [1]), *(value(name, FLOAT, [1, 1, 6]) for name in ("h", "c"))]
+    outputs = [value("logits", FLOAT, [1, VOCABULARY]), *(value(name, FLOAT, [1, 1, 6]) for name in ("hn", "cn"))]
+    notes = imports(save(tmp_path / "m.onnx", nodes, inputs, outputs, w), pairs={"h": "hn", "c": "cn"}).notes
+    assert "its batch of 1 was lifted: the rows of a batch run together" in notes
+
+
+def test_int8_weights_are_stored_once(tmp_path: Path) -> None:
+    w = Weights()
+    w["matrix"] = np.random.default_rng(0).integers(-100, 100, size=(VOCABULARY, UNITS * 50)).astype(np.int8)
+    w["scale"], w["zero"] = np.array(0.001, np.float32), np.array(0, np.int8)
+    nodes = [
+        *cell(w),
+        node("DequantizeLinear", ["matrix", "scale", "zero"], ["whole"]),
+        node("Concat", ["h.next"] * 50, ["top"], axis=1),
+        node("Gemm", ["top", "whole"], ["logits"], transB=1),
+    ]
+    imports(written(tmp_path / "int8.onnx", nodes, w))
+    folder = tmp_path / "bundles" / "int8"
+    tensors = [*onnx.load(folder / "step.onnx", load_external_data=False).graph.initializer]
+    assert [t.data_location for t in tensors if t.name == "weights/matrix"] == [TensorProto.EXTERNAL]
+    assert (folder / "weights.safetensors").stat().st_size > w["matrix"].nbytes
+
+
+def test_external_data_of_a_subgraph_are_read(tmp_path: Path) -> None:
+    w = Weights()
+    w["true"] = np.array(True)
+    np.ones(UNITS, np.float32).tofile(tmp_path / "inner.bin")
+    inner = TensorProto(name="inner", data_type=FLOAT, dims=[UNITS], data_location=TensorProto.EXTERNAL)
+    inner.external_data.add(key="location", value="inner.bin")
+    then = helper.make_graph(
+        [node("Add", ["h.next", "inner"], ["yes"])], "yes", [], [value("yes", FLOAT, None)], [inner]
+    )
+    other = helper.make_graph([node("Identity", ["h.next"], ["no"])], "no", [], [value("no", FLOAT, None)])
+    nodes = [*cell(w), node("If", ["true"], ["top"], then_branch=then, else_branch=other), *w.head("top")]
+    imports(written(tmp_path / "m.onnx", nodes, w))
+
+
+@pytest.mark.parametrize("opset", [17, 20])
+def test_an_added_token_is_impossible_whatever_the_logits(tmp_path: Path, opset: int) -> None:
+    w = Weights()
+    w["thousand"] = np.array(1000, np.float32)
+    nodes = [*w.embedded(), node("Add", ["x", "h"], ["sum"]), node("Tanh", ["sum"], ["h.next"])]
+    nodes += [*w.head("h.next", out="raw"), node("Sub", ["raw", "thousand"], ["logits"])]
+    inputs = [value("tokens", INT64, ["B"]), value("h", FLOAT, ["B", UNITS])]
+    outputs = [value("logits", FLOAT, ["B", VOCABULARY]), value("h.next", FLOAT, ["B", UNITS])]
+    path = save(tmp_path / "low.onnx", nodes, inputs, outputs, w, opset)
+    tokens = "\n".join(f"item/{n}" for n in range(VOCABULARY))
+    (tmp_path / "names.txt").write_text(tokens)
+    command = ["import", str(path), "--vocabulary", str(tmp_path / "names.txt"), "--events", "--eos", "none"]
+    assert main([*command, "--bundles", str(tmp_path)]) == 0
+    run = OnnxRunner(Bundle.read(tmp_path / "low"), "cpu", 1).run
+    logits = run("step", {"tokens": np.array([3]), "state.h": np.zeros((1, UNITS), np.float32)})["logits"][0]
+    assert logits[-1] == np.float32(logits[:-1].min() - np.float32(300)) and logits[:-1].min() < -900
