@@ -393,6 +393,8 @@ def _define(known: dict[str, str], name: str, what: str) -> None:
 
 
 def _check_name(name: str, what: str) -> None:
+    if not isinstance(name, str):  # protobuf's value of a text that is not UTF-8
+        raise GraphError(f"the name {name!r} of {what} is not UTF-8")
     if "\0" in name:
         raise GraphError(f"the name {name!r} of {what} has a zero character, at which onnxruntime ends the name")
 

@@ -317,6 +317,12 @@ def test_a_name_with_a_zero_character_is_refused(tmp_path: Path) -> None:
     refused(save(tmp_path / "m.onnx", nodes, [X], [Y]), "zero character")
 
 
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.onnx", [node("Mul", ["x", "half"], ["y"])], [X], [Y], {"half": np.array([3], np.float32)})
+    path.write_bytes(path.read_bytes().replace(b"half", b"ha\xff\xfe"))
+    refused(path, "of an initialiser is not UTF-8")
+
+
 def test_subgraphs_attributes_and_tensors_are_counted(tmp_path: Path) -> None:
     path = simple(tmp_path / "m.onnx")
     limits = Limits(nodes=50)
