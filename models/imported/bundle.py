@@ -176,6 +176,7 @@ def _write(
         run: RunStep = process.run
         worst = max(recorded.compare(run), verify_graphs(bundle, run))
         _read_every_token(run, step)
+        _read_longest_window(run, step, asked.max_window)
         differ = compare_bits(architecture, run, BATCH).differ
 
     try:
@@ -376,6 +377,14 @@ def _read_every_token(run: RunStep, step: Step) -> None:
             raise GraphError(f"cannot read {where}: {error}") from error
         if not np.isfinite(outputs["logits"]).all():
             raise GraphError(f"its logits are not finite after {where}")
+
+
+def _read_longest_window(run: RunStep, step: Step, length: int) -> None:
+    """Reads a window of the largest length, as the server does when it loads the bundle. Raises GraphError."""
+    tokens = np.random.default_rng(2).integers(step.size, size=(1, length))
+    logits = run("window", {"tokens": tokens, "lengths": np.array([length])})["logits"]
+    if not np.isfinite(logits).all():
+        raise GraphError(f"its logits are not finite after {length} tokens (--max-window)")
 
 
 @contextmanager
