@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from wane.client.retry import Servers
+from wane.client.servers import Servers
 from wane.service.cli.connect import TIMEOUT_S, CommandError
 
 SHOWN = 300
