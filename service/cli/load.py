@@ -93,7 +93,7 @@ class Load:
     def __init__(self, url: str) -> None:
         """Raises CommandError if `url` is not an address."""
         try:
-            servers = Servers.of([url], {})
+            servers = Servers(url)
         except ValueError as error:
             raise CommandError(str(error)) from error
         self._url = urlsplit(servers.addresses[0])
