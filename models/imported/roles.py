@@ -485,7 +485,7 @@ class _Graph:
         for node in reversed(self._step.nodes):
             if needed.intersection(node.output) and not all(name in given for name in node.output if name in needed):
                 chosen.append(node)
-                needed.update(_reads(node))
+                needed.update(reads(node))
         names: dict[str, str] = dict(given)
         for name in needed:
             if name in self._step.tensors and name not in given:
@@ -524,13 +524,13 @@ class _Graph:
         return data
 
 
-def _reads(node: onnx.NodeProto) -> set[str]:
+def reads(node: onnx.NodeProto) -> set[str]:
     """Returns the names of the values that a node reads, with those that its subgraphs read from outside."""
     found = {name for name in node.input if name}
     for graph in subgraphs(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         own |= {name for inner in graph.node for name in inner.output}
-        inside = {name for inner in graph.node for name in _reads(inner)} | {value.name for value in graph.output}
+        inside = {name for inner in graph.node for name in reads(inner)} | {value.name for value in graph.output}
         found |= inside - own
     return found
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
+import onnx
 
-from wane.models.imported.graph_file import GraphError
-from wane.models.imported.roles import Step
+from wane.models.imported.graph_file import GraphError, subgraphs
+from wane.models.imported.roles import Step, reads
 from wane.models.imported.signature import Arrays
 from wane.models.manifest import Role
 from wane.models.parity import Tensors
@@ -22,6 +24,10 @@ batch; how many rows of the batch read each of them."""
 SAME, SAMPLE = 64, 256
 """The number of rows of a batch that reads one token only, and for how many tokens there is such a batch."""
 
+SIZES, MOST_VALUES = (1, 2, 16, 4096), 1 << 22
+"""The sizes of batches of the first AT_ONCE tokens, up to the largest batch of the service; the largest number of values
+in `hidden` or a state of such a batch, which may make it smaller."""
+
 SECONDS = 300.0
 """The time limit of the comparison, in seconds. If it is exceeded, the rows are run one by one."""
 
@@ -30,9 +36,12 @@ def compare_rows(step: Step, together: RunStep, alone: RunStep, tolerance: float
     """Compares `advance` and `head`, whose rows run together, with those whose rows run one by one.
 
     Every token of the vocabulary is read from a state that sequences of random tokens reach: in a batch of AT_ONCE
-    tokens, REPEATS times each, and SAMPLE tokens also in a batch of their own. `tolerance`: the largest difference of a
-    value, divided by the largest value if that is above 1. Raises GraphError if a row differs.
+    tokens, REPEATS times each, and SAMPLE tokens also in a batch of their own. The first tokens are read in batches of
+    all SIZES. `tolerance`: the largest difference of a value, divided by the largest value if that is above 1. Raises
+    GraphError if a row differs, or if a branch is chosen for the whole batch by the values of its rows.
     """
+    if node := _branch(step):
+        raise GraphError(f"the node {node.name or node.output[0]!r} (If) chooses by the values of all rows")
     generator, end = np.random.default_rng(1), time.monotonic() + SECONDS
 
     ports = step.signature.inputs.states
@@ -65,6 +74,11 @@ def compare_rows(step: Step, together: RunStep, alone: RunStep, tolerance: float
             for row, token in enumerate(tokens[:, 0].tolist())
             if token in sample
         ]
+        if first == 0:
+            widest = max(step.width, *(math.prod(tensor.shape) for tensor in step.states))
+            for size in SIZES:
+                rows = np.arange(min(size, max(1, MOST_VALUES // widest))) % len(tokens)
+                batches.append((rows, f"a batch of {len(rows)} rows"))
         for rows, what in batches:
             found = advance(together, tokens[rows], {name: value[rows] for name, value in before.items()})
             compare("advance", found, expected, rows, what)
@@ -75,3 +89,26 @@ def compare_rows(step: Step, together: RunStep, alone: RunStep, tolerance: float
         {"logits": run("head", {"hidden": expected["hidden"]})["logits"]} for run in (alone, together)
     )
     compare("head", logits, alone_logits, rows, "a batch")
+
+
+def _branch(step: Step) -> onnx.NodeProto | None:
+    """Returns the first `If` whose condition is computed from the values of the tokens or states. A condition that
+    depends on shapes only is common in exported graphs."""
+    inputs = step.signature.inputs
+    values = {inputs.tokens.name, *(port.name for port in inputs.states)}
+
+    def find(nodes: Iterable[onnx.NodeProto]) -> onnx.NodeProto | None:
+        for node in nodes:
+            if node.op_type == "If" and node.input[0] in values:
+                return node
+            if node.op_type not in ("Shape", "Size") and not values.isdisjoint(reads(node)):
+                values.update(name for name in node.output if name)
+                for graph in subgraphs(node):
+                    if node.op_type != "If":
+                        values.update(value.name for value in graph.input)
+            for graph in subgraphs(node):
+                if found := find(graph.node):
+                    return found
+        return None
+
+    return find(step.nodes)

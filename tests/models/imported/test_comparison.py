@@ -94,8 +94,8 @@ def test_a_graph_that_becomes_slow_after_some_tokens_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     path = late(tmp_path / "late.onnx", 10_000_000, 400, first)
-    monkeypatch.setattr(bundle, "CHECK_SECONDS", 5.0)
-    with pytest.raises(GraphError, match=r"late\.onnx: was stopped: comparing .* takes more than 5 s"):
+    monkeypatch.setattr(bundle, "CHECK_SECONDS", 3.0)
+    with pytest.raises(GraphError, match=r"late\.onnx: was stopped: comparing .* takes more than 3 s"):
         imports(path, max_window=100)
     assert not (tmp_path / "bundles" / "late").exists()
 
@@ -127,6 +127,13 @@ def in_large_batches(w: Weights) -> list[object]:
     ]
 
 
+def in_the_largest_batches(w: Weights) -> list[object]:
+    """The mean of a batch of more than 2,000 rows is added."""
+    nodes = in_large_batches(w)
+    w.ints("eight", 2000)
+    return nodes
+
+
 def of_crowded_tokens(w: Weights) -> list[object]:
     """1 is added if four rows read the token 3, as if an expert of a mixture had room for three."""
     w["room"] = np.array(3.5, np.float32)
@@ -149,7 +156,7 @@ def of_one_token(w: Weights) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("mixes", [in_large_batches, of_crowded_tokens, of_one_token])
+@pytest.mark.parametrize("mixes", [in_large_batches, in_the_largest_batches, of_crowded_tokens, of_one_token])
 @pytest.mark.parametrize("place", ["top", "logits"])
 def test_rows_that_affect_one_another_in_some_batches_run_one_by_one(
     tmp_path: Path, mixes: Callable[[Weights], list[object]], place: str, monkeypatch: pytest.MonkeyPatch
@@ -316,3 +323,25 @@ def test_an_added_token_is_impossible_whatever_the_logits(tmp_path: Path, opset:
     run = OnnxRunner(Bundle.read(tmp_path / "low"), "cpu", 1).run
     logits = run("step", {"tokens": np.array([3]), "state.h": np.zeros((1, UNITS), np.float32)})["logits"][0]
     assert logits[-1] == np.float32(logits[:-1].min() - np.float32(300)) and logits[:-1].min() < -900
+
+
+@pytest.mark.parametrize(("by", "together"), [("state", False), ("shape", True)])
+def test_a_branch_that_the_values_of_all_rows_choose_is_run_row_by_row(tmp_path: Path, by: str, together: bool) -> None:
+    """No state that the comparison reaches chooses the other branch."""
+    w = Weights()
+    w["limit"], w["some"] = np.array(5.0 if by == "state" else 10**6, np.float32), np.array(0, np.int64)
+    chosen = {
+        "state": [node("ReduceMax", ["h"], ["largest"], keepdims=0)],
+        "shape": [
+            node("Shape", ["h"], ["sizes"]),
+            node("Gather", ["sizes", "some"], ["rows"]),
+            node("Cast", ["rows"], ["largest"], to=FLOAT),
+        ],
+    }[by]
+    then = helper.make_graph([node("Identity", ["h.next"], ["no"])], "no", [], [value("no", FLOAT, None)])
+    other = helper.make_graph([node("Neg", ["h.next"], ["yes"])], "yes", [], [value("yes", FLOAT, None)])
+    nodes = [*cell(w), *chosen, node("Less", ["largest", "limit"], ["few"])]
+    nodes += [node("If", ["few"], ["top"], then_branch=then, else_branch=other), *w.head("top")]
+    notes = imports(written(tmp_path / "m.onnx", nodes, w)).notes
+    assert any("(If) chooses by the values of all rows" in note for note in notes) != together
+    assert any("one by one" in note for note in notes) != together
