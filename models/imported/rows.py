@@ -25,8 +25,8 @@ SAME, SAMPLE = 64, 256
 """The number of rows of a batch that reads one token only, and for how many tokens there is such a batch."""
 
 SIZES, MOST_VALUES = (1, 2, 16, 4096), 1 << 22
-"""The sizes of batches of the first AT_ONCE tokens, up to the largest batch of the service; the largest number of values
-in `hidden` or a state of such a batch, which may make it smaller."""
+"""The sizes of batches of the first AT_ONCE tokens, up to the largest batch of the service; the largest number of
+values in `hidden` or a state of such a batch, which may make it smaller."""
 
 SECONDS = 300.0
 """The time limit of the comparison, in seconds. If it is exceeded, the rows are run one by one."""
