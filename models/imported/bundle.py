@@ -7,25 +7,28 @@ import hashlib
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
+import onnx
 from numpy.typing import NDArray
+from onnx import helper
 from safetensors.numpy import save
 
 from wane.models.architecture import ImportedGraph
 from wane.models.bundle import IMPORTED, Bundle, BundleError, verify_graphs, write_bundle
-from wane.models.imported.first_run import check_apart, run_apart
+from wane.models.imported.first_run import MEMORY_BYTES, LimitedProcess, check_apart, naming, run_apart
 from wane.models.imported.graph_file import GraphError, read_graph
 from wane.models.imported.roles import Step, build_roles, read_step
-from wane.models.imported.signature import Arrays, find_inputs, find_outputs
+from wane.models.imported.rows import RunStep, compare_rows
+from wane.models.imported.signature import Arrays, Signature, declared, find_inputs, find_outputs
 from wane.models.manifest import SCHEMA_VERSION, Manifest, Provenance, Role, Start, VocabularyInfo
 from wane.models.parity import Tensors, compare_bits, log_softmax
 from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
@@ -44,6 +47,12 @@ TOLERANCE_HALF = 1e-2
 ROWS, TOKENS = 4, 24
 """The number and the length of the sequences of random tokens on which the graphs are compared with the file."""
 
+CHECK_SECONDS = 600.0
+"""The time limit of all runs that compare the bundle with the file, in seconds."""
+
+COPIES = 10
+"""How many copies of the weights onnxruntime may have in memory while five graphs are open."""
+
 BATCH = 64
 """The number of rows with which the bits of a batch are compared with those of one row: the service's default largest
 batch."""
@@ -54,9 +63,6 @@ larger file is first parsed in a process whose memory is limited."""
 
 LOGITS_AT_ONCE = 1 << 22
 """The largest number of logits of one run that reads every token of the vocabulary."""
-
-
-RunStep = Callable[[Role, Tensors], Arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +100,8 @@ class Imported:
 def import_graph(asked: Import, target: Path, *, replace: bool = False) -> Imported:
     """Writes the bundle `target`. Raises GraphError if the file is refused or its results differ, BundleExistsError if
     the bundle at `target` may not be replaced."""
-    try:
+    with naming(asked.path):
         return _import(asked, target, replace)
-    except GraphError as error:
-        text = str(error)
-        raise GraphError(text if text.startswith(f"{asked.path}: ") else f"{asked.path}: {text}") from error
 
 
 def _import(asked: Import, target: Path, replace: bool) -> Imported:
@@ -112,10 +115,20 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     outputs = run_apart(path, inputs.feeds(probe, inputs.zeros(rows)))
     signature = find_outputs(inputs, outputs, size, asked.pairs, asked.logits)
     step = read_step(model, path.parent, signature, size, outputs[signature.logits].ndim, asked.added)
-    recorded = _Recorded.of(path, step)
+    unread = _unread(model.graph, signature, outputs)
+    memory = MEMORY_BYTES + COPIES * sum(value.nbytes for value in step.tensors.values())
+    with LimitedProcess(path, CHECK_SECONDS, memory, "comparing the bundle with it") as process:
+        return _write(asked, target, replace, step, unread, process)
+
+
+def _write(
+    asked: Import, target: Path, replace: bool, step: Step, unread: Sequence[str], process: LimitedProcess
+) -> Imported:
+    """Wraps the step, writes the bundle, and compares it with the file. All graphs run in `process`."""
+    recorded = _Recorded.of(asked.path, step, process)
     weights = save(step.external())
-    together, graphs, reason = _wrap(step, recorded, weights)
-    notes = _notes(step, reason)
+    together, graphs, reason = _wrap(step, recorded, weights, process)
+    notes = _notes(step, unread, reason)
     vocabulary = asked.vocabulary
     tokenizer_json = with_decoder(vocabulary.kind, asked.tokenizer_json)
     architecture = ImportedGraph(
@@ -136,7 +149,7 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
         schema_version=SCHEMA_VERSION,
         name=asked.name,
         version=asked.version,
-        description=f"Imported from {path.name}.",
+        description=f"Imported from {asked.path.name}.",
         architecture=architecture,
         vocabulary=info,
         start=asked.start,
@@ -158,15 +171,20 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
 
     def check(bundle: Bundle) -> None:
         nonlocal worst, differ
-        run = _Sessions({role: bundle.graph_path(role) for role in names}).run
+        for role in names:
+            process.open(role, bundle.graph_path(role))
+        run: RunStep = process.run
         worst = max(recorded.compare(run), verify_graphs(bundle, run))
         _read_every_token(run, step)
+        _read_longest_window(run, step, asked.max_window)
         differ = compare_bits(architecture, run, BATCH).differ
 
     try:
         written = write_bundle(target, manifest, files, check, replace=replace)
     except BundleError as error:
-        raise GraphError(str(error).rpartition(f"/{target.name}: ")[2]) from error
+        place = target.resolve()
+        folder = rf"{re.escape(f'{place.parent}/.{place.name}.')}[^/]*/{re.escape(place.name)}(/|: )"
+        raise GraphError(re.sub(folder, "", str(error))) from error
     if differ is not None:
         notes += (
             f"its runs are not bit-identical on this machine, so that error_bound is null in every answer: {differ}",
@@ -174,25 +192,59 @@ def _import(asked: Import, target: Path, replace: bool) -> Imported:
     return Imported(written, worst, notes)
 
 
-def _wrap(step: Step, recorded: _Recorded, weights: bytes) -> tuple[bool, dict[Role, bytes], str | None]:
+def _wrap(
+    step: Step, recorded: _Recorded, weights: bytes, process: LimitedProcess
+) -> tuple[bool, dict[Role, bytes], str | None]:
     """Returns whether the rows of a batch run together, the bundle's graphs, and why the rows do not run together."""
     inputs, extents, reason = step.signature.inputs, tensor_extents(weights), None
+    alone_graphs = build_roles(step, WEIGHTS, extents, together=False)
     lonely = [port.name for port in (inputs.tokens, *inputs.states) if port.axis is None]
     if lonely:
-        reason = f"{lonely[0]!r} has no axis for a batch"
-    else:
-        graphs = build_roles(step, WEIGHTS, extents, together=True)
+        return False, alone_graphs, f"{lonely[0]!r} has no axis for a batch"
+    for changed in inputs.batch_axes():
+        lifted = replace_fields(step, signature=replace_fields(step.signature, inputs=changed))
+        graphs = build_roles(lifted, WEIGHTS, extents, together=True)
         try:
-            with _opened(graphs, weights) as run:
-                recorded.compare(run, ("step",))
+            with _opened(graphs, weights, process, "together") as together:
+                recorded.compare(together, ("step",))
+                recorded.compare(together, ("step",), BATCH // ROWS)
+                with _opened(alone_graphs, weights, process, "alone") as alone:
+                    compare_rows(step, together, alone, recorded.tolerance)
             return True, graphs, None
         except GraphError as error:
-            reason = str(error)
-    return False, build_roles(step, WEIGHTS, extents, together=False), reason
+            reason = reason or str(error)
+    return False, alone_graphs, reason
 
 
-def _notes(step: Step, reason: str | None) -> tuple[str, ...]:
-    inputs, notes = step.signature.inputs, []
+def _unread(graph: onnx.GraphProto, signature: Signature, outputs: Arrays) -> list[str]:
+    """Returns the outputs that are not read. Raises GraphError if one may be the next value of an input that has a
+    default value: such an input is a constant here, and would never change."""
+    unread = [name for name in outputs if name not in (signature.logits, *signature.after)]
+    given = {tensor.name for tensor in graph.initializer}
+    for value in graph.input:
+        if value.name not in given:
+            continue
+        element, dims = declared(value)
+        for name in unread:
+            shape, own = outputs[name].shape, helper.np_dtype_to_tensor_dtype(outputs[name].dtype)
+            fits = len(shape) == len(dims) and all(
+                size == dim or not isinstance(dim, int) for size, dim in zip(shape, dims, strict=True)
+            )
+            if fits and element == own:
+                raise GraphError(
+                    f"the input {value.name!r} has a default value in the file, so that it is a constant here. But "
+                    f"the output {name!r} may be its next value. If it is a state, remove the initialiser: a state "
+                    "begins with zeros. If not, remove it from the inputs, or the output"
+                )
+    return unread
+
+
+def _notes(step: Step, unread: Sequence[str], reason: str | None) -> tuple[str, ...]:
+    inputs = step.signature.inputs
+    pairs = (f"{port.name} <- {name}" for port, name in zip(inputs.states, step.signature.after, strict=True))
+    notes = [f"the next value of each state: {', '.join(pairs)}; the logits: {step.signature.logits}"]
+    if unread:
+        notes.append(f"outputs that are not read: {', '.join(unread)}")
     if reason is not None:
         why = "it has a fixed batch of 1" if inputs.fixed else "its rows affect one another, or cannot run together"
         notes.append(f"the rows of a batch run one by one: {why} ({reason})")
@@ -200,9 +252,8 @@ def _notes(step: Step, reason: str | None) -> tuple[str, ...]:
         notes.append("its batch of 1 was lifted: the rows of a batch run together")
     for port in inputs.states:
         if port.dtype != np.float32:
-            exact = {"float16": "exactly", "bool": "exactly", "float64": "with an error of 6e-8 of each value"}
-            how = exact.get(str(port.dtype), "exactly up to 16,777,216")
-            notes.append(f"the state {port.name!r} of type {port.dtype} is kept in float32, {how}")
+            how = "as a float32 number" if port.pieces == 1 else f"as {port.pieces} float32 numbers"
+            notes.append(f"a value of the state {port.name!r} of type {port.dtype} is kept exactly, {how}")
     if step.hidden is None:
         notes.append("the last matrix was not found: a state is kept with its logits, which need more memory")
     return tuple(notes)
@@ -212,38 +263,56 @@ def _notes(step: Step, reason: str | None) -> tuple[str, ...]:
 class _Recorded:
     """What onnxruntime computes with the file itself, one row at a time, from the zero state.
 
-    tokens: (ROWS, TOKENS). logits: (ROWS, TOKENS, V). states: for each state after the last token, (ROWS, *shape).
+    tokens: (ROWS, TOKENS). logits: (ROWS, TOKENS, V). states: for each state after the last token, (ROWS, *row), as
+    `Port.values` returns it.
     """
 
     step: Step
     tokens: NDArray[np.int64]
     logits: NDArray[np.float64]
-    states: list[NDArray[np.float64]]
+    states: list[NDArray[Any]]
     tolerance: float
 
     @classmethod
-    def of(cls, path: Path, step: Step) -> _Recorded:
+    def of(cls, path: Path, step: Step, process: LimitedProcess) -> _Recorded:
         """Runs the file. Raises GraphError if it fails or if a result is not finite."""
         signature, inputs = step.signature, step.signature.inputs
-        session = _session(path)
+        wanted = [signature.logits, *signature.after]
+        process.check(path)
+        process.open("file", path)
         tokens = np.random.default_rng(0).integers(step.vocabulary, size=(ROWS, TOKENS), dtype=np.int64)
         logits, states = [], []
         for row in tokens:
             state, scores = inputs.zeros(1), []
             for token in row:
-                score, *state = _try(session, [signature.logits, *signature.after], inputs.feeds(token[None], state))
+                outputs = process.run("file", inputs.feeds(token[None], state), wanted)
+                score, *state = (outputs[name] for name in wanted)
                 scores.append(score.reshape(-1).astype(np.float64))
             logits.append(np.stack(scores))
-            states.append([value.reshape(port.row or (1,)) for port, value in zip(inputs.states, state, strict=True)])
+            states.append(
+                [
+                    value.reshape(port.row if port.pieces > 1 else port.kept)
+                    for port, value in zip(inputs.states, state, strict=True)
+                ]
+            )
+        process.close("file")
         found = np.stack(logits)
         if not np.isfinite(found).all():
             raise GraphError("its logits are not finite: every token needs a finite logit")
-        after = [np.stack(each).astype(np.float64) for each in zip(*states, strict=True)]
+        after = [
+            np.stack(each).astype(np.float64 if np.issubdtype(port.dtype, np.floating) else np.int64)
+            for port, each in zip(inputs.states, zip(*states, strict=True), strict=True)
+        ]
         half = [*(port.dtype for port in inputs.states), *(value.dtype for value in step.tensors.values())]
         return cls(step, tokens, found, after, TOLERANCE_HALF if np.dtype(np.float16) in half else TOLERANCE)
 
-    def compare(self, run: RunStep, roles: Sequence[Role] = ("step", "window", "scan")) -> float:
-        """Compares graphs of the bundle with the file. Returns the largest difference. Raises GraphError."""
+    def compare(self, run: RunStep, roles: Sequence[Role] = ("step", "window", "scan"), copies: int = 1) -> float:
+        """Compares graphs of the bundle with the file, in batches with `copies` rows of each sequence. Returns the
+        largest difference. Raises GraphError."""
+        if copies > 1:
+            repeated = [np.concatenate([value] * copies) for value in (self.tokens, self.logits, *self.states)]
+            tokens, logits, *states = repeated
+            return _Recorded(self.step, tokens, logits, states, self.tolerance).compare(run, roles)
         rows = len(self.tokens)
         zeros = {tensor.name: np.zeros((rows, *tensor.shape), np.float32) for tensor in self.step.states}
         lengths = np.full(rows, TOKENS, np.int64)
@@ -271,11 +340,17 @@ class _Recorded:
         return self._within(role, "log-probabilities", log_softmax(own), log_softmax(self.logits[:, at]))
 
     def _states_apart(self, role: Role, outputs: Tensors) -> float:
-        names = [tensor.name for tensor in self.step.states]
-        return max(
-            self._within(role, name, outputs[f"next.{name}"], expected, max(1.0, float(np.abs(expected).max())))
-            for name, expected in zip(names, self.states, strict=True)
-        )
+        worst = 0.0
+        for port, tensor, expected in zip(
+            self.step.signature.inputs.states, self.step.states, self.states, strict=True
+        ):
+            found = port.values(outputs[f"next.{tensor.name}"])
+            whole = np.issubdtype(expected.dtype, np.integer)
+            if whole and not np.array_equal(found, expected):
+                raise GraphError(f"{role}: {tensor.name} differ from the file's, row by row")
+            scale = max(1.0, float(np.abs(expected).max()))
+            worst = max(worst, 0.0 if whole else self._within(role, tensor.name, found, expected, scale))
+        return worst
 
     def _within(
         self, role: Role, name: str, found: NDArray[Any], expected: NDArray[np.float64], scale: float = 1.0
@@ -304,49 +379,29 @@ def _read_every_token(run: RunStep, step: Step) -> None:
             raise GraphError(f"its logits are not finite after {where}")
 
 
-class _Sessions:
-    """Opened graphs of a bundle, on the CPU."""
-
-    def __init__(self, paths: Mapping[Role, Path]) -> None:
-        self._sessions = {role: _session(path) for role, path in paths.items()}
-
-    def run(self, role: Role, feeds: Tensors) -> Arrays:
-        """Runs a graph and returns its outputs by name. Raises GraphError."""
-        names = [output.name for output in self._sessions[role].get_outputs()]
-        return dict(zip(names, _try(self._sessions[role], names, feeds), strict=True))
+def _read_longest_window(run: RunStep, step: Step, length: int) -> None:
+    """Reads a window of the largest length, as the server does when it loads the bundle. Raises GraphError."""
+    tokens = np.random.default_rng(2).integers(step.size, size=(1, length))
+    logits = run("window", {"tokens": tokens, "lengths": np.array([length])})["logits"]
+    if not np.isfinite(logits).all():
+        raise GraphError(f"its logits are not finite after {length} tokens (--max-window)")
 
 
 @contextmanager
-def _opened(graphs: Mapping[Role, bytes], weights: bytes) -> Iterator[RunStep]:
-    """Opens the `step` graph in a temporary folder. Yields the function that runs it. Raises GraphError."""
+def _opened(graphs: Mapping[Role, bytes], weights: bytes, process: LimitedProcess, name: str) -> Iterator[RunStep]:
+    """Opens graphs in a temporary folder. Yields the function that runs them. Raises GraphError."""
+    roles: tuple[Role, ...] = ("step", "advance", "head")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / WEIGHTS).write_bytes(weights)
-        (Path(folder) / "step.onnx").write_bytes(graphs["step"])
-        yield _Sessions({"step": Path(folder) / "step.onnx"}).run
-
-
-def _session(path: Path) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised
+        for role in roles:
+            place = Path(folder) / f"{role}.onnx"
+            place.write_bytes(graphs[role])
+            process.open(f"{name} {role}", place)
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors have no common class
-        raise GraphError(f"onnxruntime cannot open {path.name}: {_first_line(error)}") from error
-
-
-def _try(session: onnxruntime.InferenceSession, names: list[str], feeds: Tensors) -> list[NDArray[Any]]:
-    try:
-        found: list[NDArray[Any]] = session.run(names, feeds)
-    except Exception as error:
-        raise GraphError(f"onnxruntime cannot run it: {_first_line(error)}") from error
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns onnxruntime's message without its places in the source code."""
-    noise = r"\[ONNXRuntimeError\] : \d+ : \w+ : |Non-zero status code returned while running |Status Message: /.*"
-    return re.sub(noise, "", str(error).partition("\n")[0]).strip()[:300]
+        yield lambda role, feeds: process.run(f"{name} {role}", feeds)
+    finally:
+        for role in roles:
+            process.close(f"{name} {role}")
 
 
 def _provenance(asked: Import, notes: tuple[str, ...]) -> Provenance:

@@ -34,6 +34,9 @@ DEEPEST = 16
 LONGEST_LOOP = 10_000
 """The largest number of iterations of a `Loop`, times those of the loops around it."""
 
+MOST_ENTRIES = 16
+"""The largest number of entries that describe the external data of a tensor. ONNX has five."""
+
 STANDARD = ("", "ai.onnx")
 """The names of ONNX's own operator set."""
 
@@ -66,12 +69,19 @@ class Limits:
     """The limits of a file.
 
     `file_bytes`: the size of the file, without external data. `tensor_bytes`: the size of all its tensors together,
-    with external data. `nodes`: the number of nodes, with those of subgraphs.
+    with external data. `nodes`: the number of nodes, with those of subgraphs. `hard_links`: whether a file of external
+    data may have several names.
     """
 
     file_bytes: int = 2**30
     tensor_bytes: int = 2**30
     nodes: int = 20_000
+    hard_links: bool = False
+
+    @property
+    def parts(self) -> int:
+        """The number of nodes, subgraphs, attributes, tensors, and names of inputs and outputs."""
+        return 20 * self.nodes
 
 
 LIMITS = Limits()
@@ -171,6 +181,7 @@ class _Check:
         self._limits = limits
         self._opset = opset
         self._nodes = 0
+        self._parts = 0
         self._bytes = 0
 
     def graph(
@@ -191,6 +202,11 @@ class _Check:
         self._nodes += len(graph.node)
         if self._nodes > self._limits.nodes:
             raise GraphError(f"has more than {self._limits.nodes:,} nodes")
+        self._count(len(graph.node), len(graph.initializer), len(graph.input), len(graph.output))
+        for node in graph.node:
+            self._count(len(node.attribute), len(node.input), len(node.output))
+            for attribute in node.attribute:
+                self._count(len(attribute.graphs), len(attribute.tensors))
         if graph.sparse_initializer:
             raise GraphError("has a sparse initialiser: save it as a dense one")
         known, fixed = dict(outer), dict(constants)
@@ -201,14 +217,14 @@ class _Check:
             fixed[tensor.name] = tensor
             given.add(tensor.name)
         for value in graph.input:
-            if value.name in given:  # old files also list initialisers as inputs
+            if value.name in given and depth == 0:  # old files also list initialisers as inputs
                 given.discard(value.name)
             else:
                 _define(known, value.name, "an input")
         produced = _producers(graph.node, known)
         for index, node in enumerate(graph.node):
             where = _describe(node, index)
-            self._operator(node, where)
+            self._operator(node, where, fixed)
             for name in node.input:
                 if name and name not in known:
                     raise GraphError(_undefined(graph.node, produced, where, name))
@@ -222,6 +238,8 @@ class _Check:
             for name in node.output:
                 if name:
                     known[name] = where
+            if node.op_type == "Constant" and len(node.output) != 1:
+                raise GraphError(f"{where} has {len(node.output)} outputs, but must have one")
             if node.op_type == "Constant" and (constant := _constant(node)) is not None:
                 fixed[node.output[0]] = constant
         for value in graph.output:
@@ -231,7 +249,14 @@ class _Check:
         if depth == 0 and len(set(names)) < len(names):
             raise GraphError(f"two outputs have the name {next(n for n in names if names.count(n) > 1)!r}")
 
-    def _operator(self, node: onnx.NodeProto, where: str) -> None:
+    def _count(self, *parts: int) -> None:
+        self._parts += sum(parts)
+        if self._parts > self._limits.parts:
+            raise GraphError(
+                f"has more than {self._limits.parts:,} nodes, subgraphs, attributes, tensors, inputs and outputs"
+            )
+
+    def _operator(self, node: onnx.NodeProto, where: str, fixed: Mapping[str, TensorProto | int]) -> None:
         """Checks that a node is an operator of ONNX, and the tensors in its attributes."""
         if node.domain not in STANDARD:
             raise GraphError(
@@ -245,6 +270,13 @@ class _Check:
             raise GraphError(f"{where}: the operator set {self._opset} of ONNX has no operator {node.op_type!r}")
         if node.op_type in RANDOM:
             raise GraphError(f"{where} draws random numbers, so that a session could not be replayed")
+        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
+            training = fixed.get(node.input[2])
+            if not isinstance(training, TensorProto) or not _is_false(training):
+                raise GraphError(
+                    f"{where} may draw random numbers: its training_mode is not the constant false. Export the model "
+                    "for inference (model.eval() in torch)"
+                )
         for attribute in node.attribute:
             if attribute.ref_attr_name:
                 raise GraphError(f"{where}: its attribute {attribute.name!r} refers to a function's attribute")
@@ -276,7 +308,13 @@ class _Check:
         if tensor.data_location == TensorProto.EXTERNAL:
             location, offset, length = _external(tensor)
             with _open_external(tensor, self._folder, location) as file:
-                rest = os.fstat(file.fileno()).st_size - offset
+                status = os.fstat(file.fileno())
+            if status.st_nlink > 1 and not self._limits.hard_links:
+                raise GraphError(
+                    f"{what}: its external data {location!r} have a second name (a hard link), perhaps outside of the "
+                    "folder: copy the file"
+                )
+            rest = status.st_size - offset
             length = rest if length is None else length
             if length != size or rest < size:
                 raise GraphError(
@@ -304,6 +342,8 @@ def _type_name(data_type: int) -> str:
 
 def _external(tensor: TensorProto) -> tuple[str, int, int | None]:
     """Returns the location, the offset and, if it is stated, the length of a tensor's external data."""
+    if len(tensor.external_data) > MOST_ENTRIES:
+        raise GraphError(f"the initialiser {tensor.name!r}: its external data have {len(tensor.external_data)} entries")
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
         offset = int(entries.get("offset") or 0)
@@ -322,6 +362,8 @@ def _open_external(tensor: TensorProto, folder: Path, location: str) -> Any:
     parts = PurePosixPath(location).parts
     if not parts or parts[0] == "/" or ".." in parts or "\\" in location or "\0" in location:
         raise GraphError(f"{what} must be a file inside the folder of the ONNX file")
+    if "_ORT_MEM_ADDR_" in location:  # onnxruntime's mark of an address in memory
+        raise GraphError(f"{what} has a name that onnxruntime reads as an address in memory")
     place = folder
     try:
         for part in parts:
@@ -335,10 +377,26 @@ def _open_external(tensor: TensorProto, folder: Path, location: str) -> Any:
         raise GraphError(f"{what} cannot be read: {error.strerror}") from error
 
 
+def every_initialiser(graph: onnx.GraphProto) -> Iterator[TensorProto]:
+    """Yields the initialisers of a graph and of its subgraphs."""
+    yield from graph.initializer
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from every_initialiser(inner)
+
+
 def _define(known: dict[str, str], name: str, what: str) -> None:
+    _check_name(name, what)
     if name in known:
         raise GraphError(f"the names clash: {name!r} is {known[name]} and {what}")
     known[name] = what
+
+
+def _check_name(name: str, what: str) -> None:
+    if not isinstance(name, str):  # protobuf's value of a text that is not UTF-8
+        raise GraphError(f"the name {name!r} of {what} is not UTF-8")
+    if "\0" in name:
+        raise GraphError(f"the name {name!r} of {what} has a zero character, at which onnxruntime ends the name")
 
 
 def _producers(nodes: Sequence[onnx.NodeProto], known: Mapping[str, str]) -> dict[str, int]:
@@ -354,6 +412,7 @@ def _producers(nodes: Sequence[onnx.NodeProto], known: Mapping[str, str]) -> dic
                     f"the names clash: {name!r} is {known[name]} and an output of {_describe(node, index)}"
                 )
             if name:
+                _check_name(name, f"an output of {_describe(node, index)}")
                 found[name] = index
     return found
 
@@ -387,6 +446,11 @@ def _constant(node: onnx.NodeProto) -> TensorProto | int | None:
         if attribute.name == "value_ints" and len(attribute.ints) == 1:
             return int(attribute.ints[0])
     return None
+
+
+def _is_false(tensor: TensorProto) -> bool:
+    one_bool = tensor.data_type == TensorProto.BOOL and math.prod(tensor.dims) == 1
+    return one_bool and tensor.data_location != TensorProto.EXTERNAL and not numpy_helper.to_array(tensor).any()
 
 
 def _trips(node: onnx.NodeProto, where: str, constants: Mapping[str, TensorProto | int]) -> int:

@@ -2,7 +2,8 @@
 
 The nodes of the step stand in the body of a `Scan` over the tokens. If its rows cannot run together, they stand in the
 body of a `Scan` over the rows, which may be in the body of the first. Sessions hold states in float32 with the batch
-first. The graphs convert them to and from the step's own layout and type.
+first, and exactly: a value of another type may have several pieces. The graphs convert them to and from the step's own
+layout and type.
 """
 
 from __future__ import annotations
@@ -19,23 +20,33 @@ from onnx import TensorProto, helper, numpy_helper
 
 from wane.models.architecture import StateTensor
 from wane.models.bundle_checks import MANY, ROLES, TOP, TOP_OF_MANY, BundleError
-from wane.models.imported.graph_file import GraphError, Limits, initialisers, opset_of, read_graph, subgraphs
-from wane.models.imported.signature import Port, Signature
+from wane.models.imported.graph_file import (
+    GraphError,
+    Limits,
+    every_initialiser,
+    initialisers,
+    opset_of,
+    read_graph,
+    subgraphs,
+    values_of,
+)
+from wane.models.imported.signature import PIECES, Port, Signature
 from wane.models.manifest import Manifest, Role
 
 IR_VERSION = 10  # the oldest supported onnxruntime (1.20) can read this version
 
 LEAST_EXTERNAL = 256
-"""The smallest number of bytes of a float tensor that is stored in the weights file."""
+"""The smallest number of bytes of a tensor that is stored in the weights file."""
 
-BUNDLE_LIMITS = Limits(file_bytes=8 * 2**20, nodes=50_000)
-"""The limits of the graphs of a bundle. Their weights are in the weights file."""
+BUNDLE_LIMITS = Limits(file_bytes=8 * 2**20, nodes=50_000, hard_links=True)
+"""The limits of the graphs of a bundle. Their weights are in the weights file, whose hash is known."""
 
 OLDEST_WRAPPED = 13
 """The oldest operator set of a graph that is imported. Since this version, operators read axes as an input."""
 
-IMPOSSIBLE = -300.0
-"""The logit of an added token. The exponential of a number that is lower by 105 than another one is 0 in float32."""
+IMPOSSIBLE = 300.0
+"""How much lower the logit of an added token is than the lowest other logit. The exponential of a number that is lower
+by 105 than another one is 0 in float32."""
 
 SAME_RANK = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Tanh", "LogSoftmax")
 """Operators between the last matrix and the logits: their results have the shape of their input."""
@@ -67,17 +78,11 @@ class Step:
     @property
     def states(self) -> tuple[StateTensor, ...]:
         """The state tensors of a session."""
-        return tuple(
-            StateTensor(name=f"state.{port.name}", shape=port.row or (1,)) for port in self.signature.inputs.states
-        )
+        return tuple(StateTensor(name=f"state.{port.name}", shape=port.kept) for port in self.signature.inputs.states)
 
     def external(self) -> dict[str, NDArray[Any]]:
         """Returns the tensors that are stored in the weights file."""
-        return {
-            name: value
-            for name, value in self.tensors.items()
-            if value.dtype in (np.float32, np.float16, np.float64) and value.nbytes >= LEAST_EXTERNAL
-        }
+        return {name: value for name, value in self.tensors.items() if value.nbytes >= LEAST_EXTERNAL}
 
 
 def read_step(
@@ -90,6 +95,10 @@ def read_step(
             "with another opset_version"
         )
     tensors = initialisers(model, folder)
+    for inner in (inner for node in model.graph.node for inner in subgraphs(node)):
+        for tensor in every_initialiser(inner):
+            if tensor.data_location == TensorProto.EXTERNAL:
+                tensor.CopyFrom(numpy_helper.from_array(values_of(tensor, folder), tensor.name))
     nodes = []
     for node in model.graph.node:
         value = [attribute.t for attribute in node.attribute if attribute.name == "value"]
@@ -116,7 +125,7 @@ def check_roles(path: Path, manifest: Manifest) -> None:
             model = read_graph(path / name, BUNDLE_LIMITS)
         except GraphError as error:
             raise BundleError(str(error)) from error
-        for tensor in model.graph.initializer:
+        for tensor in every_initialiser(model.graph):
             for entry in tensor.external_data:
                 if entry.key == "location" and entry.value not in manifest.files:
                     raise BundleError(
@@ -159,7 +168,7 @@ def _last_matrix(
             matrix = tensors.get(node.input[1])
             if matrix is None or matrix.ndim != 2 or matrix.dtype != np.float32 or names.get("transA"):
                 return None
-            if node.input[0] in tensors:
+            if node.input[0] in tensors or any(name and name not in tensors for name in node.input[2:]):
                 return None
             return node.input[0], matrix.shape[1 if names.get("transB") else 0]
         varying = [name for name in node.input if name not in tensors]
@@ -259,6 +268,10 @@ class _Graph:
         """Adds a constant int64 vector."""
         return self._tensor(f"wane/integers {' '.join(map(str, values))}", np.array(values, np.int64))
 
+    def integer(self, value: int) -> str:
+        """Adds a constant int64 scalar."""
+        return self._tensor(f"wane/integer {value}", np.array(value, np.int64))
+
     def number(self, value: float) -> str:
         """Adds a constant float32 scalar."""
         return self._tensor(f"wane/number {value!r}", np.array(value, np.float32))
@@ -279,9 +292,8 @@ class _Graph:
         port = self._step.signature.inputs.tokens
         shape = [-1 if axis == port.axis else 1 for axis in range(len(port.shape))]
         hidden, after = self._inline_step(tokens, states, shape)
-        shapes = [tensor.shape for tensor in self._step.states]
         ports = self._step.signature.inputs.states
-        after = [self._first(value, port, shape) for value, port, shape in zip(after, ports, shapes, strict=True)]
+        after = [self._first(value, port) for value, port in zip(after, ports, strict=True)]
         return self.node("Reshape", hidden, self.integers(-1, self._step.width)), after
 
     def _deeper(self, tokens: str, states: Sequence[str]) -> tuple[str, list[str]]:
@@ -300,17 +312,23 @@ class _Graph:
     def _row(self, token: str, states: Sequence[str]) -> list[str]:
         """Runs one token () from the states (*shape) of one row. Returns hidden (H), and the next states."""
         hidden, after = self._inline_step(token, states, self._step.signature.inputs.tokens.batched(1))
-        shapes = [tensor.shape for tensor in self._step.states]
-        after = [self.node("Reshape", value, self.integers(*shape)) for value, shape in zip(after, shapes, strict=True)]
-        return [self.node("Reshape", hidden, self.integers(self._step.width)), *after]
+        rows = []
+        for value, port in zip(after, self._step.signature.inputs.states, strict=True):
+            shape = port.kept if port.pieces == 1 else port.row
+            rows.append(self._split(self.node("Reshape", value, self.integers(*shape)), port, 0))
+        return [self.node("Reshape", hidden, self.integers(self._step.width)), *rows]
 
     def head(self, hidden: str) -> str:
         """Returns the logits (B, V) of hidden (B, H)."""
         logits = self._own_logits(hidden)
         if not self._step.added:
             return logits
-        pads = self.integers(0, 0, 0, self._step.added)
-        return self.node("Pad", logits, pads, self.number(IMPOSSIBLE))
+        if self._step.opset < 18:  # the first operator set in which the axes are an input
+            least = self.node("ReduceMin", logits, axes=[1])
+        else:
+            least = self.node("ReduceMin", logits, self.integers(1))
+        added = self.node("Sub", least, self.number(IMPOSSIBLE))
+        return self.node("Concat", logits, *[added] * self._step.added, axis=1)
 
     def _own_logits(self, hidden: str) -> str:
         """Returns the step's own logits of hidden (B, H)."""
@@ -387,23 +405,18 @@ class _Graph:
         return found[: len(carried)], found[len(carried) :]
 
     def _inline_step(self, tokens: str, states: Sequence[str], shape: Sequence[int]) -> tuple[str, list[str]]:
-        """Adds the nodes of the step. `shape`: that of the step's own tokens. Returns its values of `hidden` and of the
-        next states, in float32 and in the step's own layout."""
+        """Adds the nodes of the step. `shape`: that of the step's own tokens. Returns its values of `hidden`, in
+        float32, and of the next states, both in the step's own layout."""
         signature, inputs = self._step.signature, self._step.signature.inputs
         whole = self.node("Reshape", tokens, self.integers(*shape))
         if self._step.added:  # an added token is read as the last one, because the step has no other
             whole = self.node("Min", whole, self.integers(self._step.vocabulary - 1))
         given = {inputs.tokens.name: self._cast(whole, inputs.tokens.element, TensorProto.INT64)}
         for port, state in zip(inputs.states, states, strict=True):
-            own = self._own_layout(state, port)
-            given[port.name] = self._cast(own, port.element, TensorProto.FLOAT)
+            given[port.name] = self._own_layout(self._join(state, port, 1 if self._together else 0), port)
         hidden = self._step.hidden or signature.logits
-        values = self._inline("step/", given, [hidden, *signature.after])
-        elements = [TensorProto.FLOAT if self._step.hidden else 0, *(port.element for port in inputs.states)]
-        first, *after = (
-            self._cast(value, TensorProto.FLOAT, element) for value, element in zip(values, elements, strict=True)
-        )
-        return first, after
+        first, *after = self._inline("step/", given, [hidden, *signature.after])
+        return self._cast(first, TensorProto.FLOAT, TensorProto.FLOAT if self._step.hidden else 0), after
 
     def _inline_head(self, hidden: str, rows: int) -> str:
         """Adds the nodes from `hidden` to the logits. Returns the logits (rows, V)."""
@@ -425,12 +438,43 @@ class _Graph:
         order = [*range(1, port.axis + 1), 0, *range(port.axis + 1, len(port.shape))]
         return self.node("Transpose", state, perm=order)
 
-    def _first(self, value: str, port: Port, shape: Sequence[int]) -> str:
-        """Returns a state with its batch on the first axis."""
+    def _join(self, state: str, port: Port, axis: int) -> str:
+        """Returns a session's state in the type of the step. `axis`: that of the pieces, if there are several."""
+        if port.pieces == 1:
+            return self._cast(state, port.element, TensorProto.FLOAT)
+        whole = TensorProto.DOUBLE if port.element == TensorProto.DOUBLE else TensorProto.INT64
+        pieces = self.nodes("Split", port.pieces, state, self.integers(*[1] * port.pieces), axis=axis)
+        *lower, value = (self._cast(self.node("Squeeze", p, self.integers(axis)), whole, 0) for p in pieces)
+        for piece, bits in zip(reversed(lower), reversed(PIECES[port.element]), strict=True):
+            if whole == TensorProto.INT64:
+                value = self.node("Mul", value, self.integer(1 << bits))
+            value = self.node("Add", value, piece)
+        return self._cast(value, port.element, whole)
+
+    def _split(self, value: str, port: Port, axis: int) -> str:
+        """Returns a state of the step in float32, as a session keeps it. `axis`: that of the pieces."""
+        if port.pieces == 1:
+            return self._cast(value, TensorProto.FLOAT, port.element)
+        pieces = []
+        if port.element == TensorProto.DOUBLE:
+            for _ in PIECES[port.element]:
+                pieces.append(self._cast(value, TensorProto.FLOAT, TensorProto.DOUBLE))
+                value = self.node("Sub", value, self._cast(pieces[-1], TensorProto.DOUBLE, TensorProto.FLOAT))
+        else:
+            value = self._cast(value, TensorProto.INT64, port.element)
+            for bits in PIECES[port.element]:
+                pieces.append(self.node("Mod", value, self.integer(1 << bits)))  # at least 0
+                value = self.node("Div", self.node("Sub", value, pieces[-1]), self.integer(1 << bits))
+        parts = [self.node("Unsqueeze", piece, self.integers(axis)) for piece in (*pieces, value)]
+        return self.node("Concat", *(self._cast(part, TensorProto.FLOAT, 0) for part in parts), axis=axis)
+
+    def _first(self, value: str, port: Port) -> str:
+        """Returns a state as a session keeps it, with its batch on the first axis."""
         if port.axis:
             order = [port.axis, *(axis for axis in range(len(port.shape)) if axis != port.axis)]
             value = self.node("Transpose", value, perm=order)
-        return self.node("Reshape", value, self.integers(-1, *shape))
+        shape = port.kept if port.pieces == 1 else port.row
+        return self._split(self.node("Reshape", value, self.integers(-1, *shape)), port, 1)
 
     def _cast(self, value: str, element: int, now: int) -> str:
         return value if element == now else self.node("Cast", value, to=element)
@@ -441,7 +485,7 @@ class _Graph:
         for node in reversed(self._step.nodes):
             if needed.intersection(node.output) and not all(name in given for name in node.output if name in needed):
                 chosen.append(node)
-                needed.update(_reads(node))
+                needed.update(reads(node))
         names: dict[str, str] = dict(given)
         for name in needed:
             if name in self._step.tensors and name not in given:
@@ -480,13 +524,13 @@ class _Graph:
         return data
 
 
-def _reads(node: onnx.NodeProto) -> set[str]:
+def reads(node: onnx.NodeProto) -> set[str]:
     """Returns the names of the values that a node reads, with those that its subgraphs read from outside."""
     found = {name for name in node.input if name}
     for graph in subgraphs(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         own |= {name for inner in graph.node for name in inner.output}
-        inside = {name for inner in graph.node for name in _reads(inner)} | {value.name for value in graph.output}
+        inside = {name for inner in graph.node for name in reads(inner)} | {value.name for value in graph.output}
         found |= inside - own
     return found
 

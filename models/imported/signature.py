@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,11 @@ STATE_TYPES = (
     TensorProto.INT64,
     TensorProto.BOOL,
 )
+PIECES = {TensorProto.INT64: (22, 21), TensorProto.INT32: (22,), TensorProto.DOUBLE: (24, 24)}
+"""The types of states that float32 does not hold exactly, each with the number of bits of all its pieces but the last
+one. A session keeps such a state in pieces: of an integer, the lowest bits first; of a float64, the nearest float32 and
+then that of the rest."""
+
 TOKEN_NAMES = ("tokens", "token", "input_ids", "ids")
 """The names of the input with the tokens, if several inputs could be the tokens."""
 
@@ -49,6 +54,29 @@ class Port:
         found: np.dtype[Any] = np.dtype(helper.tensor_dtype_to_np_dtype(self.element))
         return found
 
+    @property
+    def pieces(self) -> int:
+        """The number of float32 numbers in which a session keeps a value."""
+        return 1 + len(PIECES.get(self.element, ()))
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The shape of one row's state in a session."""
+        return (self.pieces, *self.row) if self.pieces > 1 else self.row or (1,)
+
+    def values(self, kept: NDArray[np.float32]) -> NDArray[Any]:
+        """Returns the values (B, *row) of a session's states (B, *kept), in int64 or float64."""
+        if self.pieces == 1:
+            return kept.astype(np.int64 if self.dtype == np.bool_ else np.float64)
+        pieces = np.moveaxis(kept.astype(np.float64), 1, 0)
+        if self.element == TensorProto.DOUBLE:
+            return np.asarray(pieces[0] + (pieces[1] + pieces[2]))
+        found, shift = np.zeros(pieces[0].shape, np.int64), 0
+        for piece, bits in zip(pieces, (*PIECES[self.element], 0), strict=True):
+            found += piece.astype(np.int64) << shift
+            shift += bits
+        return found
+
     def batched(self, rows: int) -> tuple[int, ...]:
         """The shape for a batch of `rows` rows."""
         return tuple(rows if axis == self.axis else int(size or 1) for axis, size in enumerate(self.shape))
@@ -72,6 +100,17 @@ class Inputs:
         """Returns the states before the first token."""
         return [np.zeros(port.batched(rows), port.dtype) for port in self.states]
 
+    def batch_axes(self) -> Iterator[Inputs]:
+        """Yields these inputs with each choice of the axis of the batch: a graph with a fixed batch of 1 does not say
+        which axis of length 1 is the batch. The n-th such axis of every state is chosen together."""
+        ones = [[axis for axis, size in enumerate(port.shape) if size == 1] for port in self.states]
+        for place in range(max(map(len, ones)) if self.fixed else 1):
+            states = [
+                replace(port, axis=axes[min(place, len(axes) - 1)]) if self.fixed else port
+                for port, axes in zip(self.states, ones, strict=True)
+            ]
+            yield Inputs(self.tokens, tuple(states), self.fixed)
+
     def probe(self) -> int:
         """Returns a number of rows that is no other size of the inputs, so that the batch is seen in the outputs."""
         if self.fixed:
@@ -91,7 +130,7 @@ class Signature:
 
 def find_inputs(graph: onnx.GraphProto, tokens: str | None) -> Inputs:
     """Finds the input with the tokens, which is named `tokens` if it is given, and the states. Raises GraphError."""
-    values = {value.name: _declared(value) for value in real_inputs(graph)}
+    values = {value.name: declared(value) for value in real_inputs(graph)}
     token = _token_input(values, tokens)
     element, dims = values.pop(token)
     if not values:
@@ -231,7 +270,7 @@ def _assignments(candidates: Mapping[str, list[str]], scores: Sequence[str]) -> 
                     return
 
 
-def _declared(value: onnx.ValueInfoProto) -> tuple[int, list[int | str]]:
+def declared(value: onnx.ValueInfoProto) -> tuple[int, list[int | str]]:
     """Returns the element type and the sizes of an input. A size without a name is an empty text."""
     if not value.type.HasField("tensor_type"):
         raise GraphError(f"the input {value.name!r} is not a tensor")

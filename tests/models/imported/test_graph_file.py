@@ -80,6 +80,14 @@ def test_a_good_file_is_read_and_run(tmp_path: Path) -> None:
     assert run_apart(path, {"x": np.array([2, 5], np.float32)})["y"].tolist() == [6, 15]
 
 
+def test_no_module_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numpy", "onnx", "onnxruntime", "wane"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert run_apart(simple(tmp_path / "m.onnx"), {"x": np.array([2], np.float32)})["y"].tolist() == [6]
+    assert not (tmp_path / "ran").exists()
+
+
 def test_external_data_in_the_folder_are_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     np.arange(4, dtype=np.float32).tofile(tmp_path / "data" / "w.bin")
@@ -268,3 +276,75 @@ def test_a_constant_of_a_node_is_a_tensor_like_any_other(tmp_path: Path) -> None
     path = save(tmp_path / "m.onnx", [constant, node("Add", ["x", "w"], ["y"])], [X], [Y])
     read_graph(path, Limits(tensor_bytes=400))
     refused(path, "limit of 399", limits=Limits(tensor_bytes=399))
+
+
+def test_a_hard_link_and_an_address_in_memory_are_no_external_data(tmp_path: Path) -> None:
+    np.ones(2, np.float32).tofile(tmp_path / "w.bin")
+    os.link(tmp_path / "w.bin", tmp_path / "hard.bin")
+    path = external(tmp_path / "m.onnx", "hard.bin", [2])
+    refused(path, "'hard.bin'", "a hard link")
+    read_graph(path, Limits(hard_links=True))
+    place = tmp_path / "*" / "_ORT_MEM_ADDR_"
+    place.mkdir(parents=True)
+    np.ones(2, np.float32).tofile(place / "*")
+    refused(external(tmp_path / "m.onnx", "*/_ORT_MEM_ADDR_/*", [2]), "an address in memory")
+
+
+@pytest.mark.parametrize("training", ["constant", "input", "computed"])
+def test_dropout_in_training_mode_is_refused(tmp_path: Path, training: str) -> None:
+    weights = {"ratio": np.array(0.001, np.float32), "yes": np.array(True), "no": np.array(False)}
+    inputs, nodes = [X], []
+    if training == "input":
+        inputs.append(value("mode", TensorProto.BOOL, []))
+    if training == "computed":
+        nodes.append(node("Not", ["no"], ["mode"]))
+    name = "yes" if training == "constant" else "mode"
+    path = save(tmp_path / "m.onnx", [*nodes, node("Dropout", ["x", "ratio", name], ["y"])], inputs, [Y], weights)
+    refused(path, "(Dropout) may draw random numbers")
+    for inactive in (["x", "ratio", "no"], ["x", "ratio"], ["x"]):
+        read_graph(save(tmp_path / "m.onnx", [node("Dropout", inactive, ["y"])], [X], [Y], weights))
+
+
+def test_a_constant_without_an_output_is_refused(tmp_path: Path) -> None:
+    constant = helper.make_node("Constant", [], [], value=numpy_helper.from_array(np.array(1.0, np.float32)))
+    refused(save(tmp_path / "m.onnx", [constant, node("Relu", ["x"], ["y"])], [X], [Y]), "(Constant) has 0 outputs")
+
+
+def test_a_name_with_a_zero_character_is_refused(tmp_path: Path) -> None:
+    inputs = [value("x\0z", FLOAT, ["B"])]
+    refused(save(tmp_path / "m.onnx", [node("Relu", ["x\0z"], ["y"])], inputs, [Y]), "zero character")
+    nodes = [node("Relu", ["x"], ["a\0"]), node("Relu", ["a\0"], ["y"])]
+    refused(save(tmp_path / "m.onnx", nodes, [X], [Y]), "zero character")
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.onnx", [node("Mul", ["x", "half"], ["y"])], [X], [Y], {"half": np.array([3], np.float32)})
+    path.write_bytes(path.read_bytes().replace(b"half", b"ha\xff\xfe"))
+    refused(path, "of an initialiser is not UTF-8")
+
+
+def test_subgraphs_attributes_and_tensors_are_counted(tmp_path: Path) -> None:
+    path = simple(tmp_path / "m.onnx")
+    limits = Limits(nodes=50)
+    for what in ("graphs", "attributes", "initialisers"):
+        model = onnx.load(path)
+        attribute = model.graph.node[0].attribute.add(name="more", type=onnx.AttributeProto.GRAPHS)
+        for _ in range(1000):
+            if what == "graphs":
+                attribute.graphs.add()
+            elif what == "attributes":
+                model.graph.node[0].attribute.add()
+            else:
+                model.graph.initializer.add()
+        (tmp_path / "many.onnx").write_bytes(model.SerializeToString())
+        refused(tmp_path / "many.onnx", "has more than 1,000 nodes, subgraphs, attributes, tensors", limits=limits)
+
+
+def test_an_input_of_a_subgraph_is_no_constant_number_of_iterations(tmp_path: Path) -> None:
+    """It has the name of an initialiser, whose value is not the one that it is given."""
+    path = loop(tmp_path / "m.onnx", 3)
+    model = onnx.load(path)
+    body = model.graph.node[0].attribute[0].g
+    body.initializer.append(numpy_helper.from_array(np.array(3), body.input[0].name))
+    path.write_bytes(model.SerializeToString())
+    refused(path, "the names clash: 'i0'")

@@ -61,6 +61,14 @@ def unhashed(model: onnx.ModelProto) -> None:
     next(each for each in tensor.external_data if each.key == "location").value = "more.bin"
 
 
+def unhashed_within(model: onnx.ModelProto) -> None:
+    inner = TensorProto(name="inner", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    inner.external_data.add(key="location", value="more.bin")
+    inner.external_data.add(key="length", value="16")
+    body = next(each for each in model.graph.node if each.op_type == "Scan").attribute[0].g
+    body.initializer.append(inner)
+
+
 def endless(model: onnx.ModelProto) -> None:
     body = helper.make_graph([], "body", [], [])
     model.graph.node.append(node("Loop", ["tokens", "", "hidden"], ["again"], name="spin", body=body))
@@ -81,6 +89,7 @@ def another_input(model: onnx.ModelProto) -> None:
         ("step.onnx", lambda model: setattr(model.graph.node[0], "domain", "evil"), "the operator set 'evil'"),
         ("scan.onnx", endless, "node spin (Loop) has no constant number of iterations"),
         ("head.onnx", unhashed, "more.bin"),
+        ("window.onnx", unhashed_within, "its weights are in 'more.bin', which has no hash"),
         ("window.onnx", radius, "its outputs are"),
         ("advance.onnx", another_input, "its inputs are"),
     ],

@@ -13,6 +13,11 @@ FEATURES = "features"
 """The name of the dimension that a matrix multiplies."""
 
 
+MOST_NAMES, LARGEST_NUMBER = 64, 2**63 - 1
+"""The largest number of dimensions in a product of sizes, and the largest number before them, which is that of int64. A
+hostile graph may square a size again and again."""
+
+
 class AxesError(ValueError):
     """Raised if the axes of a node's result are not those of its input in another arrangement."""
 
@@ -34,7 +39,10 @@ class Size:
 
 
 def size_of(number: int, names: Sequence[str]) -> int | Size:
-    """Returns a product of a number and the sizes of dimensions, as a plain number if it has no dimensions."""
+    """Returns a product of a number and the sizes of dimensions, as a plain number if it has no dimensions. Raises
+    AxesError if the product is too long or too large."""
+    if len(names) > MOST_NAMES or abs(number) > LARGEST_NUMBER:
+        raise AxesError(f"it multiplies more than {MOST_NAMES} sizes, or to a number above {LARGEST_NUMBER:,}")
     return Size(number, tuple(sorted(names))) if names and number else number
 
 

@@ -6,6 +6,7 @@ multiplying sizes are therefore the operations of numpy that also apply to weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,11 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 Array = NDArray[Any]
 
-LARGEST = 1 << 28
-"""The greatest number of elements of a folded constant."""
+LARGEST = 1 << 30
+"""The greatest number of bytes of a folded constant."""
+
+MOST_SIZES = 1 << 12
+"""The greatest number of elements of an array of objects."""
 
 
 class NotFolded(ValueError):
@@ -69,9 +73,12 @@ def slices(attributes: Mapping[str, Any], inputs: Sequence[Array | None], rank: 
     }
 
 
-def _limited(count: int) -> None:
-    if count > LARGEST:
-        raise NotFolded(f"its output has {count} elements, more than {LARGEST}")
+def _limited(count: int, *types: np.dtype[Any]) -> None:
+    """Raises NotFolded if `count` elements of the largest of `types` are too many."""
+    if object in types and count > MOST_SIZES:
+        raise NotFolded(f"its output has {count:,} sizes, more than {MOST_SIZES:,}")
+    if (size := count * max(each.itemsize for each in types)) > LARGEST:
+        raise NotFolded(f"its output has {size:,} bytes, more than {LARGEST:,}")
 
 
 def _slice(attributes: Mapping[str, Any], inputs: list[Array | None]) -> Array:
@@ -83,14 +90,14 @@ def _slice(attributes: Mapping[str, Any], inputs: list[Array | None]) -> Array:
 def _gather(attributes: Mapping[str, Any], inputs: list[Array | None]) -> Array:
     data, places = _first(inputs), _given(inputs, 1)
     axis = attributes.get("axis", 0)
-    _limited(data.size // max(1, data.shape[axis]) * max(1, places.size))
+    _limited(data.size // max(1, data.shape[axis]) * max(1, places.size), data.dtype)
     result: Array = np.take(data, places.astype(np.int64), axis=axis)
     return result
 
 
 def _concat(attributes: Mapping[str, Any], inputs: list[Array | None]) -> Array:
     arrays = [_given(inputs, place) for place in range(len(inputs))]
-    _limited(sum(array.size for array in arrays))
+    _limited(sum(array.size for array in arrays), *(array.dtype for array in arrays))
     if any(array.dtype == object for array in arrays):
         arrays = [array.astype(object) for array in arrays]
     return np.concatenate(arrays, axis=attributes["axis"])
@@ -118,7 +125,9 @@ def _cast(attributes: Mapping[str, Any], inputs: list[Array | None]) -> Array:
         if attributes["to"] not in (TensorProto.INT64, TensorProto.INT32):
             raise NotFolded("it casts a size to another type than an integer")
         return data
-    return data.astype(tensor_dtype_to_np_dtype(attributes["to"]))
+    to = np.dtype(tensor_dtype_to_np_dtype(attributes["to"]))
+    _limited(data.size, to)
+    return data.astype(to)
 
 
 def _transpose(attributes: Mapping[str, Any], inputs: list[Array | None]) -> Array:
@@ -135,7 +144,7 @@ def _both(function: Callable[[Any, Any], Any]) -> Callable[[Mapping[str, Any], l
     def apply(attributes: Mapping[str, Any], inputs: list[Array | None]) -> Array:
         del attributes
         one, other = _first(inputs), _given(inputs, 1)
-        _limited(int(np.prod(np.broadcast_shapes(one.shape, other.shape))))
+        _limited(math.prod(np.broadcast_shapes(one.shape, other.shape)), one.dtype, other.dtype)
         return np.asarray(function(one, other))
 
     return apply

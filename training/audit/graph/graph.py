@@ -34,7 +34,10 @@ from wane.training.audit.graph.axes import (
 from wane.training.audit.graph.constants import NotFolded
 from wane.training.audit.graph.node import FLOATS, UNROLLED, WHOLE, Node, NotFollowed, described
 from wane.training.audit.graph.recurrent import NotRecurrent, read_cell
-from wane.training.audit.graph.values import Constant, Filled, Input, Rows, Stage, Unknown, Value, one_hot
+from wane.training.audit.graph.values import Constant, Filled, Input, Rows, Stage, Unknown, Value, one_hot, product
+
+LARGEST_TOTAL = 1 << 32
+"""The greatest number of bytes of all arrays that are computed from the initialisers."""
 
 
 def follow(model: ModelProto, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Value]:
@@ -42,14 +45,42 @@ def follow(model: ModelProto, tensors: Mapping[str, NDArray[Any]]) -> dict[str, 
     graph, opset = model.graph, opset_of(model)
     values: dict[str, Value] = {name: Constant(array, name) for name, array in tensors.items()}
     values |= {given.name: _input(given) for given in real_inputs(graph)}
+    # Kept by their ids, so that no id is used twice.
+    owners = {id(owner): owner for owner in map(_owner, tensors.values())}
+    total = 0
     for proto in graph.node:
         inputs = tuple(values[name] if name else None for name in proto.input)
         attributes = {one.name: _attribute(one) for one in proto.attribute}
         found = _outputs(Node(proto, attributes, inputs, opset))
+        new = {id(owner): owner for value in found for owner in map(_owner, _arrays(value))}
+        total += sum(owner.nbytes for key, owner in new.items() if key not in owners)
+        if total > LARGEST_TOTAL:
+            reason = f"the arrays that are computed from the weights have more than {LARGEST_TOTAL:,} bytes"
+            found = [Unknown(f"{described(proto)}: {reason}")] * len(proto.output)
+        else:
+            owners |= new
         for place, name in enumerate(proto.output):
             if name:
                 values[name] = found[place] if place < len(found) else Unknown(f"{described(proto)} has no such output")
     return {output.name: values[output.name] for output in graph.output}
+
+
+def _owner(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns the array whose memory an array shows."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _arrays(value: Value) -> list[NDArray[Any]]:
+    """Returns the arrays of a value."""
+    if isinstance(value, Constant):
+        return [value.array]
+    if not isinstance(value, Rows):
+        return []
+    found = [value.stage.table, value.stage.matrix, value.stage.bias]
+    found += [array for cell in value.stage.cells for array in cell.weights.values()]
+    return [array for array in found if array is not None]
 
 
 def _input(given: ValueInfoProto) -> Value:
@@ -270,13 +301,13 @@ def _recurrent(node: Node) -> list[Value]:
     # the affine map between two layers becomes part of the upper layer's input weights
     weight, weight_name = cell.weights["weight_ih_l0"], cell.names["weight_ih_l0"]
     if stage.bias is not None:
-        bias = cell.weights["bias_ih_l0"] + weight.astype(np.float64) @ stage.bias
+        bias = cell.weights["bias_ih_l0"] + product(weight, stage.bias)
         cell.weights["bias_ih_l0"] = bias
         cell.names["bias_ih_l0"] = " + ".join(
             filter(None, [cell.names.get("bias_ih_l0"), f"{weight_name} @ {stage.names['bias']}"])
         )
     if stage.matrix is not None:
-        cell.weights["weight_ih_l0"] = weight.astype(np.float64) @ stage.matrix
+        cell.weights["weight_ih_l0"] = product(weight, stage.matrix)
         cell.names["weight_ih_l0"] = f"{weight_name} @ {stage.names['matrix']}"
     after = replace(
         stage,

@@ -14,6 +14,20 @@ from wane.training.audit.graph.axes import Axes, features
 Matrix = NDArray[np.floating]
 
 
+LARGEST_PRODUCT = 1 << 27
+"""The greatest number of elements of a product of two matrices of a file."""
+
+
+def product(one: Matrix, other: Matrix) -> Matrix:
+    """Returns the product of a matrix with a matrix or a vector, in float64. Raises ValueError if it has too many
+    elements."""
+    count = one.shape[0] * (other.shape[1] if other.ndim > 1 else 1)
+    if count > LARGEST_PRODUCT:
+        raise ValueError(f"the product of two matrices has {count:,} numbers, more than {LARGEST_PRODUCT:,}")
+    found: Matrix = one.astype(np.float64) @ other
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Constant:
     """A tensor that does not depend on the inputs' values. An array of objects has sizes that are known only when the
@@ -86,12 +100,12 @@ class Stage:
         names[part] = f"{matrix.name} @ {names[part]}" if part in names else matrix.name
         bias = None
         if self.bias is not None:
-            bias = matrix.array.astype(np.float64) @ self.bias
+            bias = product(matrix.array, self.bias)
             names["bias"] = f"{matrix.name} @ {names['bias']}"
         if self.cells:
-            new = matrix.array if self.matrix is None else matrix.array.astype(np.float64) @ self.matrix
+            new = matrix.array if self.matrix is None else product(matrix.array, self.matrix)
             return replace(self, matrix=new, bias=bias, names=names, width=width)
-        table = matrix.array.T if self.table is None else self.table @ matrix.array.T.astype(np.float64)
+        table = matrix.array.T if self.table is None else product(self.table, matrix.array.T)
         if bias is not None:
             table = table + bias
             names["table"] += f" + {names.pop('bias')}"

@@ -69,3 +69,14 @@ def test_a_reshape_that_is_followed_moves_numbers_as_numpy_does(sizes: list[int]
     array = np.arange(total).reshape(sizes).reshape(shape)
     assert array.shape == tuple(size(axis) for axis in found)
     assert [one for axis in found for one in axis] == [axis[0] for axis in axes]  # the order of the numbers is the same
+
+
+def test_a_size_that_is_squared_again_and_again_is_refused() -> None:
+    squared = size((TIME,))
+    with pytest.raises(AxesError, match="multiplies more than 64 sizes"):
+        for _ in range(64):
+            squared = squared * squared
+    large = Size(3, ("tokens.0",))
+    with pytest.raises(AxesError, match="to a number above"):
+        for _ in range(64):
+            large = Size((large * large).number, ("tokens.0",))  # type: ignore[union-attr]

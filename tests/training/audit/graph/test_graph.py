@@ -26,7 +26,8 @@ from tests.training.audit.graph.language_models import (
 )
 from wane.models.reference import Reference
 from wane.training.audit.foreign_model import ForeignModel
-from wane.training.audit.graph import check, onnx_file, recurrent
+from wane.training.audit.graph import check, onnx_file, recurrent, values
+from wane.training.audit.graph import graph as graph_module
 from wane.training.errors import ForeignError
 
 
@@ -437,3 +438,37 @@ def test_a_gru_whose_reset_gate_multiplies_the_state_is_refused(tmp_path: Path) 
 def test_an_rnn_with_another_function_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match="its activations are Affine; Wane has Tanh or Relu"):
         read(LanguageModel("RNN", activations=["Affine"]).save(tmp_path))
+
+
+def test_the_sum_of_all_computed_arrays_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the table, each within the limit of one array."""
+    monkeypatch.setattr(graph_module, "LARGEST_TOTAL", 20 * VOCABULARY * WIDTH * 4)
+    graph = LanguageModel()
+    graph.before = [node("Neg", "table", "n0"), *(node("Neg", f"n{i}", f"n{i + 1}") for i in range(5))]
+    graph.before.append(node("Gather", "n5", "tokens", "embedded"))
+    assert read(graph.save(tmp_path)).architecture.vocabulary_size == VOCABULARY
+    graph.before = [node("Neg", "table", "n0"), *(node("Neg", f"n{i}", f"n{i + 1}") for i in range(25))]
+    graph.before.append(node("Gather", "n25", "tokens", "embedded"))
+    with pytest.raises(ForeignError, match="arrays that are computed from the weights have more than"):
+        read(graph.save(tmp_path))
+
+
+def test_a_product_of_a_column_and_a_row_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "LARGEST_PRODUCT", VOCABULARY * VOCABULARY - 1)
+    graph = LanguageModel()
+    graph.weights |= {"column": random(UNITS, 1), "row": random(1, VOCABULARY), "whole": random(VOCABULARY, VOCABULARY)}
+    graph.after[:1] = [node("MatMul", graph.top, "out", "inner"), node("MatMul", "inner", "whole", "product")]
+    assert read(graph.save(tmp_path)).architecture.vocabulary_size == VOCABULARY
+    monkeypatch.setattr(values, "LARGEST_PRODUCT", UNITS * VOCABULARY - 1)
+    graph.after[:2] = [node("MatMul", graph.top, "column", "inner"), node("MatMul", "inner", "row", "product")]
+    with pytest.raises(ForeignError, match="product of two matrices has"):
+        read(graph.save(tmp_path))
+
+
+def test_a_long_array_of_sizes_is_refused(tmp_path: Path) -> None:
+    graph = LanguageModel()
+    doubled = [node("Concat", f"s{i}", f"s{i}", f"s{i + 1}", axis=0) for i in range(13)]
+    graph.before += [node("Shape", "tokens", "s0"), *doubled, node("Reshape", "embedded", "s13", "shaped")]
+    graph.nodes[0].input[0] = "shaped"
+    with pytest.raises(ForeignError, match="its output has 8,192 sizes, more than 4,096"):
+        read(graph.save(tmp_path))
