@@ -154,6 +154,9 @@ class Decoder:
         tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
         filtered = 2 * settings.max_filter_events
         self.most = BodyLimits(values=tokens + filtered + fields, fields=fields, containers=fields)
+        self.inflating = asyncio.Lock()
+        """Held while a body is decompressed. Bodies wait for it, so that only one at a time has a reservation of the
+        receive budget for its largest possible size."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
@@ -237,13 +240,14 @@ async def uncompressed(request: Request, raw: bytes) -> bytes:
     connection = connection_of(request.scope)
     decoder: Decoder = app.state.decoder
     largest, body = min(most, MOST_INFLATED * len(raw)), b""
-    if connection is not None and not connection.hold(largest):
-        raise Overloaded("the server is receiving too much data: try again later")
-    try:
-        body = await decoder.run(inflated, raw, encoding, most, deadline=here.deadline)
-    finally:
-        if connection is not None:
-            connection.hold(len(body) - largest)
+    async with until(here.deadline), decoder.inflating:
+        if connection is not None and not connection.hold(largest):
+            raise Overloaded("the server is receiving too much data: try again later")
+        try:
+            body = await decoder.run(inflated, raw, encoding, most, deadline=here.deadline)
+        finally:
+            if connection is not None:
+                connection.hold(len(body) - largest)
     return body
 
 

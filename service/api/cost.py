@@ -29,7 +29,8 @@ from wane.service.settings import Settings
 
 class Cost(NamedTuple):
     """What a request costs. rows: the inputs, steps or samples, of which each counts as a request of the API key.
-    tokens: the tokens that all rows together read. listed: the tokens that the answer lists, unless it is streamed.
+    tokens: the tokens that all rows together read. listed: the tokens that the answer lists, unless generated tokens
+    are streamed.
     `rows_field` and `listed_fields` are the fields that decide these numbers."""
 
     rows: int = 1
@@ -73,7 +74,7 @@ def _of_predict(body: PredictBody, settings: Settings) -> Cost:
 def of_score(body: ScoreBody, settings: Settings, tokens: int | None = None) -> Cost:
     """`tokens` is the number of tokens, or None before a text is tokenised."""
     count = _length(body.sequence) if tokens is None else tokens
-    return Cost(1, count, 0 if body.stream else count * _within(body.top_k, settings.top_k_limit))
+    return Cost(1, count, count * _within(body.top_k, settings.top_k_limit))
 
 
 def _of_generate(body: GenerateBody, settings: Settings) -> Cost:

@@ -45,7 +45,7 @@ def test_every_route_with_a_body_has_a_cost(app: Application) -> None:
         (PredictBody(tokens=(5, 6), top_k=7), (1, 2, 7)),
         (PredictBody(inputs=((5, 6), "text", (7,)), top_k=7), (3, 3, 21)),
         (ScoreBody(tokens=(5, 6), top_k=3), (1, 2, 6)),
-        (ScoreBody(tokens=(5, 6), top_k=3, stream=True), (1, 2, 0)),
+        (ScoreBody(tokens=(5, 6), top_k=3, stream=True), (1, 2, 6)),
         (GenerateBody(tokens=(5,), max_tokens=10, top_logprobs=3), (1, 1, 30)),
         (GenerateBody(tokens=(5,), max_tokens=10, top_logprobs=3, stream=True), (1, 1, 0)),
         (StepsBody(steps=(SessionStepBody(session="s", tokens=(5,), top_k=3),) * 4), (4, 4, 12)),

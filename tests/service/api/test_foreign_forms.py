@@ -3,8 +3,10 @@ other servers."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import random
 import zlib
 from typing import Any
 from urllib.parse import quote
@@ -85,6 +87,17 @@ async def test_decompressed_bytes_count_towards_the_receive_budget() -> None:
         assert server.receive_budget.taken == 0
         async with filled(server):
             assert (await dialogue(server, request)).startswith(b"HTTP/1.1 429")
+
+
+async def test_small_compressed_bodies_that_come_together_are_all_answered() -> None:
+    """The largest possible size of each would fill half of the receive budget."""
+    tokens = random.Random(0).choices(range(24), k=2000)
+    body = gzip.compress(json.dumps({"tokens": tokens}).encode())
+    head = b"POST /v1/predict HTTP/1.1\r\ncontent-encoding: gzip\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    async with serving(**BUDGET) as server:
+        answers = await asyncio.gather(*[dialogue(server, head % len(body) + body) for _ in range(20)])
+        assert {answer[:12] for answer in answers} == {b"HTTP/1.1 200"}
+        assert server.receive_budget.taken == 0
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=[path for path, _ in BODIES])
