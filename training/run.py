@@ -318,7 +318,9 @@ def evaluate_server(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
         task = bar.add_task("steps", total=steps)
-        replayed = replay(judge, run.corpus.vocabulary, url, model, lambda count: bar.advance(task, count))
+        replayed = replay(
+            judge, run.corpus.vocabulary, run.experiment.data, url, model, lambda count: bar.advance(task, count)
+        )
     own = judge.recurrent(run.cache)
     found = judge.rankings({SERVED: replayed.judged, RECURRENT: own}, [])
     run.folder.write_rankings({"test": found}, "served.json")
