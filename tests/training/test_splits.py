@@ -179,17 +179,30 @@ def test_a_run_is_chosen_and_then_trained_on_validation_too(tmp_path: Path, caps
     train = ["train", str(experiment), "--data", str(path), "--run"]
     evaluate = ["--data", str(path), "--positions", "all", "--transitions"]
     assert main([*train, str(one)]) == 0
+    early = [*train, str(tmp_path / "early"), "--after", str(one)]
+    assert main(early) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "early"), *evaluate]) == 2
+    told = "early has no transitions.json: run `wane evaluate RUN --transitions` on the run of --after first"
+    assert told in capsys.readouterr().err
     assert main(["evaluate", str(one), *evaluate]) == 0
     printed = capsys.readouterr().out
     assert "both: test, 42 last events of sessions, k = 20" in printed
     assert "\nwith transitions " in printed and "\ntransitions alone " in printed
     assert main([*train, str(two), "--after", str(one)]) == 0
     assert "the last weights are saved" in capsys.readouterr().out
+    assert main(early) == 0  # what the message advises
+    assert (tmp_path / "early" / "transitions.json").read_bytes() == (one / "transitions.json").read_bytes()
     assert not any("valid_loss" in line for line in (two / "log.jsonl").read_text().splitlines())
     assert (two / "transitions.json").read_bytes() == (one / "transitions.json").read_bytes()
     assert main(["evaluate", str(two), *evaluate]) == 0
     assert main([*train, str(tmp_path / "three"), "--after", str(two)]) == 2
     assert "data.train_on = 'train_and_valid', not 'train'" in capsys.readouterr().err
+    other = put(tmp_path / "other.csv", path.read_text().splitlines()[::-1])
+    of_other = ["train", str(experiment), "--data", str(other), "--run", str(tmp_path / "three")]
+    assert main([*of_other, "--after", str(one)]) == 2
+    assert f"--after {one}: {one} holds a run on other data: other.csv is not the file" in capsys.readouterr().err
+    assert not (tmp_path / "three").exists()
     experiment.write_text(EXPERIMENT.replace("hidden = 4", "hidden = 5"))
     assert main([*train, str(tmp_path / "three"), "--after", str(one)]) == 2
     assert "holds a run with model.hidden = 4, not 5" in capsys.readouterr().err
