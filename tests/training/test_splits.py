@@ -107,6 +107,8 @@ def test_leave_one_out_trains_on_the_first_part_and_counts_empty_ones(tmp_path: 
         ("5 6,7 8,9", "line 2: 2 items where the validation item is"),
         ("5 6,7,8 9 5", "line 2: 3 items where the test item is"),
         ("5 <eos>,7,8", "line 2: <eos> is reserved by the vocabulary"),
+        ('"5 6",7,8', "line 2: quotation marks around '\"5 6\"'"),
+        ('5 6,"7",8', "line 2: quotation marks around '\"7\"'"),
     ],
 )
 def test_bad_lines_of_items_are_named(tmp_path: Path, line: str, told: str) -> None:
@@ -115,6 +117,16 @@ def test_bad_lines_of_items_are_named(tmp_path: Path, line: str, told: str) -> N
         leave_one_out(path)
     assert "(1 of 4 lines is wrong; data.on_bad_line = 'skip' leaves it out)" in str(caught.value)
     assert len(sessions(leave_one_out(path, on_bad_line="skip"), "train")) == 3
+
+
+def test_a_header_is_a_bad_line_and_a_line_of_names_is_not(tmp_path: Path) -> None:
+    rows = ["5 6 7,8,6", "6 5,8,7", "7 8 5,6,5"]
+    path = lines(tmp_path, "train,valid,test", *rows)
+    with pytest.raises(DataError, match="line 1: a line without digits before a line of numbers: it looks like a head"):
+        leave_one_out(path)
+    assert sessions(leave_one_out(path, on_bad_line="skip"), "train") == ["5 6 7", "6 5", "7 8 5"]
+    named = leave_one_out(lines(tmp_path, "red blue,red,blue", "red 5,blue,red", *rows))
+    assert sessions(named, "train") == ["red blue", "red 5", "5 6 7", "6 5", "7 8 5"]
 
 
 @pytest.mark.parametrize(
