@@ -28,7 +28,8 @@ PARTS = ("training items", "validation item", "test item")
 def read_item_lines(path: Path, form: EventFormat, rows: Rows) -> tuple[int, list[tuple[int, int]]]:
     """Reads a file of item sequences. Returns the number of its lines and, for each session, the number of its
     validation items and of its test items, 0 or 1 each. Raises EventFileError."""
-    source, held = Lines(path, form.longest_line_bytes), []
+    source = Lines(path, form.longest_line_bytes)
+    held: list[tuple[int, int]] = []
     separator = form.separator or SEPARATOR
     first_line: tuple[int, str] | None = None
     for number, line in _with_text(source):

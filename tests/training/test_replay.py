@@ -8,7 +8,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ def test_what_is_served_is_what_was_evaluated(
 
 @pytest.mark.parametrize(("unknown", "lacked"), [("skip", ()), ("token", ("<unk>",)), ("token", ("7",))])
 def test_an_event_that_only_one_of_the_vocabularies_has(
-    monkeypatch: pytest.MonkeyPatch, unknown: str, lacked: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, unknown: Literal["skip", "token"], lacked: tuple[str, ...]
 ) -> None:
     """The run lacks "new", which keeps its place in the list; the server lacks 7, which ends the replay by name."""
     names = ["<eos>", "<unk>", "7", "8"]
