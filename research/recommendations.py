@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from wane.training.evaluate_events import TRANSITIONS_ALONE, Judge, Scores, popularity_of, session_losses, sessions_of
+from wane.training.evaluate_events import TRANSITIONS_ALONE, Judge, Scores, session_losses, sessions_of
 from wane.training.rankings.baselines import Vsknn
 from wane.training.rankings.metrics import RankingMetrics, Rankings
 from wane.training.rankings.transitions import PARTS, Transitions
@@ -74,8 +74,6 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
         found: RankingMetrics = test.rankings({name: test.of_scores(scores)}, []).methods[name]
         return f"| {name} | {' | '.join(f'{getattr(found, metric)[k]:.3f}' for metric, k in COLUMNS)} |"
 
-    alone = valid.fit_transitions(tables, popularity_of(tables))
-    yield line("popularity + all tables", test.with_transitions(tables, alone, popularity_of(tables)))
     yield line("network", test.scores(hidden[test], None))
     if run.cache is not None:
         yield line("network + cache", test.scores(hidden[test], run.cache))

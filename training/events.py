@@ -113,7 +113,7 @@ def encode_log(log: EventLog, vocabulary: Vocabulary, unknown: str, *, last_only
     """Converts sessions to token ids. Events that the vocabulary lacks become `<unk>`, or are left out if `unknown` is
     "skip". Reserved names, such as padding, are left out. A session all of whose events are left out is left out,
     too. With `last_only`, only the last event of a session is predicted, so a session whose last event would be left
-    out is left out, and only such sessions are `missed`."""
+    out is left out, and only such sessions are `missed`, if they have a known event."""
     ids = {name: -1 if index in vocabulary.reserved else index for index, name in enumerate(vocabulary.texts)}
     absent = ids.get(UNK, -1) if unknown == "token" else -1
     table = np.array([ids.get(name, absent) for name in log.names], np.int64)
@@ -122,7 +122,8 @@ def encode_log(log: EventLog, vocabulary: Vocabulary, unknown: str, *, last_only
     missed = 0
     if last_only and not (ends := known[log.begins[1:] - 1]).all():
         found = encode_log(log.sessions(np.flatnonzero(ends)), vocabulary, unknown, last_only=True)
-        return EncodedLog(found.stream, int(np.count_nonzero(~ends)))
+        begun = np.logical_or.reduceat(known, log.begins[:-1])
+        return EncodedLog(found.stream, int(np.count_nonzero(begun & ~ends)))
     if not known.all() and not last_only:
         at = np.where(known, np.arange(len(tokens)), len(tokens))
         lengths = np.diff(log.begins)

@@ -35,7 +35,7 @@ from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision,
 from wane.models.networks import Network
 from wane.training.config import DataConfig, Experiment, Protocol
 from wane.training.data import Corpus, load_corpus, source_hashes
-from wane.training.errors import DataError, RunError
+from wane.training.errors import DataError, ResumeError, RunError
 from wane.training.evaluate import POSITIONS, WINDOWS, Advance, SplitLosses, evaluate_split, evaluation_steps, quality
 from wane.training.evaluate_events import RECURRENT, Judge, evaluate_events, fit_transitions, sessions_of
 from wane.training.group import ALONE, Group
@@ -156,13 +156,18 @@ def chosen_by(after: Path, experiment: Experiment) -> tuple[Experiment, CacheMod
                 raise RunError(f"--after {after} holds a run with {part}.{key} = {other[key]!r}, not {own[key]!r}")
     if experiment.data.kind != "events":
         raise RunError("--after needs a run on events")
-    if not load_corpus(experiment.data).validated:
+    corpus = load_corpus(experiment.data)
+    try:
+        folder.check_data(folder.load("checkpoint.pt"), corpus.hashes)
+    except ResumeError as error:
+        raise RunError(f"--after {after}: {error}") from error
+    if not corpus.validated:
         raise RunError(f"--after {after} holds a run without validation, which has chosen nothing")
     both = experiment.model_copy(update={"data": experiment.data.model_copy(update={"train_on": "train_and_valid"})})
     config, best = experiment.training, folder.load("best.pt")
     old, new = (
-        lanes_of(ALONE, load_corpus(one.data), "train", config.batch, config.chunk, config.seed).steps
-        for one in (experiment, both)
+        lanes_of(ALONE, one, "train", config.batch, config.chunk, config.seed).steps
+        for one in (corpus, load_corpus(both.data))
     )
     steps = max(1, round(best["step"] * new / old))
     training = config.model_copy(update={"steps": steps, "warmup": min(config.warmup, steps)})
@@ -318,7 +323,9 @@ def evaluate_server(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
         task = bar.add_task("steps", total=steps)
-        replayed = replay(judge, run.corpus.vocabulary, url, model, lambda count: bar.advance(task, count))
+        replayed = replay(
+            judge, run.corpus.vocabulary, run.experiment.data, url, model, lambda count: bar.advance(task, count)
+        )
     own = judge.recurrent(run.cache)
     found = judge.rankings({SERVED: replayed.judged, RECURRENT: own}, [])
     run.folder.write_rankings({"test": found}, "served.json")

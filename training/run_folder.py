@@ -210,12 +210,12 @@ class RunFolder:
         path = self.path / TRANSITIONS
         try:
             return TransitionWeights.model_validate_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
+        except FileNotFoundError as error:
             raise RunError(
-                f"{path}: {error.strerror}: a run without validation takes these weights from the run of `--after`, "
-                "which `wane evaluate --transitions` writes before"
+                f"{self.path} has no {path.name}: run `wane evaluate RUN --transitions` on the run of --after first, "
+                "then the same `wane train --after RUN` again, which copies the file"
             ) from error
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
 
     def quality(self, best_step: int, positions: int) -> Quality | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wane.models.event_files.faults import EventFileError, Faults, counted, listed
 from wane.models.event_files.format import EventFormat
-from wane.models.event_files.forms import describe_forms
+from wane.models.event_files.forms import describe_absent, describe_forms
 from wane.models.event_files.item_lines import PARTS, read_item_lines
 from wane.models.event_files.json_lines import read_json_lines
 from wane.models.event_files.parquet import read_parquet
@@ -187,13 +187,16 @@ def _repeats(tied: NDArray[np.bool_], events: NDArray[np.int32]) -> NDArray[np.b
 
 
 def _forms(rows: Rows) -> list[str]:
-    """Returns sentences about names and ids that differ in form only."""
+    """Returns sentences about names and ids that differ in form only, or may stand for an absent value."""
     notes = [f"{counted(rows.stripped, 'name')} read without the blanks around them or their line breaks"]
     counts = np.bincount(rows.events, minlength=len(rows.names))
     sessions = np.bincount(rows.owners, minlength=rows.session_count)
     index = np.fromiter(rows.sessions.values(), np.int64, len(rows.sessions))
+    of_sessions = list(rows.sessions), sessions[index]
     return [
         *notes[: rows.stripped],
         *describe_forms("items", rows.names, counts),
-        *describe_forms("sessions", list(rows.sessions), sessions[index]),
+        *describe_absent("items", rows.names, counts),
+        *describe_forms("sessions", *of_sessions),
+        *describe_absent("sessions", *of_sessions),
     ]

@@ -1,4 +1,5 @@
-"""Finds ids that differ in form only, such as `1097` and `1097.0`, or `Blue` and `blue`."""
+"""Finds ids that differ in form only, such as `1097` and `1097.0`, or `Blue` and `blue`, and ids such as `NaN`, which
+programs write for an absent value."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.event_files.faults import counted, shown
+from wane.models.event_files.faults import counted, listed, shown
 
 INTEGER = re.compile(r"([+-]?)0*([0-9]+)(?:\.0*)?")
 UNUSUAL = re.compile(r"(?m)^[+-]|^0[0-9]|\.0*$|[^\S\n]")
 """What an ASCII name has if its plain form is not just the name in lower case."""
+
+ABSENT = frozenset({"nan", "null", "none", "na", "n/a", "<na>"})
+"""What programs write for an absent value, in lower case."""
+
+LONGEST_ABSENT = max(map(len, ABSENT))
 
 
 def plain(name: str) -> str:
@@ -51,3 +57,13 @@ def describe_forms(kind: str, names: Sequence[str], counts: NDArray[np.int64]) -
         f"{len(differing):,} {kind} differ from another one in form only, such as {example}: "
         f"they are read as different {kind}"
     ]
+
+
+def describe_absent(kind: str, names: Sequence[str], counts: NDArray[np.int64]) -> list[str]:
+    """Returns a sentence about the names that may stand for an absent value, or nothing. The arguments are those of
+    `describe_forms`."""
+    found = [at for at, name in enumerate(names) if len(name) <= LONGEST_ABSENT and name.lower() in ABSENT]
+    if not found:
+        return []
+    such = listed(f"{shown(names[at])} ({counted(int(counts[at]), 'event')})" for at in found)
+    return [f"{such} among the {kind} may stand for an absent value: read as a name like any other"]

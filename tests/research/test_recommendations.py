@@ -61,6 +61,12 @@ def test_the_page_gets_the_table_of_the_runs_and_that_of_the_parts(
     assert re.search(rf"\| small \| transitions alone{numbers} \|  \|  \|", text)
     assert re.search(rf"\| small \| V-SkNN{numbers} \|  \|  \|", text)
     assert re.search(rf"\| network \+ next \+ near \+ before \+ own{numbers} \|", text)
+    page_of_project = (Path(__file__).parents[2] / "docs" / "recommendations.md").read_text()
+    parts = [
+        re.findall(r"^\| (\w[^|]*?)(?:, share [\d.]+)? \|", one.split("<!-- parts -->")[1], re.MULTILINE)
+        for one in (text, page_of_project)
+    ]
+    assert parts[0] == parts[1]
     assert "window" not in text
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["x", "--untrained", str(run)])

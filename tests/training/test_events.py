@@ -218,6 +218,11 @@ def test_unknown_events_are_left_out_or_become_unk(tmp_path: Path) -> None:
     skipped = encode_log(log, skipping, "skip")
     assert skipped.stream.tolist() == [0, 2, 1, 1, 0, 1, 2, 0]
     assert skipped.missed == 2
+    last = encode_log(log, skipping, "skip", last_only=True)
+    assert last.stream.tolist() == [0, 2, 1, 1, 0, 1, 2, 0]
+    assert last.missed == 0  # no known event comes before the last one of ["new"] and of ["c", "new"]
+    early = log.first_events(np.array([0, 1, 2, 3]), np.array([3, 4, 1, 2]))  # the second one ends with "new"
+    assert encode_log(early, skipping, "skip", last_only=True).missed == 1
     reading = Vocabulary("events", event_tokenizer(train, DataConfig(kind="events", unknown="token")))
     assert reading.texts == ("<eos>", "<unk>", "a", "b")
     read = encode_log(log, reading, "token")

@@ -248,3 +248,11 @@ def test_vsknn_equals_its_description(monkeypatch: pytest.MonkeyPatch, recent: i
         assert rare[row][2:].tolist() == pytest.approx(
             [scores[event] * (1 + math.log(len(lists) / max(1, counts[event]))) for event in range(2, SIZE)]
         )
+
+
+def test_vsknn_prefers_the_later_of_equally_similar_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wane.training.rankings.baselines.NEIGHBOURS", 1)
+    query = np.arange(2, 12)  # the weights are 0.1, 0.2, ...; in floating point, 0.1 + 0.2 is larger than 0.3
+    train = np.array([EOS, 2, 3, 12, EOS, 4, 13, EOS])
+    scores = Vsknn(Sessions(train, EOS, "token"), SIZE).scores([query])[0]
+    assert scores[12] == 0 < scores[13]

@@ -107,6 +107,8 @@ def test_leave_one_out_trains_on_the_first_part_and_counts_empty_ones(tmp_path: 
         ("5 6,7 8,9", "line 2: 2 items where the validation item is"),
         ("5 6,7,8 9 5", "line 2: 3 items where the test item is"),
         ("5 <eos>,7,8", "line 2: <eos> is reserved by the vocabulary"),
+        ('"5 6",7,8', "line 2: quotation marks around '\"5 6\"'"),
+        ('5 6,"7",8', "line 2: quotation marks around '\"7\"'"),
     ],
 )
 def test_bad_lines_of_items_are_named(tmp_path: Path, line: str, told: str) -> None:
@@ -115,6 +117,16 @@ def test_bad_lines_of_items_are_named(tmp_path: Path, line: str, told: str) -> N
         leave_one_out(path)
     assert "(1 of 4 lines is wrong; data.on_bad_line = 'skip' leaves it out)" in str(caught.value)
     assert len(sessions(leave_one_out(path, on_bad_line="skip"), "train")) == 3
+
+
+def test_a_header_is_a_bad_line_and_a_line_of_names_is_not(tmp_path: Path) -> None:
+    rows = ["5 6 7,8,6", "6 5,8,7", "7 8 5,6,5"]
+    path = lines(tmp_path, "train,valid,test", *rows)
+    with pytest.raises(DataError, match="line 1: a line without digits before a line of numbers: it looks like a head"):
+        leave_one_out(path)
+    assert sessions(leave_one_out(path, on_bad_line="skip"), "train") == ["5 6 7", "6 5", "7 8 5"]
+    named = leave_one_out(lines(tmp_path, "red blue,red,blue", "red 5,blue,red", *rows))
+    assert sessions(named, "train") == ["red blue", "red 5", "5 6 7", "6 5", "7 8 5"]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +191,30 @@ def test_a_run_is_chosen_and_then_trained_on_validation_too(tmp_path: Path, caps
     train = ["train", str(experiment), "--data", str(path), "--run"]
     evaluate = ["--data", str(path), "--positions", "all", "--transitions"]
     assert main([*train, str(one)]) == 0
+    early = [*train, str(tmp_path / "early"), "--after", str(one)]
+    assert main(early) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "early"), *evaluate]) == 2
+    told = "early has no transitions.json: run `wane evaluate RUN --transitions` on the run of --after first"
+    assert told in capsys.readouterr().err
     assert main(["evaluate", str(one), *evaluate]) == 0
     printed = capsys.readouterr().out
     assert "both: test, 42 last events of sessions, k = 20" in printed
     assert "\nwith transitions " in printed and "\ntransitions alone " in printed
     assert main([*train, str(two), "--after", str(one)]) == 0
     assert "the last weights are saved" in capsys.readouterr().out
+    assert main(early) == 0  # what the message advises
+    assert (tmp_path / "early" / "transitions.json").read_bytes() == (one / "transitions.json").read_bytes()
     assert not any("valid_loss" in line for line in (two / "log.jsonl").read_text().splitlines())
     assert (two / "transitions.json").read_bytes() == (one / "transitions.json").read_bytes()
     assert main(["evaluate", str(two), *evaluate]) == 0
     assert main([*train, str(tmp_path / "three"), "--after", str(two)]) == 2
     assert "data.train_on = 'train_and_valid', not 'train'" in capsys.readouterr().err
+    other = put(tmp_path / "other.csv", path.read_text().splitlines()[::-1])
+    of_other = ["train", str(experiment), "--data", str(other), "--run", str(tmp_path / "three")]
+    assert main([*of_other, "--after", str(one)]) == 2
+    assert f"--after {one}: {one} holds a run on other data: other.csv is not the file" in capsys.readouterr().err
+    assert not (tmp_path / "three").exists()
     experiment.write_text(EXPERIMENT.replace("hidden = 4", "hidden = 5"))
     assert main([*train, str(tmp_path / "three"), "--after", str(one)]) == 2
     assert "holds a run with model.hidden = 4, not 5" in capsys.readouterr().err

@@ -207,6 +207,7 @@ class Vsknn:
             back.append(np.full(len(some), len(session) + 1 - index))
         candidates, place = np.unique(np.concatenate(found), return_inverse=True)
         similarity = np.bincount(place, np.concatenate(weights), len(candidates)) / len(last)
+        similarity = similarity.round(12)  # equal sums are equal numbers
         nearest = np.full(len(candidates), len(session) + 1)
         np.minimum.at(nearest, place, np.concatenate(back))
         recent = np.arange(max(0, len(candidates) - RECENT), len(candidates))

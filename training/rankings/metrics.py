@@ -107,7 +107,8 @@ class Judged:
     """What one method ranked at n positions.
 
     next_ranks: int64 (n,), the rank of the next event. best_ranks: int64 (n,), the smallest rank among the session's
-    remaining events. UNRANKED for an event that is not ranked. lists: int64 (n, LISTED), the first events, or -1.
+    remaining events. UNRANKED for an event that is not ranked. lists: int64 (n, LISTED), the first events; negative
+    where the list has none, or one that the vocabulary lacks.
     """
 
     next_ranks: NDArray[np.int64]
@@ -211,7 +212,7 @@ class Scorer:
 
     def _coverage(self, judged: Judged) -> ByCutoff:
         lists = judged.lists
-        return {k: len(np.setdiff1d(lists[:, :k], [-1])) / self._events for k in CUTOFFS}
+        return {k: len(np.unique(lists[:, :k][lists[:, :k] >= 0])) / self._events for k in CUTOFFS}
 
     def _popularity(self, judged: Judged) -> ByCutoff:
         listed = judged.lists >= 0

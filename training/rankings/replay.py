@@ -1,8 +1,9 @@
 """Replays the sessions of a split through a running server, step by step, and ranks the next events in its answers.
 
 Each event of a session is one step, which names the event as a shop would. The answer after a judged position lists
-the first LISTED events, which is all that the metrics know of a method. With the protocol `leave_one_out`, the server
-leaves out what the session has seen (`exclude_seen`).
+the first LISTED events, which is all that the metrics know of a method. They are compared by name, so the served model
+may have its events in another order. With the protocol `leave_one_out`, the request names all that the session has seen
+(`exclude`), because the server remembers only a session's last events.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.client import Wane, WaneError
-from wane.models.vocabulary import Vocabulary
+from wane.client.options import StepOptions, Unknown
+from wane.models.vocabulary import UNK, Vocabulary
+from wane.training.config import DataConfig
 from wane.training.errors import RunError
 from wane.training.evaluate_events import Judge
 from wane.training.rankings.metrics import LISTED, Judged
+
+ELSEWHERE = -2
+"""Stands in a list for an event that the run's vocabulary lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +47,36 @@ class Replay:
         )
 
 
-def replay(judge: Judge, vocabulary: Vocabulary, url: str, model: str | None, advance: Callable[[int], None]) -> Replay:
+def replay(
+    judge: Judge, vocabulary: Vocabulary, data: DataConfig, url: str, model: str | None, advance: Callable[[int], None]
+) -> Replay:
     """Replays the sessions with a judged position, up to the last of these. `model`: the name of the served model, or
     None for the default model. `advance` is called after every step. Raises RunError if the server refuses a step or
-    cannot be reached."""
+    cannot be reached, or if its model lacks an event."""
     lists = np.full((judge.count, LISTED), -1)
     durations: list[float] = []
     versions: list[str] = []
+    unknown: Unknown = "token" if data.unknown == "token" else "refuse"
     started = time.perf_counter()
     try:
         with Wane(url) as wane:
             for events, places in judge.sessions_to_replay():
-                with wane.session(model=model, unknown="refuse") as session:
-                    for at, event in enumerate(events.tolist(), start=1):
+                names = [vocabulary.token(event) for event in events.tolist()]
+                with wane.session(model=model, unknown=unknown) as session:
+                    for at, name in enumerate(names, start=1):
                         row = places.get(at)
+                        options: StepOptions = {"top_k": 1 if row is None else LISTED}
+                        if judge.last_only and row is not None:
+                            options["exclude"] = [*dict.fromkeys(one for one in names[:at] if one != UNK)]
                         before = time.perf_counter()
-                        answer = session.append(
-                            [vocabulary.token(event)],
-                            top_k=1 if row is None else LISTED,
-                            exclude_seen=judge.last_only and row is not None,
-                        )
+                        answer = session.append([name], **options)  # the vocabulary of no server has an event <unk>
                         durations.append(time.perf_counter() - before)
                         advance(1)
+                        if lacked := [one for one in answer.unknown if one != UNK]:
+                            raise ValueError(f"the vocabulary of {answer.model} lacks the event {lacked[0]!r}")
                         if row is not None:
-                            ids = [one.token_id for one in answer.predictions]
-                            lists[row, : len(ids)] = ids
+                            found = [vocabulary.event_id(one.token) for one in answer.predictions]
+                            lists[row, : len(found)] = [ELSEWHERE if one is None else one for one in found]
                         if not versions or versions[-1] != f"{answer.model} {answer.model_version}":
                             versions.append(f"{answer.model} {answer.model_version}")
     except (WaneError, ValueError) as error:

@@ -151,6 +151,17 @@ def test_ids_that_differ_in_form_only_are_noted_with_counts(tmp_path: Path, one:
     assert len(noted) == same
 
 
+@pytest.mark.parametrize("name", ["NaN", "nan", "NULL", "<NA>"])
+def test_ids_that_may_stand_for_an_absent_value_are_noted(tmp_path: Path, name: str) -> None:
+    told = "may stand for an absent value: read as a name like any other"
+    path = clicks(tmp_path / "clicks.csv", name, "nano", name)
+    assert read(path).notes[1:] == (f"{name!r} (2 events) among the items {told}",)
+    rows = [f"{name},{TIME},a", f"nano,{TIME},b"]
+    assert read(written(tmp_path / "s.csv", "session,time,item", *rows)).notes[1:] == (
+        f"{name!r} (1 event) among the sessions {told}",
+    )
+
+
 def test_files_of_several_kinds_of_tables_are_one_log(tmp_path: Path) -> None:
     one = written(tmp_path / "a.csv", "session,time,item", f"a,{TIME},x")
     two = written(tmp_path / "b.tsv", "item\ttime\tsession", f"y\t{TIME + 1}\ta")
