@@ -53,6 +53,33 @@ class Socket:
             await connection.close()
 
 
+class Connections:
+    """The HTTP connections of one client. A process that was forked has connections of its own: those of its parent
+    belong to the parent's event loop."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport | None) -> None:
+        self._transport = transport
+        self._made = {os.getpid(): self._make()}
+
+    def _make(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=self._transport, timeout=None)  # noqa: S113 - `within` limits each exchange
+
+    def http(self) -> httpx.AsyncClient:
+        """Returns the connections of this process. Raises RuntimeError if it cannot have its own."""
+        if os.getpid() not in self._made:
+            if self._transport is not None:
+                raise RuntimeError(
+                    "this client was made with a transport before the process was forked: make a new client"
+                )
+            self._made[os.getpid()] = self._make()
+        return self._made[os.getpid()]
+
+    async def close(self) -> None:
+        """Closes the connections of this process."""
+        if os.getpid() in self._made:
+            await self._made[os.getpid()].aclose()
+
+
 class Servers:
     """The addresses of one service, and how requests to it are retried. All sessions of a client use the address that
     answered last. A request is its method and path, such as "GET /v1/models"; a deadline is a time of `clock`."""
@@ -81,7 +108,7 @@ class Servers:
         rest = {"deadline_s": 10, "retry": True} | checked(ClientOptions, rest)
         self.addresses, self.deadline_s, self.retry = urls, float(rest["deadline_s"]), bool(rest["retry"])
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.http = httpx.AsyncClient(transport=transport, timeout=None)  # noqa: S113 - `within` limits each exchange
+        self.connections = Connections(transport)
         self.current = 0
         self.clock, self.sleep = time.monotonic, asyncio.sleep
 
@@ -141,7 +168,9 @@ class Servers:
         while (left_s := min(deadline - self.clock(), DAY_S)) > 0:
             at = self.current
             told = {**self.headers, **kind, **(headers or {}), "x-request-timeout-ms": str(max(1, int(1000 * left_s)))}
-            made = self.http.build_request(method, self.addresses[at] + path, content=content, headers=told)
+            made = self.connections.http().build_request(
+                method, self.addresses[at] + path, content=content, headers=told
+            )
             outcome = await self.attempt(made, left_s, self.addresses[at], socket, streamed)
             if isinstance(outcome, httpx.Response) and outcome.is_success:
                 return outcome
@@ -188,7 +217,9 @@ class Servers:
         task = asyncio.create_task(limited())
         try:
             late = watched is not None and not (await asyncio.wait([task], timeout=timeout_s / 4))[0]
-            if late and isinstance(await self.within(self.http.get(f"{watched}/healthz"), timeout_s / 4), str):
+            if late and isinstance(
+                await self.within(self.connections.http().get(f"{watched}/healthz"), timeout_s / 4), str
+            ):
                 scope.cancel()
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -199,7 +230,7 @@ class Servers:
             raise
 
     async def _exchange(self, request: httpx.Request, streamed: bool) -> httpx.Response:
-        response = await self.http.send(request, stream=True)
+        response = await self.connections.http().send(request, stream=True)
         if not (streamed and response.is_success):
             async with aclosing(response):
                 await response.aread()
