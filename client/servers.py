@@ -96,10 +96,9 @@ class Servers:
         if not any(urls):
             raise ValueError("give an address such as http://127.0.0.1:8000, or set WANE_URL")
         for url in urls:
-            parts = urlsplit(url)
             if "@" in url:  # not shown: it may hold a password
                 raise ValueError("an address must not hold a user or password; give the API key as the argument `key`")
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or parts.query:
+            if not _is_address(url):
                 raise ValueError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000")
         rest: dict[str, Any] = {**(options or {})}
         key = rest.pop("key", None) or os.environ.get("WANE_API_KEY")  # not checked below, where errors show values
@@ -305,6 +304,14 @@ class Servers:
             document = None
         text = outcome.content[:200].decode(errors="replace")
         return error_of(request, outcome.status_code, document, text, _retry_after_s(outcome, document))
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # such as a port over 65535
+        return False
 
 
 async def ended(response: httpx.Response) -> None:

@@ -163,6 +163,16 @@ def test_a_history_that_is_too_long_for_the_server_is_halved(both: Both) -> None
     assert histories == [([5, 6, 7, 8], 4), ([7, 8], 4), ([8], 4)]
 
 
+def test_lost_tokens_that_are_too_many_for_the_server_are_sent_in_halves(both: Both) -> None:
+    too_many = refusal(413, "too_large")
+    script = Script(CREATED, answer(5), at(1), too_many, answer(3), too_many, answer(4), answer(5), answer(6))
+    session = both("http://wane", transport=script.transport).session("s")
+    session.append([5, 6, 7, 8, 9])
+    assert session.append(4).position == 6
+    sent = [(body["tokens"], body["expected_position"]) for _, last, body in script.sent[3:] if last == "tokens"]
+    assert sent == [([6, 7, 8, 9], 1), ([6, 7], 1), ([8, 9], 3), ([8], 3), ([9], 4), ([4], 5)]
+
+
 def test_a_server_that_neither_has_nor_makes_a_session_is_asked_with_pauses(both: Both) -> None:
     client = both("http://wane", transport=Script(CREATED, *[LOST, EXISTS] * 40).transport)
     session, now, turns = client.session("s"), [0.0], []
