@@ -279,7 +279,7 @@ def findings(found: dict[str, Family]) -> list[str]:
         )
     if len(order) > 1:
         step = sorted(order, key=lambda each: each[1].step_ms.median)
-        state = sorted(order, key=lambda each: each[1].state_bytes)
+        state = sorted(order, key=lambda each: each[1].state_bytes or 0)
         rate = sorted(found.items(), key=lambda each: -each[1].training_tokens_per_s.median)
         lines.append(
             f"A step takes from {step[0][1].step_ms.median:.2f} ms (`{step[0][0]}`) to "

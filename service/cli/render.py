@@ -98,14 +98,24 @@ def cost_table(models: Sequence[ModelFigures]) -> Table:
     for one in sorted(models, key=lambda one: one.perplexity):
         table.add_row(
             one.model,
-            f"{one.weights / 1e6:.2f} M",
-            "fades" if one.reach is None else f"{one.reach:,}",
-            f"{one.state_bytes:,}",
+            "-" if one.weights is None else f"{one.weights / 1e6:.2f} M",
+            {FADES: "fades", UNKNOWN: "-"}.get(_memory(one), f"{one.reach or 0:,}"),
+            _number(one.state_bytes, ","),
             spread(one.step_ms, ".2f"),
             spread(one.window_ms, ".2f"),
             spread(one.tokens_per_s, ".0f"),
         )
     return table
+
+
+FADES, FINITE, UNKNOWN = "memory fades", "finite memory", "memory unknown"
+
+
+def _memory(one: ModelFigures) -> str:
+    """Returns the kind of a model's memory."""
+    if one.reach is not None:
+        return FINITE
+    return UNKNOWN if one.weights is None else FADES
 
 
 def report_tables(report: Document) -> list[Table]:
@@ -198,17 +208,15 @@ def save_models(models: Sequence[ModelFigures], path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for fades, label, colour in ((True, "memory fades", "recurrent"), (False, "finite memory", "window")):
-        some = [one for one in models if (one.reach is None) == fades]
+    for label, colour in ((FADES, COLOURS["recurrent"]), (FINITE, COLOURS["window"]), (UNKNOWN, "#009e73")):
+        some = [one for one in models if _memory(one) == label]
         if some:
             x = [one.step_ms.median for one in some]
             around = [
                 [one.step_ms.median - one.step_ms.least for one in some],
                 [one.step_ms.most - one.step_ms.median for one in some],
             ]
-            axes.errorbar(
-                x, [one.perplexity for one in some], xerr=around, fmt="o", color=COLOURS[colour], label=label, lw=0.8
-            )
+            axes.errorbar(x, [one.perplexity for one in some], xerr=around, fmt="o", color=colour, label=label, lw=0.8)
     for one in models:
         axes.annotate(
             one.model, (one.step_ms.median, one.perplexity), xytext=(5, 4), textcoords="offset points", fontsize=8
