@@ -334,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = read(options.json)
     if not found:
         parser.error(f"{options.json} has no figures yet")
-    render.save_models([family.figures for family in found.values()], options.json.with_suffix(".png"))
+    render.save_models([family.figures for family in found.values()], options.json.with_suffix(".png"), True)
     put_all(options.page, tables(found))
     console.print(f"{options.json}, {options.page}")
     return 0
