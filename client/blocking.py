@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -30,33 +31,56 @@ LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork copies no
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of this process's calls, which a thread of its own runs."""
+    """Returns the event loop of this process's calls, which a thread of its own runs. Raises RuntimeError if Python is
+    exiting: it has stopped the thread, or does not start one."""
+    if sys.is_finalizing():
+        raise RuntimeError("a call of Wane cannot be made while Python is exiting")
     loop = LOOPS.get(os.getpid())
     if loop is None:
         made = asyncio.new_event_loop()
         loop = LOOPS.setdefault(os.getpid(), made)  # of several threads that are here, one makes it
         if loop is made:
-            threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
+            try:
+                threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
+            except RuntimeError as error:
+                LOOPS.pop(os.getpid()).close()
+                raise RuntimeError(f"the thread that runs Wane's calls cannot be started: {error}") from None
         else:
             made.close()
     return loop
 
 
-def _begin(call: Awaitable[object]) -> None:
+def _begin(call: Awaitable[object], loop: asyncio.AbstractEventLoop) -> None:
     """Begins a call in the event loop."""
 
     async def run() -> None:
         await call
 
-    asyncio.run_coroutine_threadsafe(run(), _loop())
+    asyncio.run_coroutine_threadsafe(run(), loop)
+
+
+def _is_running() -> bool:
+    """Whether this process has an event loop in which something may be open. What is open when Python exits ends with
+    the process."""
+    return os.getpid() in LOOPS and not sys.is_finalizing()
+
+
+def _close(close: Callable[[], Awaitable[object]]) -> None:
+    """Begins to close what was opened in the event loop."""
+    if _is_running():
+        _begin(close(), _loop())
 
 
 def _run(call: Awaitable[T]) -> T:
     """Runs a call in the event loop. If this thread is interrupted, the call is cancelled."""
-    if threading.current_thread().name == THREAD:  # such as where the loop's thread collects an abandoned generator
+    try:
+        if threading.current_thread().name == THREAD:  # such as where the loop's thread collects an abandoned generator
+            raise RuntimeError("a call of Wane cannot be made in the thread that runs Wane's calls")
+        loop_of_calls = _loop()
+    except RuntimeError:
         if isinstance(call, Coroutine):
             call.close()
-        raise RuntimeError("a call of Wane cannot be made in the thread that runs Wane's calls")
+        raise
     future, over = Future[T](), threading.Event()
 
     async def run() -> None:
@@ -71,7 +95,7 @@ def _run(call: Awaitable[T]) -> T:
         over.set()
 
     try:
-        _begin(run())
+        _begin(run(), loop_of_calls)
         return future.result()
     finally:
         if future.cancel():
@@ -97,7 +121,6 @@ class Wane:
     generate = blocking(AsyncWane.generate)
     models = blocking(AsyncWane.models)
     report = blocking(AsyncWane.report)
-    close = blocking(AsyncWane.close)
 
     def __init__(
         self,
@@ -110,7 +133,7 @@ class Wane:
         `transport` is httpx's asynchronous one, for example with certificates of one's own. Raises ValueError."""
         self._inner = AsyncWane(addresses, transport=transport, **options)
         servers = self._inner._servers  # which a session holds, too
-        weakref.finalize(servers, lambda http: _begin(http.aclose()), servers.http)
+        weakref.finalize(servers, _close, servers.connections.close).atexit = False
 
     def session(self, name: str | None = None, **options: Unpack[SessionOptions]) -> Session:
         """Returns the session with this id, or a new session."""
@@ -119,6 +142,11 @@ class Wane:
     def generate_stream(self, input: Input, **options: Unpack[GenerateOptions]) -> Generation:  # noqa: A002
         """Like `generate`, but returns an iterator of the tokens, as they are generated."""
         return Generation(self._inner.generate_stream(input, **options))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        if _is_running():
+            _run(self._inner.close())
 
     def __enter__(self) -> Self:
         return self
@@ -189,4 +217,4 @@ class Generation:
             while (token := _run(anext(tokens, None))) is not None:
                 yield token
         finally:
-            _begin(tokens.aclose())  # type: ignore[attr-defined]
+            _close(tokens.aclose)  # type: ignore[attr-defined]

@@ -53,6 +53,33 @@ class Socket:
             await connection.close()
 
 
+class Connections:
+    """The HTTP connections of one client. A process that was forked has connections of its own: those of its parent
+    belong to the parent's event loop."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport | None) -> None:
+        self._transport = transport
+        self._made = {os.getpid(): self._make()}
+
+    def _make(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=self._transport, timeout=None)  # noqa: S113 - `within` limits each exchange
+
+    def http(self) -> httpx.AsyncClient:
+        """Returns the connections of this process. Raises RuntimeError if it cannot have its own."""
+        if os.getpid() not in self._made:
+            if self._transport is not None:
+                raise RuntimeError(
+                    "this client was made with a transport before the process was forked: make a new client"
+                )
+            self._made[os.getpid()] = self._make()
+        return self._made[os.getpid()]
+
+    async def close(self) -> None:
+        """Closes the connections of this process."""
+        if os.getpid() in self._made:
+            await self._made[os.getpid()].aclose()
+
+
 class Servers:
     """The addresses of one service, and how requests to it are retried. All sessions of a client use the address that
     answered last. A request is its method and path, such as "GET /v1/models"; a deadline is a time of `clock`."""
@@ -69,10 +96,9 @@ class Servers:
         if not any(urls):
             raise ValueError("give an address such as http://127.0.0.1:8000, or set WANE_URL")
         for url in urls:
-            parts = urlsplit(url)
             if "@" in url:  # not shown: it may hold a password
                 raise ValueError("an address must not hold a user or password; give the API key as the argument `key`")
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or parts.query:
+            if not _is_address(url):
                 raise ValueError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000")
         rest: dict[str, Any] = {**(options or {})}
         key = rest.pop("key", None) or os.environ.get("WANE_API_KEY")  # not checked below, where errors show values
@@ -81,7 +107,7 @@ class Servers:
         rest = {"deadline_s": 10, "retry": True} | checked(ClientOptions, rest)
         self.addresses, self.deadline_s, self.retry = urls, float(rest["deadline_s"]), bool(rest["retry"])
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.http = httpx.AsyncClient(transport=transport, timeout=None)  # noqa: S113 - `within` limits each exchange
+        self.connections = Connections(transport)
         self.current = 0
         self.clock, self.sleep = time.monotonic, asyncio.sleep
 
@@ -141,7 +167,9 @@ class Servers:
         while (left_s := min(deadline - self.clock(), DAY_S)) > 0:
             at = self.current
             told = {**self.headers, **kind, **(headers or {}), "x-request-timeout-ms": str(max(1, int(1000 * left_s)))}
-            made = self.http.build_request(method, self.addresses[at] + path, content=content, headers=told)
+            made = self.connections.http().build_request(
+                method, self.addresses[at] + path, content=content, headers=told
+            )
             outcome = await self.attempt(made, left_s, self.addresses[at], socket, streamed)
             if isinstance(outcome, httpx.Response) and outcome.is_success:
                 return outcome
@@ -188,7 +216,9 @@ class Servers:
         task = asyncio.create_task(limited())
         try:
             late = watched is not None and not (await asyncio.wait([task], timeout=timeout_s / 4))[0]
-            if late and isinstance(await self.within(self.http.get(f"{watched}/healthz"), timeout_s / 4), str):
+            if late and isinstance(
+                await self.within(self.connections.http().get(f"{watched}/healthz"), timeout_s / 4), str
+            ):
                 scope.cancel()
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -199,7 +229,7 @@ class Servers:
             raise
 
     async def _exchange(self, request: httpx.Request, streamed: bool) -> httpx.Response:
-        response = await self.http.send(request, stream=True)
+        response = await self.connections.http().send(request, stream=True)
         if not (streamed and response.is_success):
             async with aclosing(response):
                 await response.aread()
@@ -274,6 +304,14 @@ class Servers:
             document = None
         text = outcome.content[:200].decode(errors="replace")
         return error_of(request, outcome.status_code, document, text, _retry_after_s(outcome, document))
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # such as a port over 65535
+        return False
 
 
 async def ended(response: httpx.Response) -> None:

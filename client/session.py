@@ -269,9 +269,8 @@ class AsyncSession:
             lost = self.position - error.position
             if type(error) is not PositionConflict or not 0 < lost <= len(self._known):
                 raise error
-            body = {**self._named(self._known[-lost:], "tokens"), "expected_position": error.position}
             with suppress(UnknownSession, PositionConflict):
-                await self._post(Answer, f"{self._path}/tokens", body, deadline)
+                await self._append_again(self._known[-lost:], error.position, deadline)
                 self.rebuilds += 1
         elif self.position and not self._known:
             raise error
@@ -279,6 +278,18 @@ class AsyncSession:
             with suppress(SessionExists):  # a reply was lost, or another client has made it
                 await self._make_again(deadline)
                 self.rebuilds += 1
+
+    async def _append_again(self, items: list[Any], position: int, deadline: float) -> None:
+        """Appends items that the session lost at a position, in halves if the server refuses so many."""
+        try:
+            body = {**self._named(items, "tokens"), "expected_position": position}
+            await self._post(Answer, f"{self._path}/tokens", body, deadline)
+        except TooLarge:
+            if len(items) < 2:
+                raise
+            half = len(items) // 2
+            await self._append_again(items[:half], position, deadline)
+            await self._append_again(items[half:], position + half, deadline)
 
     async def _replace(self, tokens: list[int], deadline: float) -> None:
         """Makes the session again from other tokens."""

@@ -112,7 +112,7 @@ class AsyncWane:
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._servers.http.aclose()
+        await self._servers.connections.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -279,7 +279,7 @@ def findings(found: dict[str, Family]) -> list[str]:
         )
     if len(order) > 1:
         step = sorted(order, key=lambda each: each[1].step_ms.median)
-        state = sorted(order, key=lambda each: each[1].state_bytes)
+        state = sorted(order, key=lambda each: each[1].state_bytes or 0)
         rate = sorted(found.items(), key=lambda each: -each[1].training_tokens_per_s.median)
         lines.append(
             f"A step takes from {step[0][1].step_ms.median:.2f} ms (`{step[0][0]}`) to "
@@ -334,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = read(options.json)
     if not found:
         parser.error(f"{options.json} has no figures yet")
-    render.save_models([family.figures for family in found.values()], options.json.with_suffix(".png"))
+    render.save_models([family.figures for family in found.values()], options.json.with_suffix(".png"), True)
     put_all(options.page, tables(found))
     console.print(f"{options.json}, {options.page}")
     return 0

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from wane.arguments import Parser
 from wane.client import WaneError
 from wane.service.cli import render
-from wane.service.cli.compared_input import read_input
+from wane.service.cli.compared_input import read_inputs, same_tokens
 from wane.service.cli.connect import CommandError, connect, traced
 from wane.service.cli.load import Load
 from wane.service.cli.measure import choose, measure, requests_needed
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     with traced() as tracing, connect(options.url, tracing) as client, progress_on(screen) as progress:
         card = choose(client, *options.model)
         k = card.k if options.window is None else options.window
-        found = read_input(client, card, options.file, options.tokens, options.experiment)
+        (found,) = read_inputs(client, [card], options.file, options.tokens, options.experiment)
         task = progress.add_task(f"Comparing the modes of {card.id}", total=requests_needed(found.steps))
         compared = measure(client, options.url, card, k, found, advance=lambda: progress.advance(task))
 
@@ -105,7 +105,8 @@ def _compare_models(options: Namespace, screen: Console) -> int:
     load = Load(options.url)
     with traced() as tracing, connect(options.url, tracing) as client, progress_on(screen) as progress:
         cards = [choose(client, name) for name in options.model]
-        inputs = [read_input(client, card, options.file, options.tokens, options.experiment) for card in cards]
+        inputs = read_inputs(client, cards, options.file, options.tokens, options.experiment)
+        same = same_tokens(cards, inputs)
         models = [
             Compared(client, load, card, found.sequences, options.window, POSITIONS)
             for card, found in zip(cards, inputs, strict=True)
@@ -117,17 +118,19 @@ def _compare_models(options: Namespace, screen: Console) -> int:
     for card, found in zip(cards, inputs, strict=True):
         if card.vocabulary.kind == "events":
             console.print(f"{card.id}: {found.describe()}", highlight=False, markup=False, soft_wrap=True)
-    console.print(quality_table(figures), cost_table(figures))
+    shown = sorted(figures, key=lambda one: one.perplexity) if same else figures
+    console.print(quality_table(shown, same), cost_table(shown))
     if options.json is not None:
         document = {
             "url": options.url,
+            "same_tokens": same,
             "models": [
                 {**asdict(one), "unknown": dict(found.unknown)} for one, found in zip(figures, inputs, strict=True)
             ],
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if options.plot is not None:
-        render.save_models(figures, options.plot)
+        render.save_models(figures, options.plot, same)
     return 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -48,36 +50,83 @@ class ComparedInput:
         )
 
 
-def read_input(
-    client: Wane, card: Model, file: Path | None, tokens: int, experiment: Path | None = None
-) -> ComparedInput:
-    """Reads the first `tokens` tokens of a file for the model with the document `card`. If the model reads events, the
-    file has events, and the table `[data]` of the file `experiment` says how it is read. Otherwise the file is text,
-    and None stands for the sample text.
+def read_inputs(
+    client: Wane, cards: Sequence[Model], file: Path | None, tokens: int, experiment: Path | None = None
+) -> list[ComparedInput]:
+    """Reads the beginning of a file for each of the models with the documents `cards`. If the models read events, the
+    file has events, and the table `[data]` of the file `experiment` says how it is read: all models get its first
+    `tokens` events. Otherwise the file is text, and None stands for the sample text: all models get the same text, of
+    which none reads more than `tokens` tokens.
 
-    Raises WaneError, OSError and UnicodeError. Raises CommandError if the model reads events and `file` is None, if a
-    file of sessions is invalid, and if the vocabulary has none of the events.
+    Raises WaneError, OSError and UnicodeError. Raises CommandError if the models read events and `file` is None, if
+    some models read events and others text, if a file is invalid, and if a vocabulary has none of the events.
     """
-    if card.vocabulary.kind != "events":
-        text = (file or SAMPLE).read_text(encoding="utf-8")[: tokens * CHARACTERS_OF_A_TOKEN]
-        if not text:
-            raise CommandError(f"{file} is empty")
-        scored = client.score(text, model=card.id)
-        return ComparedInput([[token for token in scored.tokens[:tokens] if token is not None]])
+    kinds = {card.vocabulary.kind == "events": card.id for card in cards}
+    if len(kinds) > 1:
+        raise CommandError(f"model {kinds[True]} reads events, but model {kinds[False]} reads text")
+    if True not in kinds:
+        return _read_text(client, cards, file, tokens)
     if file is None:
         raise CommandError(
-            f"model {card.id} reads events: name a file of sessions with --file sessions.jsonl, or of clicks with "
+            f"model {kinds[True]} reads events: name a file of sessions with --file sessions.jsonl, or of clicks with "
             "--file clicks.csv"
         )
     try:
         log = read_log([file], EventFormat() if experiment is None else EventFormat.read(experiment))
     except EventFileError as error:
         raise CommandError(str(error)) from error
-    found = ComparedInput([], notes=log.notes)
-    for begin, end in pairwise(log.begins.tolist()):
-        if found.steps == tokens:
-            break
-        events = [log.names[event] for event in log.events[begin : min(end, begin + tokens - found.steps)]]
+    sessions = [
+        [log.names[event] for event in log.events[begin : min(end, tokens)]]
+        for begin, end in pairwise(log.begins.tolist())
+        if begin < tokens
+    ]
+    return [_read_events(client, card, file, sessions, log.notes) for card in cards]
+
+
+def same_tokens(cards: Sequence[Model], inputs: Sequence[ComparedInput]) -> bool:
+    """Whether all models predict the same tokens, so that their perplexities compare. The same events may have other
+    token ids in another vocabulary."""
+    if cards[0].vocabulary.kind == "events":
+        return all(one.unknown == inputs[0].unknown for one in inputs)
+    return all(one.sequences == inputs[0].sequences for one in inputs)
+
+
+def _read_text(client: Wane, cards: Sequence[Model], file: Path | None, tokens: int) -> list[ComparedInput]:
+    text = (file or SAMPLE).read_text(encoding="utf-8")[: tokens * CHARACTERS_OF_A_TOKEN]
+    if not text:
+        raise CommandError(f"{file} is empty")
+
+    def read(text: str) -> list[ComparedInput]:
+        scores = [client.score(text, model=card.id) for card in cards]
+        return [ComparedInput([[token for token in one.tokens if token is not None]]) for one in scores]
+
+    whole = read(text)
+    first = [ComparedInput([one.sequences[0][:tokens]]) for one in whole]
+    if same_tokens(cards, first):
+        return first
+    if max(one.steps for one in whole) <= tokens:
+        return whole
+    # the longest beginning of whole words in which no model has more than `tokens` tokens
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
+    fitting, too_many = 0, len(ends) + 1
+    found = whole
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        now = read(text[: ends[middle - 1]])
+        if max(one.steps for one in now) <= tokens:
+            fitting, found = middle, now
+        else:
+            too_many = middle
+    if not fitting:
+        raise CommandError(f"the first word of {file or SAMPLE} has more than {tokens} tokens for one of the models")
+    return found
+
+
+def _read_events(
+    client: Wane, card: Model, file: Path, sessions: Sequence[list[str]], notes: tuple[str, ...]
+) -> ComparedInput:
+    found = ComparedInput([], notes=notes)
+    for events in sessions:
         scored = client.score(events, model=card.id, unknown="skip")
         known = [token for token in scored.tokens if token is not None]
         found.unknown.update(scored.unknown)

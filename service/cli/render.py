@@ -61,10 +61,10 @@ SHOWN_WINDOWS = (1, 4, 16, 64)
 """The windows whose perplexities the table of several models shows. The JSON document has all."""
 
 
-def quality_table(models: Sequence[ModelFigures]) -> Table:
-    """Returns a table of the perplexities of several models and of the shares proved, best perplexity first."""
-    differ = len({one.tokens for one in models}) > 1
-    title = f"Perplexity of {'different' if differ else f'{models[0].tokens:,}'} tokens"
+def quality_table(models: Sequence[ModelFigures], same_tokens: bool) -> Table:
+    """Returns a table of the perplexities of several models and of the shares proved. `same_tokens`: whether the models
+    predict the same tokens."""
+    title = f"Perplexity of {f'{models[0].tokens:,}' if same_tokens else 'different'} tokens"
     columns = ("recurrent", *(f"k = {k}" for k in SHOWN_WINDOWS), "k, 1 %", "proved")
     table = _table(title, ("model",), columns)
     windows = " or ".join(sorted({f"{one.window}" for one in models}))
@@ -72,7 +72,12 @@ def quality_table(models: Sequence[ModelFigures]) -> Table:
         "k: windows of k tokens; k, 1 %: the smallest k within 1 % of recurrent\n"
         f"proved: the share of windows of {windows} with `prove` whose first token is proved"
     )
-    for one in sorted(models, key=lambda one: one.perplexity):
+    if not same_tokens:
+        table.caption += (
+            "\nThe models read the same input as different tokens, so their perplexities\n"
+            "cannot be compared with one another. The models are in the order given."
+        )
+    for one in models:
         table.add_row(
             one.model,
             f"{one.perplexity:.2f}",
@@ -84,7 +89,7 @@ def quality_table(models: Sequence[ModelFigures]) -> Table:
 
 
 def cost_table(models: Sequence[ModelFigures]) -> Table:
-    """Returns a table of the costs of several models, in the order of `quality_table`."""
+    """Returns a table of the costs of several models."""
     columns = ("weights", "memory", "state", "step, ms", "window, ms", "steps/s")
     table = _table("Costs", ("model",), columns)
     table.caption = (
@@ -95,17 +100,27 @@ def cost_table(models: Sequence[ModelFigures]) -> Table:
     def spread(value: Spread, form: str) -> str:
         return f"{value.median:{form}}\n{value.least:{form}}-{value.most:{form}}"
 
-    for one in sorted(models, key=lambda one: one.perplexity):
+    for one in models:
         table.add_row(
             one.model,
-            f"{one.weights / 1e6:.2f} M",
-            "fades" if one.reach is None else f"{one.reach:,}",
-            f"{one.state_bytes:,}",
+            "-" if one.weights is None else f"{one.weights / 1e6:.2f} M",
+            {FADES: "fades", UNKNOWN: "-"}.get(_memory(one), f"{one.reach or 0:,}"),
+            _number(one.state_bytes, ","),
             spread(one.step_ms, ".2f"),
             spread(one.window_ms, ".2f"),
             spread(one.tokens_per_s, ".0f"),
         )
     return table
+
+
+FADES, FINITE, UNKNOWN = "memory fades", "finite memory", "memory unknown"
+
+
+def _memory(one: ModelFigures) -> str:
+    """Returns the kind of a model's memory."""
+    if one.reach is not None:
+        return FINITE
+    return UNKNOWN if one.weights is None else FADES
 
 
 def report_tables(report: Document) -> list[Table]:
@@ -192,28 +207,27 @@ def save(compared: Measurements, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def save_models(models: Sequence[ModelFigures], path: Path) -> None:
-    """Writes a plot of perplexity against the time of a step. See `save`."""
+def save_models(models: Sequence[ModelFigures], path: Path, same_tokens: bool) -> None:
+    """Writes a plot of perplexity against the time of a step. See `save` and `quality_table`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for fades, label, colour in ((True, "memory fades", "recurrent"), (False, "finite memory", "window")):
-        some = [one for one in models if (one.reach is None) == fades]
+    for label, colour in ((FADES, COLOURS["recurrent"]), (FINITE, COLOURS["window"]), (UNKNOWN, "#009e73")):
+        some = [one for one in models if _memory(one) == label]
         if some:
             x = [one.step_ms.median for one in some]
             around = [
                 [one.step_ms.median - one.step_ms.least for one in some],
                 [one.step_ms.most - one.step_ms.median for one in some],
             ]
-            axes.errorbar(
-                x, [one.perplexity for one in some], xerr=around, fmt="o", color=COLOURS[colour], label=label, lw=0.8
-            )
+            axes.errorbar(x, [one.perplexity for one in some], xerr=around, fmt="o", color=colour, label=label, lw=0.8)
     for one in models:
         axes.annotate(
             one.model, (one.step_ms.median, one.perplexity), xytext=(5, 4), textcoords="offset points", fontsize=8
         )
-    axes.set(xlabel="round trip of a step, one connection, ms (rounds: median, least to most)", ylabel="perplexity")
+    perplexity = "perplexity" if same_tokens else "perplexity, each of other tokens: not comparable"
+    axes.set(xlabel="round trip of a step, one connection, ms (rounds: median, least to most)", ylabel=perplexity)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from wane.client import Model, Wane
-from wane.models.architecture import Architecture
+from wane.models.architecture import AnyArchitecture, Architecture, ImportedGraph
 from wane.models.weights import weight_shapes
 from wane.service.cli.connect import CommandError
 from wane.service.cli.load import Load, Timed
@@ -42,6 +42,8 @@ ROWS = 64
 MOST_SCORED = 32_768
 """The largest number of tokens in one request for log-probabilities. Each part of a longer sequence starts from the
 zero state."""
+
+ARCHITECTURE: TypeAdapter[Architecture] = TypeAdapter(AnyArchitecture)
 
 Place = tuple[int, int]
 """The index of a sequence, and the number of its tokens before a predicted token."""
@@ -64,9 +66,9 @@ class Spread:
 class ModelFigures:
     """The figures of one model.
 
-    - weights: the number of its weights. reach: the number of earlier tokens on which an answer depends; None if its
-      memory fades.
-    - state_bytes: the size of a session's state.
+    - weights: the number of its weights; None if its layers are unknown, such as those of an imported graph. reach: the
+      number of earlier tokens on which an answer depends; None if its memory fades or its layers are unknown.
+    - state_bytes: the size of a session's state; None if it is unknown.
     - tokens: the number of tokens in `perplexity`. perplexity: per token, in recurrent mode.
     - positions: the number of positions at which windows were measured. by_k: the perplexity of windows of k tokens.
     - smallest_k: the smallest k from which on the perplexity is at most WITHIN times the recurrent perplexity; None if
@@ -80,9 +82,9 @@ class ModelFigures:
     model: str
     model_version: str
     family: str
-    weights: int
+    weights: int | None
     reach: int | None
-    state_bytes: int
+    state_bytes: int | None
     tokens: int
     perplexity: float
     positions: int
@@ -127,10 +129,9 @@ class Compared:
         (answers,), _ = load.drive([[load.request("GET", f"/v1/models/{card.id}")]])
         fields: dict[str, Any] = json.loads(answers[0].body)["parameters"]
         fields.pop("hidden")
-        try:
-            self.architecture = Architecture.model_validate(fields)
-        except ValidationError as error:
-            raise CommandError(f"the layers of model {card.id} are unknown to this version of Wane") from error
+        self.architecture: Architecture | None = None
+        with suppress(ValidationError):  # a newer server may have layers that this version of Wane lacks
+            self.architecture = ARCHITECTURE.validate_python(fields)
         longest = max(map(len, sequences))
         self._proved = spread_over(self._places(lambda end: end > self.window), positions)
         self._stream = max(sequences, key=len) * (1 + (self.window + ROUNDS) // longest)
@@ -197,7 +198,7 @@ class Compared:
             "parameters": {"mode": "window", "window": k},
         }
         (answers,), _ = self._load.drive([[self._load.request("POST", f"/v2/models/{self.card.id}/infer", request)]])
-        size = self.architecture.vocabulary_size
+        size = self.card.vocabulary.size
         found = np.frombuffer(answers[0].body[-4 * len(rows) * size :], "<f4").reshape(len(rows), size)
         logits = found.astype(np.float64)
         largest = logits.max(axis=1)
@@ -291,14 +292,15 @@ def measure_models(models: Sequence[Compared], advance: Callable[[], None], roun
     for model, measured, found in zip(models, quality, turns, strict=True):
         step, window, rate = (Spread.of(values) for values in zip(*found[1:], strict=True))  # the first is a warm-up
         architecture = model.architecture
+        layered = None if isinstance(architecture, ImportedGraph) else architecture
         figures.append(
             ModelFigures(
                 model=model.card.id,
                 model_version=model.card.model_version,
                 family=model.card.family,
-                weights=sum(map(math.prod, weight_shapes(architecture).values())),
-                reach=None if architecture.fading else architecture.reach,
-                state_bytes=sum(4 * math.prod(tensor.shape) for tensor in architecture.state_tensors()),
+                weights=None if layered is None else sum(map(math.prod, weight_shapes(layered).values())),
+                reach=None if layered is None or layered.fading else layered.reach,
+                state_bytes=None if architecture is None else _state_bytes(architecture),
                 tokens=measured.tokens,
                 perplexity=measured.perplexity,
                 positions=measured.positions,
@@ -312,6 +314,10 @@ def measure_models(models: Sequence[Compared], advance: Callable[[], None], roun
             )
         )
     return figures
+
+
+def _state_bytes(architecture: Architecture) -> int:
+    return sum(4 * math.prod(tensor.shape) for tensor in architecture.state_tensors())
 
 
 def _median_ms(answers: Sequence[Timed]) -> float:

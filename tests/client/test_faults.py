@@ -163,6 +163,16 @@ def test_a_history_that_is_too_long_for_the_server_is_halved(both: Both) -> None
     assert histories == [([5, 6, 7, 8], 4), ([7, 8], 4), ([8], 4)]
 
 
+def test_lost_tokens_that_are_too_many_for_the_server_are_sent_in_halves(both: Both) -> None:
+    too_many = refusal(413, "too_large")
+    script = Script(CREATED, answer(5), at(1), too_many, answer(3), too_many, answer(4), answer(5), answer(6))
+    session = both("http://wane", transport=script.transport).session("s")
+    session.append([5, 6, 7, 8, 9])
+    assert session.append(4).position == 6
+    sent = [(body["tokens"], body["expected_position"]) for _, last, body in script.sent[3:] if last == "tokens"]
+    assert sent == [([6, 7, 8, 9], 1), ([6, 7], 1), ([8, 9], 3), ([8], 3), ([9], 4), ([4], 5)]
+
+
 def test_a_server_that_neither_has_nor_makes_a_session_is_asked_with_pauses(both: Both) -> None:
     client = both("http://wane", transport=Script(CREATED, *[LOST, EXISTS] * 40).transport)
     session, now, turns = client.session("s"), [0.0], []
@@ -336,6 +346,75 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_client_that_was_used_before_a_fork_works_in_the_new_process(url: str) -> None:
+    program = f"""
+import os, httpx
+from wane.client import Wane
+wane, other = Wane({url!r}), Wane({url!r}, transport=httpx.AsyncHTTPTransport())
+assert wane.models() and other.models()
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    assert wane.models() and other.models()
+else:
+    found = wane.models()
+    try:
+        other.models()
+    except RuntimeError as error:
+        os._exit(not (found and "make a new client" in str(error)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_exits_while_a_session_is_open(url: str) -> None:
+    """Python closes the generators that hold them, and deletes the object, after it has stopped all other threads."""
+    program = f"""
+from wane.client import Wane
+def steps():
+    with Wane({url!r}) as wane, wane.session() as session:
+        yield session.append([5]).position
+def tokens():
+    for token in Wane({url!r}).generate_stream([5], max_tokens=50):
+        yield token
+class Late:
+    wane = Wane({url!r})
+    def __del__(self):
+        self.wane.models()
+begun = steps(), tokens(), Late()
+assert next(begun[0]) == 1 and next(begun[1]) and begun[2].wane.models()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "cannot be made while Python is exiting" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "end", ["", "import atexit; atexit.register(gone)", "import atexit; atexit.register(wane.close)"]
+)
+def test_a_client_that_was_never_used_starts_no_thread_at_exit(end: str) -> None:
+    program = f"""
+import threading
+from wane.client import Wane
+wane = Wane("http://wane")
+def gone():
+    global wane
+    del wane
+    assert threading.active_count() == 1
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_thread_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wane.client.blocking.LOOPS", {})
+    with Wane("http://wane", transport=Script().transport) as wane:
+        for _ in range(2):  # Python 3.12 starts no thread at exit
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="cannot be started: no more"):
+                patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no more")))
+                wane.models()
+        assert wane.models() == ()
 
 
 @pytest.fixture

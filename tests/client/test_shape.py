@@ -99,7 +99,9 @@ def test_a_bad_session_id_is_refused(name: str) -> None:
             wane.session(name)
 
 
-@pytest.mark.parametrize("address", ["nowhere", "ftp://a", "http://", "http://a?b", ["http://a", "b"]])
+@pytest.mark.parametrize(
+    "address", ["nowhere", "ftp://a", "http://", "http://a?b", "http://a:99999", "http://[a", ["http://a", "b"]]
+)
 def test_a_bad_address_is_refused(address: Any) -> None:
     with pytest.raises(ValueError, match="is not the address of a server"):
         Wane(address)

@@ -13,10 +13,11 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.models.bundles import words_tokenizer
+from tests.models.bundles import WORDS, words_tokenizer
 from tests.models.imported.graphs import CELLS, VOCABULARY, Oracle
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.sessions.stores.redis_server import redis_server
+from wane.cli import main
 from wane.models.bundle import Bundle, verify_graphs
 from wane.models.imported.bundle import Import, Imported, import_graph
 from wane.models.parity import log_softmax
@@ -278,3 +279,19 @@ def test_the_service_needs_no_torch(imported: dict[str, Imported], folder: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "cpu"), done.stderr
+
+
+def test_imported_models_are_compared_side_by_side(
+    server: LiveServer, imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, found, plot = tmp_path / "text.txt", tmp_path / "found.json", tmp_path / "plot.png"
+    text.write_text(f"{WORDS[2]} {WORDS[3]} {WORDS[4]} " * 12, encoding="utf-8")
+    options = ["--model=gru", "--model=lstm", f"--file={text}", f"--json={found}", f"--plot={plot}", "--window=8"]
+    assert main(["compare", server.url, *options]) == 0
+    gru, lstm = json.loads(found.read_text())["models"]
+    assert (gru["weights"], gru["reach"], lstm["weights"], lstm["reach"]) == (None,) * 4
+    sizes = [sum(4 * np.prod(one.shape) for one in imported[name].manifest.state) for name in ("gru", "lstm")]
+    assert [gru["state_bytes"], lstm["state_bytes"]] == sizes and sizes[1] > 0
+    assert gru["tokens"] == lstm["tokens"] == 36 and gru["by_k"]["4"] > 1
+    costs = capsys.readouterr().out.partition("Costs")[2].splitlines()
+    assert any(row.split()[:4] == ["gru", "-", "-", str(sizes[0])] for row in costs)

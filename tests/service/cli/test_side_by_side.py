@@ -16,10 +16,11 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
+from tests.models.bundles import edit_manifest
 from tests.service.cli.test_compare import PNG
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.shipped import FOLDER
-from tests.service.versions import make_eventful, put
+from tests.service.versions import make_eventful, put, retokenize
 from wane.cli import main
 from wane.client import Wane
 from wane.models.bundle import Bundle
@@ -156,12 +157,70 @@ def test_models_of_events_are_compared_over_sessions(tmp_path: Path, capsys: pyt
         options = ["--model", "clicks", "--model", "taps", "--file", str(sessions), "--window", "2"]
         document = compare(server.url, tmp_path, *options)
     first, second = document["models"]
+    assert document["same_tokens"] is True
     assert [first["model"], second["model"]] == ["clicks", "taps"]
     assert first["unknown"] == {"socks": 1} and first["positions"] == 3
     assert first["perplexity"] == second["perplexity"] and first["by_k"] == second["by_k"]
     printed = capsys.readouterr().out
     assert "clicks: read 6 events" in printed and "taps: read 6 events" in printed
     assert printed.count('Left out 1 events (16.7%) that the vocabulary lacks: "socks"') == 2
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with two models of text and two of events, all with different vocabularies."""
+    folder = tmp_path_factory.mktemp("unlike") / "bundles"
+    folder.mkdir()
+    put(folder, "1", name="bpe")
+    words = put(folder, "1", name="words")
+    make_eventful(words, sorted(set(TEXT.split())))
+    edit_manifest(words, "vocabulary", "kind", value="words")
+    tokenizer = json.loads((words / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (words / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    retokenize(words)
+    make_eventful(put(folder, "1", name="clicks"))
+    make_eventful(put(folder, "1", name="taps"), ["socks"])
+    with live_server("--bundles", str(folder), "--default-model", "bpe") as server:
+        yield server
+
+
+def test_models_with_different_vocabularies_read_the_same_text_and_are_not_ranked(
+    unlike: LiveServer, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = ["--model", "words", "--model", "bpe", "--window", "4", "--plot", str(tmp_path / "plot.png")]
+    document = compare(unlike.url, tmp_path, *models, "--file", str(text), "--tokens", "20")
+    words, bpe = document["models"]
+    assert document["same_tokens"] is False
+    with Wane(unlike.url, deadline_s=TIMEOUT_S) as client:
+        tokens, longer = (
+            len(client.score(" ".join(TEXT.split()[: words["tokens"] + more]), model="bpe").tokens) for more in (0, 1)
+        )
+    assert bpe["tokens"] == tokens <= 20 < longer and words["tokens"] < bpe["tokens"]
+    printed = capsys.readouterr().out
+    assert "Perplexity of different tokens" in printed and "cannot be compared with one another" in printed
+    rows = [line.split()[0] for line in printed.splitlines() if line.strip().startswith(("words ", "bpe "))]
+    assert rows == ["words", "bpe"] * 2
+
+
+def test_models_that_lack_different_events_read_the_same_events(
+    unlike: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sessions = tmp_path / "sessions.jsonl"
+    lines = [["event 50", "socks", "event 60"], ["event 90", "event 50", "event 70"]]
+    sessions.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    options = ["--model", "clicks", "--model", "taps", "--file", str(sessions), "--window", "2", "--tokens", "5"]
+    document = compare(unlike.url, tmp_path, *options)
+    clicks, taps = document["models"]
+    assert (clicks["tokens"], clicks["unknown"], taps["tokens"], taps["unknown"]) == (4, {"socks": 1}, 5, {})
+    assert document["same_tokens"] is False and "cannot be compared" in capsys.readouterr().out
+
+
+def test_models_of_text_and_of_events_have_no_input_in_common(
+    unlike: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", unlike.url, "--model", "bpe", "--model", "taps"]) == 2
+    assert "model taps reads events, but model bpe reads text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -189,7 +248,7 @@ def test_the_tables_have_whole_figures_on_a_terminal_of_80_columns() -> None:
     )  # fmt: skip
     console = Console(width=80)
     with console.capture() as shown:
-        console.print(quality_table([one]), cost_table([one]))
+        console.print(quality_table([one], True), cost_table([one]))
     rows = [line.split() for line in shown.get().splitlines()]
     assert ["gated-stable-64", "123.45", *["123.45"] * 4, "256", "100.0%"] in rows
     costs = ["gated-stable-64", "1.39", "M", "65,535", "24,576", "1.23", "1.23", "12345"]
