@@ -319,13 +319,17 @@ class StepColumns:
             good = self._resident_still(batch)
             if stored is not None:
                 good |= stored
-            self._conflicts.inc(len(good) - np.count_nonzero(good))
-        if batch.failure is not None:
+            self._conflicts.inc(len(good) - int(np.count_nonzero(good)))
+        if (failure := batch.failure) is not None:
             batch.failed = len(batch)
-            self._run_alone(batch, batch.failure)
+            if good is not None and np.count_nonzero(good) < len(good):
+                asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
+                batch = batch.part(good)
+            if len(batch):
+                self._run_alone(batch, failure)
             return
         finite = batch.outputs.finite
-        batch.failed = len(finite) - np.count_nonzero(finite)
+        batch.failed = len(finite) - int(np.count_nonzero(finite))
         if batch.failed:
             self._fail(batch.part(~finite), FloatingPointError("the model's output is not finite"))
         if good is not None and not (good | ~finite).all():
@@ -514,7 +518,8 @@ class StepColumns:
         waits for such a lock therefore runs after the step. A step for which the general procedure waits gets a
         `Conflict`.
 
-        `entered` says whether the steps were in a batch that ran. Such steps commit even if they are abandoned.
+        `entered` says whether the steps were in a batch that ran. Such steps, and those that run alone, commit even if
+        they are abandoned.
         `conflicts`: see `Ticket`.
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, batch.details, strict=True)
@@ -522,7 +527,8 @@ class StepColumns:
             if not self._free(details):
                 receiver.step_failed(Conflict(), number)
                 continue
-            if receiver.done() and not entered:
+            has_entered = entered or (details is not None and details.runs_alone)
+            if receiver.done() and not has_entered:
                 self._abandoned.inc()
                 self._locks.leave(batch.sessions[row])
                 self._admission.leave()
@@ -530,7 +536,7 @@ class StepColumns:
             ticket = Ticket(None if receiver.done() else deadline)
             # The current context may belong to another, traced request.
             ticket.admitted, ticket.traced = True, None if details is None else details.traced
-            ticket.entered, ticket.abandoned = entered, receiver.done()
+            ticket.entered, ticket.abandoned = has_entered, receiver.done()
             ticket.conflicts = conflicts
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
             if not receiver.done():

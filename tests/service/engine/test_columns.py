@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 
 import pytest
 
-from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.engine_harness import TIMEOUT_S, EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
+from wane.models.manifest import Role
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import StepCall
 from wane.service.engine.steps.answers import StepAnswer
@@ -22,6 +24,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
+from wane.service.runners.runner import Array, Feeds
 from wane.service.types import ANYBODY, Answer, Mode, Owner, StepRequest
 
 HOUR_S = 3600.0
@@ -284,6 +287,55 @@ async def test_a_failed_step_fails_alone_and_has_no_effect(started: EngineHarnes
     answer = await step(started, "a", 6)
     assert answer.position == 2
     assert answer.predictions[0].token_id == started.runner.logits([0, 5, 6]).argmax()
+
+
+@pytest.mark.parametrize("is_inline", [False, True])
+@pytest.mark.parametrize("is_evicted", [False, True])
+async def test_a_step_commits_once_if_its_session_is_flushed_while_its_batch_fails(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch, is_inline: bool, is_evicted: bool
+) -> None:
+    if is_inline:
+        monkeypatch.setattr(started.engine.batcher, "_quick", lambda role, count: (role, count) == ("step", 1))
+    started.runner.gate.clear()
+    flushed, failing = step(started, "a"), step(started, "b", POISON)
+    await started.runner.until_busy()
+    if is_evicted:
+        started.engine.state_cache.drop("a")
+    else:
+        await started.engine.get_session("a")
+    started.runner.gate.set()
+    assert (await flushed).position == 2
+    with pytest.raises(WaneError, match="the model failed to run"):
+        await failing
+    kept = await started.store.get("a")
+    assert kept is not None and kept.tail.ids().tolist() == [0, 5, 6]
+    assert (await step(started, "a", 7)).position == 3
+    started.engine.state_cache.check_integrity(idle=True)
+
+
+async def test_an_abandoned_step_of_a_failed_batch_commits_if_its_state_is_evicted_before_it_runs_alone(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, began, may_end = started.runner.run, threading.Event(), threading.Event()
+
+    def pauses_alone(role: Role, feeds: Feeds) -> Mapping[str, Array]:
+        if len(feeds["tokens"]) == 1:
+            began.set()
+            may_end.wait(TIMEOUT_S)
+        return run(role, feeds)
+
+    started.runner.gate.clear()
+    failing, abandoned = step(started, "b", POISON), step(started, "a")
+    await started.runner.until_busy()
+    monkeypatch.setattr(started.runner, "run", pauses_alone)
+    abandoned.cancel()
+    started.runner.gate.set()
+    await asyncio.to_thread(began.wait, TIMEOUT_S)
+    started.engine.state_cache.drop("a")
+    may_end.set()
+    with pytest.raises(WaneError, match="the model failed to run"):
+        await failing
+    assert (await step(started, "a", 7)).position == 3
 
 
 async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
