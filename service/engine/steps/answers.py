@@ -184,19 +184,22 @@ class StepAnswers:
         dropped_tokens: the number of first tokens that each state has not read, int64 (B). shares: the cache's part of
         the answers, if the model has a cache. singles: the result of `singles`."""
         rankings = dict[int, Ranking]()
+        made: dict[int, Single | Exception] = {}
         for row, (input_ids, sampled) in singles.items():
             details = batch.details[row]
             if not sampled and details is not None and details.only_filters(self._most_predictions):
-                rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
+                try:
+                    rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
+                except Exception as error:  # the other steps are answered
+                    made[row] = error
         results: StepResults | None = None
-        made: dict[int, Single | Exception] = {}
         if rankings or len(singles) < len(batch):
             try:
                 results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer
-                made = {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+                made |= {row: error for row in range(len(batch)) if row in rankings or row not in singles}
         for row, (input_ids, sampled) in singles.items():
-            if row in rankings:  # answered by arrays
+            if row in rankings or row in made:  # answered by arrays, or failed
                 continue
             ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
             try:
@@ -226,10 +229,19 @@ class StepAnswers:
             by_array = [row for row in rows if row not in singles] if singles else rows
             if durable is not None and by_array:
                 results.durable = durable[by_array[0]]
-            self._count(results, batch, by_array)
+            try:
+                self._count(results, batch, by_array)
+            except Exception as error:  # the steps are answered
+                _report("the answers of a batch of steps were not counted", error)
             for row in by_array:
-                if not receivers[row].done():
-                    _notify(receivers[row], results.answer(row), numbers[row])
+                if receivers[row].done():
+                    continue
+                try:
+                    answer = results.answer(row)
+                except Exception as error:  # the step is committed, but has no answer
+                    receivers[row].step_failed(error, numbers[row])
+                else:
+                    _notify(receivers[row], answer, numbers[row])
         for row in rows if singles else ():
             single = singles.get(row)
             if isinstance(single, Single):
@@ -550,4 +562,8 @@ def _notify(receiver: StepReceiver, answer: Answer, number: int) -> None:
     try:
         receiver.step_ran(answer, number)
     except Exception as error:
-        asyncio.get_running_loop().call_exception_handler({"message": "a step was not answered", "exception": error})
+        _report("a step was not answered", error)
+
+
+def _report(message: str, error: Exception) -> None:
+    asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})

@@ -57,6 +57,8 @@ from wane.service.types import MAX_POSITION, Answer, Mode, StepRequest
 
 logger = logging.getLogger("wane.engine")
 
+NOT_COMMITTED = "the step could not be committed or answered"
+
 StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 
 
@@ -349,30 +351,38 @@ class StepColumns:
 
     def _commit_buffered(self, batch: StepBatch, times: Times) -> None:
         """Commits the rows of buffered sessions by arrays, and answers them."""
-        singles = self._answers.singles(batch)
-        self._resident.commit(batch.slots, batch.sessions, batch.tokens, batch.outputs)
-        self.ran += len(batch)
-        positions = self._state_cache.positions[batch.slots]
-        dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
-        shares = None if self._cache is None else self._resident.shares(batch.slots)
-        prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
         rows = range(len(batch))
+        try:
+            singles = self._answers.singles(batch)
+            self._resident.commit(batch.slots, batch.sessions, batch.tokens, batch.outputs)
+            self.ran += len(rows)
+            positions = self._state_cache.positions[batch.slots]
+            dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
+            shares = None if self._cache is None else self._resident.shares(batch.slots)
+            prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        except Exception as error:
+            self._fail(batch, error, NOT_COMMITTED)
+            return
         self._answers.extend(prepared, rows)
         self._locks.leave_all(batch.sessions)
-        self._admission.leave(len(batch))
+        self._admission.leave(len(rows))
         self._answers.deliver(batch, prepared, rows)
 
     def _start_commit(self, batch: StepBatch, times: Times) -> None:
         """Starts the commit of rows by the store. They are answered when it has ended."""
         steps = batch.steps
-        self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
-        positions = np.array([one.position for one in steps])
-        dropped_tokens = np.array([one.dropped_tokens for one in steps])
-        shares = None
-        if self._cache is not None:
-            shares = self._resident.shares_of([(one.record, one.tokens) for one in steps])
-        singles = self._answers.singles(batch)
-        prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        try:
+            self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
+            positions = np.array([one.position for one in steps])
+            dropped_tokens = np.array([one.dropped_tokens for one in steps])
+            shares = None
+            if self._cache is not None:
+                shares = self._resident.shares_of([(one.record, one.tokens) for one in steps])
+            singles = self._answers.singles(batch)
+            prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        except Exception as error:
+            self._fail(batch, error, NOT_COMMITTED)
+            return
         self._committing.append(batch)
         task = asyncio.create_task(self._commit(batch, prepared))
         self._tasks.add(task)
@@ -380,18 +390,19 @@ class StepColumns:
 
     async def _commit(self, batch: StepBatch, prepared: Prepared) -> None:
         """Commits rows by the store, and answers them."""
-        try:
-            committed: list[Appended] = await self._sessions.commit_many(batch.commits)
-        except Exception as error:
-            committed = [error] * len(batch)
-        self._committing.remove(batch)
+        committed: list[Appended]
         kept, durable = list[int](), list[bool | None]()
-        for row, record in enumerate(committed):
-            durable.append(record.durable if isinstance(record, SessionRecord) else None)
-            if isinstance(record, SessionRecord):
-                kept.append(row)
-                if batch.key(row) is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
-                    self._resident.add(record)
+        try:
+            committed = await self._sessions.commit_many(batch.commits)
+            for row, record in enumerate(committed):
+                durable.append(record.durable if isinstance(record, SessionRecord) else None)
+                if isinstance(record, SessionRecord):
+                    if batch.key(row) is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
+                        self._resident.add(record)
+                    kept.append(row)
+        except Exception as error:
+            kept, committed = [], [error] * len(batch)
+        self._committing.remove(batch)
         self.ran += len(kept)
         self._answers.extend(prepared, kept)
         for row in kept:
@@ -441,12 +452,12 @@ class StepColumns:
         self._rows[:0] = rows
         self._has_rows_alone = True
 
-    def _fail(self, batch: StepBatch, cause: Exception) -> None:
-        """Fails rows whose run failed. They have no effect."""
+    def _fail(self, batch: StepBatch, cause: Exception, message: str = "the model failed to run") -> None:
+        """Fails rows whose run failed, which then have no effect, or whose commit or answer failed."""
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
             self._failed.inc()
-            logger.error("a run of the graph step failed", exc_info=cause)
-            failure = WaneError("the model failed to run")
+            logger.error("a batch of steps failed: %s", message, exc_info=cause)
+            failure = WaneError(message)
             failure.__cause__ = cause
             self._leave(batch, row)
             receiver.step_failed(failure, number)

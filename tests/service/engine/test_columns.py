@@ -7,6 +7,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.service.server_harness import start_sessions
 from wane.models.manifest import Role
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import StepCall
-from wane.service.engine.steps.answers import StepAnswer
+from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
 from wane.service.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -24,8 +25,11 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
+from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import Array, Feeds
-from wane.service.types import ANYBODY, Answer, Mode, Owner, StepRequest
+from wane.service.sessions.resident import ResidentSessions
+from wane.service.sessions.sessions import Sessions
+from wane.service.types import ANYBODY, Answer, Filter, Mode, Owner, StepRequest
 
 HOUR_S = 3600.0
 TRAVELS_S = 1.1 * HOUR_S  # longer than an hour, because a coarse timer may fire late by a 64th of its duration
@@ -336,6 +340,52 @@ async def test_an_abandoned_step_of_a_failed_batch_commits_if_its_state_is_evict
     with pytest.raises(WaneError, match="the model failed to run"):
         await failing
     assert (await step(started, "a", 7)).position == 3
+
+
+async def test_a_step_that_cannot_be_answered_fails_alone(started: EngineHarness) -> None:
+    outside = started.engine.submit(StepRequest("a", (6,), filter=Filter(exclude=(10**6,))))
+    others = [step(started, name) for name in "bc"]
+    with pytest.raises(IndexError):
+        await outside
+    assert [(await one).position for one in others] == [2, 2]
+    assert (await step(started, "a")).position == 3  # the step was committed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fails"),
+    [
+        (StepAnswers, "singles", True),
+        (StepAnswers, "_results", True),
+        (StepResults, "answer", True),
+        (StepAnswers, "_count", False),
+        (ResidentSessions, "commit", True),
+        (ResidentSessions, "add", True),
+        (Sessions, "commit_many", True),
+        (Outputs, "finite", True),
+    ],
+)
+async def test_an_error_in_a_batch_of_steps_leaves_no_step_waiting(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fails: bool
+) -> None:
+    await started.engine.get_session("c")  # the store commits its next step, and arrays those of a and b
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, property(broken) if name == "finite" else broken)
+        pending = [step(started, session) for session in "abc"]
+        results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), TIMEOUT_S)
+    failed = [isinstance(result, Exception) for result in results]
+    of_the_store, of_arrays = name in ("add", "commit_many"), name == "commit"
+    assert failed == [fails and not of_the_store] * 2 + [fails and not of_arrays]
+    assert len(reported) == (0 if fails else 2)
+    assert not started.engine.admission.active and not started.engine.sessions.locks.waiting
+    started.engine.state_cache.check_integrity(idle=True)
+    for session in "abc":
+        await step(started, session)
 
 
 async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
