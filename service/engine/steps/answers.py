@@ -198,12 +198,14 @@ class StepAnswers:
                 results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer
                 made |= {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+        answers: Outputs | None = None  # one object for all rows, because it caches what they share
         for row, (input_ids, sampled) in singles.items():
             if row in rankings or row in made:  # answered by arrays, or failed
                 continue
+            answers = batch.outputs.only(ANSWERS) if answers is None else answers
             ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
             try:
-                plan, part = self._part(batch, row, position, dropped, input_ids, ticket)
+                plan, part = self._part(batch, answers, row, position, dropped, input_ids, ticket)
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
@@ -281,20 +283,21 @@ class StepAnswers:
     def _part(
         self,
         batch: StepBatch,
+        answers: Outputs,
         row: int,
         position: int,
         dropped_tokens: int,
         input_ids: NDArray[np.int64],
         ticket: Ticket,
     ) -> tuple[AnswerPlan, ModeResult]:
-        """Returns the plan and the result of a row that is answered alone."""
+        """Returns the plan and the result of a row that is answered alone. answers: the batch's outputs of ANSWERS."""
         request, outputs, details = batch.request(row), batch.outputs, batch.details[row]
         stored = None if details is None else details.stored
         origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
         ranking = self._ranking(batch, row, position, input_ids)
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
-        result = RunResult(Row(outputs.only(ANSWERS), row, norms=norms))
+        result = RunResult(Row(answers, row, norms=norms))
         return plan, self._builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
 
     def _ranking(self, batch: StepBatch, row: int, position: int, input_ids: NDArray[np.int64]) -> Ranking:

@@ -25,7 +25,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.runners.outputs import Outputs
+from wane.service.runners.outputs import Outputs, TopColumns
 from wane.service.runners.runner import Array, Feeds
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
@@ -277,6 +277,20 @@ async def test_a_step_with_options_is_in_the_batch_of_the_others(
     other = step(started, "b", 7)
     assert [(await one).position for one in (asking, other)] == [2, 2]
     assert started.runner.calls == [("step", [[6], [7]])]
+
+
+async def test_rows_that_are_answered_alone_share_what_they_compute_from_the_outputs(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top, computed = Outputs.top, list[int]()
+
+    def counted(outputs: Outputs, count: int) -> TopColumns:
+        computed.append(count)
+        return top(outputs, count)
+
+    monkeypatch.setattr(Outputs, "top", counted)
+    await asyncio.gather(*(started.engine.submit(StepRequest(name, (6,), prove=True)) for name in "abc"))
+    assert len(computed) == 1
 
 
 # Failures.
