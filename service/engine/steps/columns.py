@@ -369,8 +369,15 @@ class StepColumns:
         self._answers.deliver(batch, prepared, rows)
 
     def _start_commit(self, batch: StepBatch, times: Times) -> None:
-        """Starts the commit of rows by the store. They are answered when it has ended."""
+        """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
+        sessions, which takes longer, are committed and answered by themselves."""
         steps = batch.steps
+        creates = [one.kind is StepKind.FIRST for one in steps]
+        if True in creates and False in creates:
+            flags = np.array(creates)
+            self._start_commit(batch.part(~flags), times)
+            self._start_commit(batch.part(flags), times)
+            return
         try:
             self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
             positions = np.array([one.position for one in steps])

@@ -29,6 +29,7 @@ from wane.service.runners.outputs import Outputs, TopColumns
 from wane.service.runners.runner import Array, Feeds
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.stores.store import SessionRecord
 from wane.service.types import ANYBODY, Answer, Filter, Mode, Owner, StepRequest
 
 HOUR_S = 3600.0
@@ -277,6 +278,32 @@ async def test_a_step_with_options_is_in_the_batch_of_the_others(
     other = step(started, "b", 7)
     assert [(await one).position for one in (asking, other)] == [2, 2]
     assert started.runner.calls == [("step", [[6], [7]])]
+
+
+async def test_steps_that_create_their_sessions_do_so_at_once_and_hold_up_no_other_step(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, waiting, may_create = started.store.create, list[str](), asyncio.Event()
+
+    async def waits(record: SessionRecord, most: int | None = None) -> SessionRecord | None:
+        waiting.append(record.session)
+        await may_create.wait()
+        return await create(record, most)
+
+    await started.engine.get_session("c")  # the store commits its next step
+    await keep_runner_busy(started, "b")
+    creating = [started.engine.submit(StepRequest(name, (6,), creator=ANYBODY)) for name in "xyz"]
+    other = step(started, "c")
+    await turns()
+    monkeypatch.setattr(started.store, "create", waits)
+    started.runner.gate.set()
+    position_of_other = (await asyncio.wait_for(other, TIMEOUT_S)).position
+    await turns()
+    at_once, sizes = list(waiting), [len(rows) for _, rows in started.runner.calls]
+    may_create.set()
+    assert (position_of_other, at_once) == (2, ["x", "y", "z"])
+    assert max(sizes) >= 4, "the steps were not in one batch"
+    assert [(await one).created for one in creating] == [True] * 3
 
 
 async def test_rows_that_are_answered_alone_share_what_they_compute_from_the_outputs(
