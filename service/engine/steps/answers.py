@@ -45,7 +45,8 @@ class StepResults:
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
     number of tokens in each row's cache; None if the model has no cache. seen_tokens: see `Answer`, for rows with a
-    filter.
+    filter. latencies: the latencies of the rows that the general procedure waits for, which began before they were
+    queued.
     """
 
     ids: list[list[int]]
@@ -65,6 +66,7 @@ class StepResults:
     vocabulary: Vocabulary
     durable: bool | None
     seen_tokens: dict[int, int | None]
+    latencies: dict[int, Latency]
 
     def answer(self, row: int) -> StepAnswer:
         """Returns the answer to the step of a row."""
@@ -78,7 +80,8 @@ class StepResults:
                 self.top_k[row],
                 self.vocabulary,
             ),
-            Latency(self.queue_ms[row], self.compute_ms, self.total_ms[row]).with_batch(self.batch_items),
+            self.latencies.get(row)
+            or Latency(self.queue_ms[row], self.compute_ms, self.total_ms[row]).with_batch(self.batch_items),
             StateSource.RESIDENT,
             None if bound is None else bound.variation,
             None if bound is None else bound.state,
@@ -198,6 +201,13 @@ class StepAnswers:
                 results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer
                 made |= {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+            else:
+                if batch.has_details:
+                    results.latencies = {
+                        row: self._ticket(batch, row, times).latency()
+                        for row, details in enumerate(batch.details)
+                        if details is not None and details.ticket and (row in rankings or row not in singles)
+                    }
         answers: Outputs | None = None  # one object for all rows, because it caches what they share
         for row, (input_ids, sampled) in singles.items():
             if row in rankings or row in made:  # answered by arrays, or failed
@@ -370,7 +380,7 @@ class StepAnswers:
         results, outputs = StepResults(), batch.outputs
         results.top_k = batch.top_k
         results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
-        results.durable = None
+        results.durable, results.latencies = None, {}
         results.positions = positions.tolist()
         if self._certificate.readout is not None and self._certificate.has_rounding:
             known = np.where(dropped, positions - dropped, 0).tolist()

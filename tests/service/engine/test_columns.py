@@ -17,6 +17,7 @@ from wane.models.manifest import Role
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import StepCall
 from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
+from wane.service.engine.steps.rows import StoredStep
 from wane.service.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -304,6 +305,26 @@ async def test_steps_that_create_their_sessions_do_so_at_once_and_hold_up_no_oth
     assert (position_of_other, at_once) == (2, ["x", "y", "z"])
     assert max(sizes) >= 4, "the steps were not in one batch"
     assert [(await one).created for one in creating] == [True] * 3
+
+
+@pytest.mark.parametrize("asks", [{}, {"filter": Filter(exclude=(7,))}, {"cache": False}, {"top_k": 24}])
+async def test_the_latency_of_a_longer_step_includes_the_run_of_its_first_tokens(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch, asks: dict[str, Any]
+) -> None:
+    run = started.engine.columns.run
+
+    async def of_a_late_row(request: StepRequest, stored: StoredStep, *rest: Any) -> Answer:
+        ticket = stored.ticket
+        assert ticket is not None
+        ticket.queue_s, ticket.compute_s, ticket.batch_items = 2 * HOUR_S, 4 * HOUR_S, 7
+        ticket.started_s -= 8 * HOUR_S
+        return await run(request, stored, *rest)
+
+    monkeypatch.setattr(started.engine.columns, "run", of_a_late_row)
+    latency = (await started.engine.submit(StepRequest("a", (6, 7), **asks))).latency
+    hours = [value / 1e3 / HOUR_S for value in (latency.queue_ms, latency.compute_ms, latency.total_ms)]
+    assert hours == pytest.approx([2, 4, 8], abs=0.5) and min(hours) >= 2
+    assert latency.batch_items == 7
 
 
 async def test_rows_that_are_answered_alone_share_what_they_compute_from_the_outputs(
