@@ -327,6 +327,11 @@ async def test_the_latency_of_a_longer_step_includes_the_run_of_its_first_tokens
     assert latency.batch_items == 7
 
 
+async def test_an_answer_names_the_excluded_events_that_are_unknown(started: EngineHarness) -> None:
+    wanted = Filter(exclude=(7,), unknown=("gone",))
+    assert (await started.engine.submit(StepRequest("a", (6,), filter=wanted))).unknown == ("gone",)
+
+
 async def test_rows_that_are_answered_alone_share_what_they_compute_from_the_outputs(
     started: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
