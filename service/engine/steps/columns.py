@@ -504,11 +504,13 @@ class StepColumns:
     ) -> None:
         """Withdraws a step that is abandoned or late. Notifies the step's receiver if the receiver still waits."""
         self._leave_row(session, details)
-        is_late = not receiver.done()
+        is_late, ticket = not receiver.done(), None if details is None else details.ticket
+        if ticket is not None:  # its deadline also cancels the receiver
+            is_late = _has_passed(ticket.deadline, asyncio.get_running_loop().time())
         (self._too_late if is_late else self._abandoned).inc()
         if details is not None and details.traced is not None:
             details.traced.skipped(queued_s, time.perf_counter(), "deadline" if is_late else "abandoned")
-        if is_late:
+        if not receiver.done():
             receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
 
     def _leave(self, batch: StepBatch, row: int) -> None:

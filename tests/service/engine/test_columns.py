@@ -109,6 +109,22 @@ async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, trave
     assert started.sample("wane_queue_dropped_total", reason="deadline") == 1
 
 
+async def test_a_late_step_of_the_general_procedure_is_counted_as_late(
+    started: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    await keep_runner_busy(started)
+    deadline = asyncio.get_running_loop().time() + HOUR_S
+    late = started.engine.submit(StepRequest("a", (6,), idempotency_key="k", deadline=deadline))
+    await turns()
+    travel(TRAVELS_S)
+    with pytest.raises(DeadlineExceeded, match="the deadline passed before the answer was ready"):
+        await late
+    started.runner.gate.set()
+    await step(started, "b")
+    reasons = [started.sample("wane_queue_dropped_total", reason=reason) for reason in ("deadline", "abandoned")]
+    assert reasons == [1, 0]
+
+
 async def test_two_steps_fail_at_their_own_deadlines(started: EngineHarness, travel: Callable[[float], None]) -> None:
     await keep_runner_busy(started)
     first, second = step(started, "a", hours=1), step(started, "b", hours=3)
