@@ -196,7 +196,7 @@ class StepAnswers:
                 except Exception as error:  # the other steps are answered
                     made[row] = error
         results: StepResults | None = None
-        if rankings or len(singles) < len(batch):
+        if rankings or len(singles) < len(positions):
             try:
                 results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer

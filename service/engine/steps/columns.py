@@ -246,7 +246,7 @@ class StepColumns:
             or batch.has_details
         ):
             batch = self._without_late(batch, now_s)
-            if not len(batch):
+            if not batch.sessions:
                 return None
         expected = batch.expected
         good = (expected == NO_POSITION) | (expected == self._state_cache.positions[batch.slots])
@@ -279,7 +279,7 @@ class StepColumns:
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
         """Returns the batch without the steps that are abandoned or late, and withdraws those steps."""
-        good = np.ones(len(batch), np.bool_)
+        good = np.ones(len(batch.sessions), np.bool_)
         columns = zip(batch.receivers, batch.deadlines, batch.details, strict=True)
         for row, (receiver, deadline, details) in enumerate(columns):
             ticket = None
