@@ -29,7 +29,7 @@ from starlette.types import Scope
 from wane.service.api.cost import admit_body
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import context
-from wane.service.api.faults import check, check_lengths, read_again
+from wane.service.api.faults import check, check_lengths, read_again, shortest_limit
 from wane.service.api.schemas.common import Body, EventInput, InputSequence, RankedBody
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.batching.turns import HEAVY_TOKENS
@@ -158,6 +158,7 @@ class Decoder:
         """Held while a body is decompressed. Bodies wait for it, so that only one at a time has a reservation of the
         receive budget for its largest possible size."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+        self._shortest: dict[type[Body], int] = {}  # the result of `shortest_limit` for each type of body
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
         """Decodes JSON as `model`, and checks the lengths of its lists. Raises NotJson, InvalidRequest, TooLarge,
@@ -192,7 +193,10 @@ class Decoder:
             body: B = reader(model).decode(raw)
         except FAILURES:
             body = read_again(raw, model, self._settings)
-        check_lengths(lambda name: getattr(body, name), model, self._settings)
+        if model not in self._shortest:
+            self._shortest[model] = shortest_limit(model, self._settings)
+        if len(raw) > 2 * self._shortest[model]:  # the JSON of n values has more than 2 n characters
+            check_lengths(lambda name: getattr(body, name), model, self._settings)
         if model.alone is not None and getattr(body, model.alone) is not None:
             try:
                 given = reader(dict[str, object]).decode(raw)

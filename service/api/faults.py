@@ -74,6 +74,12 @@ def long_fields(model: type[Body]) -> Mapping[str, tuple[int | str, bool]]:
     }
 
 
+def shortest_limit(model: type[Body], settings: Settings) -> int:
+    """Returns the smallest limit of a list in a body, or 0 if no list has a limit."""
+    limits = [limit_of(limit, settings) for limit, _ in long_fields(model).values()]
+    return min([limit for limit in limits if limit is not None], default=0)
+
+
 def check_lengths(
     value_of: Callable[[str], Any], model: type[Body], settings: Settings, *, partial: bool = False
 ) -> None:

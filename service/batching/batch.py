@@ -219,6 +219,7 @@ def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Map
     """Runs a batch in columns. Does not write the next states to the pool. `room`: see `run`."""
     try:
         columns.outputs = Outputs.of(runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)}))
+        _ = columns.outputs.finite  # computed here, so that outputs without logits are an error of the run
     except Exception as error:  # the steps run again one by one, to find the one that fails
         columns.failure = error
 

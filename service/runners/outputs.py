@@ -89,7 +89,7 @@ class Outputs(Mapping[str, Array]):
         """Whether all values of a row are finite in every output of FINITE: bool (B)."""
         flags = [np.isfinite(self._arrays[name]) for name in FINITE if name in self._arrays]
         count = len(flags[0])
-        if all(np.count_nonzero(flag) == flag.size for flag in flags):  # the usual case, in which all values are finite
+        if False not in [np.count_nonzero(flag) == flag.size for flag in flags]:  # the usual case: all are finite
             return np.full(count, True)
         found: NDArray[np.bool_] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0)
         return found

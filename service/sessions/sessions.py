@@ -8,6 +8,7 @@ there is no state and no snapshot, the next request that needs the state rebuild
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -326,7 +327,8 @@ class Sessions:
         """Commits the steps of a batch, each of another session. Appends a step's tokens if the session is still at the
         revision of its `record` (compare-and-append). The state in `slot` then becomes the session's resident state. A
         step of kind FIRST creates the session with the step's tokens in one operation, without a snapshot. A FIRST step
-        without tokens does not become the session's last step.
+        without tokens does not become the session's last step. All sessions are created at the same time, after the
+        other steps are appended.
 
         Returns, for each step, the session after it, or the store's error, or None, without effect, if another writer
         changed the session. In the last two cases the earlier resident state stays in the cache. The next read of the
@@ -339,10 +341,9 @@ class Sessions:
         ]
         appended: list[Appended] = await self._store.append_many(appends) if appends else []
         if len(appends) < len(commits):
-            rest = iter(appended)
-            appended = [
-                await self._create_stepped(one) if one.kind is StepKind.FIRST else next(rest) for one in commits
-            ]
+            firsts = [self._create_stepped(one) for one in commits if one.kind is StepKind.FIRST]
+            created, rest = iter(await asyncio.gather(*firsts)), iter(appended)
+            appended = [next(created if one.kind is StepKind.FIRST else rest) for one in commits]
         for one, committed in zip(commits, appended, strict=True):
             if committed is None:
                 self._conflicts.inc()

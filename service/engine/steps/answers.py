@@ -45,7 +45,8 @@ class StepResults:
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
     number of tokens in each row's cache; None if the model has no cache. seen_tokens: see `Answer`, for rows with a
-    filter.
+    filter. latencies: the latencies of the rows that the general procedure waits for, which began before they were
+    queued.
     """
 
     ids: list[list[int]]
@@ -65,6 +66,7 @@ class StepResults:
     vocabulary: Vocabulary
     durable: bool | None
     seen_tokens: dict[int, int | None]
+    latencies: dict[int, Latency]
 
     def answer(self, row: int) -> StepAnswer:
         """Returns the answer to the step of a row."""
@@ -78,7 +80,8 @@ class StepResults:
                 self.top_k[row],
                 self.vocabulary,
             ),
-            Latency(self.queue_ms[row], self.compute_ms, self.total_ms[row]).with_batch(self.batch_items),
+            self.latencies.get(row)
+            or Latency(self.queue_ms[row], self.compute_ms, self.total_ms[row]).with_batch(self.batch_items),
             StateSource.RESIDENT,
             None if bound is None else bound.variation,
             None if bound is None else bound.state,
@@ -184,23 +187,35 @@ class StepAnswers:
         dropped_tokens: the number of first tokens that each state has not read, int64 (B). shares: the cache's part of
         the answers, if the model has a cache. singles: the result of `singles`."""
         rankings = dict[int, Ranking]()
+        made: dict[int, Single | Exception] = {}
         for row, (input_ids, sampled) in singles.items():
             details = batch.details[row]
             if not sampled and details is not None and details.only_filters(self._most_predictions):
-                rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
+                try:
+                    rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
+                except Exception as error:  # the other steps are answered
+                    made[row] = error
         results: StepResults | None = None
-        made: dict[int, Single | Exception] = {}
-        if rankings or len(singles) < len(batch):
+        if rankings or len(singles) < len(positions):
             try:
                 results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer
-                made = {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+                made |= {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+            else:
+                if batch.has_details:
+                    results.latencies = {
+                        row: self._ticket(batch, row, times).latency()
+                        for row, details in enumerate(batch.details)
+                        if details is not None and details.ticket and (row in rankings or row not in singles)
+                    }
+        answers: Outputs | None = None  # one object for all rows, because it caches what they share
         for row, (input_ids, sampled) in singles.items():
-            if row in rankings:  # answered by arrays
+            if row in rankings or row in made:  # answered by arrays, or failed
                 continue
+            answers = batch.outputs.only(ANSWERS) if answers is None else answers
             ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
             try:
-                plan, part = self._part(batch, row, position, dropped, input_ids, ticket)
+                plan, part = self._part(batch, answers, row, position, dropped, input_ids, ticket)
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
@@ -226,10 +241,19 @@ class StepAnswers:
             by_array = [row for row in rows if row not in singles] if singles else rows
             if durable is not None and by_array:
                 results.durable = durable[by_array[0]]
-            self._count(results, batch, by_array)
+            try:
+                self._count(results, batch, by_array)
+            except Exception as error:  # the steps are answered
+                _report("the answers of a batch of steps were not counted", error)
             for row in by_array:
-                if not receivers[row].done():
-                    _notify(receivers[row], results.answer(row), numbers[row])
+                if receivers[row].done():
+                    continue
+                try:
+                    answer = results.answer(row)
+                except Exception as error:  # the step is committed, but has no answer
+                    receivers[row].step_failed(error, numbers[row])
+                else:
+                    _notify(receivers[row], answer, numbers[row])
         for row in rows if singles else ():
             single = singles.get(row)
             if isinstance(single, Single):
@@ -269,20 +293,21 @@ class StepAnswers:
     def _part(
         self,
         batch: StepBatch,
+        answers: Outputs,
         row: int,
         position: int,
         dropped_tokens: int,
         input_ids: NDArray[np.int64],
         ticket: Ticket,
     ) -> tuple[AnswerPlan, ModeResult]:
-        """Returns the plan and the result of a row that is answered alone."""
+        """Returns the plan and the result of a row that is answered alone. answers: the batch's outputs of ANSWERS."""
         request, outputs, details = batch.request(row), batch.outputs, batch.details[row]
         stored = None if details is None else details.stored
         origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
         ranking = self._ranking(batch, row, position, input_ids)
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
-        result = RunResult(Row(outputs.only(ANSWERS), row, norms=norms))
+        result = RunResult(Row(answers, row, norms=norms))
         return plan, self._builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
 
     def _ranking(self, batch: StepBatch, row: int, position: int, input_ids: NDArray[np.int64]) -> Ranking:
@@ -355,7 +380,7 @@ class StepAnswers:
         results, outputs = StepResults(), batch.outputs
         results.top_k = batch.top_k
         results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
-        results.durable = None
+        results.durable, results.latencies = None, {}
         results.positions = positions.tolist()
         if self._certificate.readout is not None and self._certificate.has_rounding:
             known = np.where(dropped, positions - dropped, 0).tolist()
@@ -550,4 +575,8 @@ def _notify(receiver: StepReceiver, answer: Answer, number: int) -> None:
     try:
         receiver.step_ran(answer, number)
     except Exception as error:
-        asyncio.get_running_loop().call_exception_handler({"message": "a step was not answered", "exception": error})
+        _report("a step was not answered", error)
+
+
+def _report(message: str, error: Exception) -> None:
+    asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})

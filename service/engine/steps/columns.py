@@ -57,6 +57,8 @@ from wane.service.types import MAX_POSITION, Answer, Mode, StepRequest
 
 logger = logging.getLogger("wane.engine")
 
+NOT_COMMITTED = "the step could not be committed or answered"
+
 StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 
 
@@ -244,7 +246,7 @@ class StepColumns:
             or batch.has_details
         ):
             batch = self._without_late(batch, now_s)
-            if not len(batch):
+            if not batch.sessions:
                 return None
         expected = batch.expected
         good = (expected == NO_POSITION) | (expected == self._state_cache.positions[batch.slots])
@@ -277,7 +279,7 @@ class StepColumns:
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
         """Returns the batch without the steps that are abandoned or late, and withdraws those steps."""
-        good = np.ones(len(batch), np.bool_)
+        good = np.ones(len(batch.sessions), np.bool_)
         columns = zip(batch.receivers, batch.deadlines, batch.details, strict=True)
         for row, (receiver, deadline, details) in enumerate(columns):
             ticket = None
@@ -319,13 +321,17 @@ class StepColumns:
             good = self._resident_still(batch)
             if stored is not None:
                 good |= stored
-            self._conflicts.inc(len(good) - np.count_nonzero(good))
-        if batch.failure is not None:
+            self._conflicts.inc(len(good) - int(np.count_nonzero(good)))
+        if (failure := batch.failure) is not None:
             batch.failed = len(batch)
-            self._run_alone(batch, batch.failure)
+            if good is not None and np.count_nonzero(good) < len(good):
+                asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
+                batch = batch.part(good)
+            if len(batch):
+                self._run_alone(batch, failure)
             return
         finite = batch.outputs.finite
-        batch.failed = len(finite) - np.count_nonzero(finite)
+        batch.failed = len(finite) - int(np.count_nonzero(finite))
         if batch.failed:
             self._fail(batch.part(~finite), FloatingPointError("the model's output is not finite"))
         if good is not None and not (good | ~finite).all():
@@ -345,30 +351,45 @@ class StepColumns:
 
     def _commit_buffered(self, batch: StepBatch, times: Times) -> None:
         """Commits the rows of buffered sessions by arrays, and answers them."""
-        singles = self._answers.singles(batch)
-        self._resident.commit(batch.slots, batch.sessions, batch.tokens, batch.outputs)
-        self.ran += len(batch)
-        positions = self._state_cache.positions[batch.slots]
-        dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
-        shares = None if self._cache is None else self._resident.shares(batch.slots)
-        prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
         rows = range(len(batch))
+        try:
+            singles = self._answers.singles(batch)
+            self._resident.commit(batch.slots, batch.sessions, batch.tokens, batch.outputs)
+            self.ran += len(rows)
+            positions = self._state_cache.positions[batch.slots]
+            dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
+            shares = None if self._cache is None else self._resident.shares(batch.slots)
+            prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        except Exception as error:
+            self._fail(batch, error, NOT_COMMITTED)
+            return
         self._answers.extend(prepared, rows)
         self._locks.leave_all(batch.sessions)
-        self._admission.leave(len(batch))
+        self._admission.leave(len(rows))
         self._answers.deliver(batch, prepared, rows)
 
     def _start_commit(self, batch: StepBatch, times: Times) -> None:
-        """Starts the commit of rows by the store. They are answered when it has ended."""
+        """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
+        sessions, which takes longer, are committed and answered by themselves."""
         steps = batch.steps
-        self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
-        positions = np.array([one.position for one in steps])
-        dropped_tokens = np.array([one.dropped_tokens for one in steps])
-        shares = None
-        if self._cache is not None:
-            shares = self._resident.shares_of([(one.record, one.tokens) for one in steps])
-        singles = self._answers.singles(batch)
-        prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        creates = [one.kind is StepKind.FIRST for one in steps]
+        if True in creates and False in creates:
+            flags = np.array(creates)
+            self._start_commit(batch.part(~flags), times)
+            self._start_commit(batch.part(flags), times)
+            return
+        try:
+            self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
+            positions = np.array([one.position for one in steps])
+            dropped_tokens = np.array([one.dropped_tokens for one in steps])
+            shares = None
+            if self._cache is not None:
+                shares = self._resident.shares_of([(one.record, one.tokens) for one in steps])
+            singles = self._answers.singles(batch)
+            prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+        except Exception as error:
+            self._fail(batch, error, NOT_COMMITTED)
+            return
         self._committing.append(batch)
         task = asyncio.create_task(self._commit(batch, prepared))
         self._tasks.add(task)
@@ -376,18 +397,19 @@ class StepColumns:
 
     async def _commit(self, batch: StepBatch, prepared: Prepared) -> None:
         """Commits rows by the store, and answers them."""
-        try:
-            committed: list[Appended] = await self._sessions.commit_many(batch.commits)
-        except Exception as error:
-            committed = [error] * len(batch)
-        self._committing.remove(batch)
+        committed: list[Appended]
         kept, durable = list[int](), list[bool | None]()
-        for row, record in enumerate(committed):
-            durable.append(record.durable if isinstance(record, SessionRecord) else None)
-            if isinstance(record, SessionRecord):
-                kept.append(row)
-                if batch.key(row) is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
-                    self._resident.add(record)
+        try:
+            committed = await self._sessions.commit_many(batch.commits)
+            for row, record in enumerate(committed):
+                durable.append(record.durable if isinstance(record, SessionRecord) else None)
+                if isinstance(record, SessionRecord):
+                    if batch.key(row) is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
+                        self._resident.add(record)
+                    kept.append(row)
+        except Exception as error:
+            kept, committed = [], [error] * len(batch)
+        self._committing.remove(batch)
         self.ran += len(kept)
         self._answers.extend(prepared, kept)
         for row in kept:
@@ -437,12 +459,12 @@ class StepColumns:
         self._rows[:0] = rows
         self._has_rows_alone = True
 
-    def _fail(self, batch: StepBatch, cause: Exception) -> None:
-        """Fails rows whose run failed. They have no effect."""
+    def _fail(self, batch: StepBatch, cause: Exception, message: str = "the model failed to run") -> None:
+        """Fails rows whose run failed, which then have no effect, or whose commit or answer failed."""
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
             self._failed.inc()
-            logger.error("a run of the graph step failed", exc_info=cause)
-            failure = WaneError("the model failed to run")
+            logger.error("a batch of steps failed: %s", message, exc_info=cause)
+            failure = WaneError(message)
             failure.__cause__ = cause
             self._leave(batch, row)
             receiver.step_failed(failure, number)
@@ -482,11 +504,13 @@ class StepColumns:
     ) -> None:
         """Withdraws a step that is abandoned or late. Notifies the step's receiver if the receiver still waits."""
         self._leave_row(session, details)
-        is_late = not receiver.done()
+        is_late, ticket = not receiver.done(), None if details is None else details.ticket
+        if ticket is not None:  # its deadline also cancels the receiver
+            is_late = _has_passed(ticket.deadline, asyncio.get_running_loop().time())
         (self._too_late if is_late else self._abandoned).inc()
         if details is not None and details.traced is not None:
             details.traced.skipped(queued_s, time.perf_counter(), "deadline" if is_late else "abandoned")
-        if is_late:
+        if not receiver.done():
             receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
 
     def _leave(self, batch: StepBatch, row: int) -> None:
@@ -514,7 +538,8 @@ class StepColumns:
         waits for such a lock therefore runs after the step. A step for which the general procedure waits gets a
         `Conflict`.
 
-        `entered` says whether the steps were in a batch that ran. Such steps commit even if they are abandoned.
+        `entered` says whether the steps were in a batch that ran. Such steps, and those that run alone, commit even if
+        they are abandoned.
         `conflicts`: see `Ticket`.
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, batch.details, strict=True)
@@ -522,7 +547,8 @@ class StepColumns:
             if not self._free(details):
                 receiver.step_failed(Conflict(), number)
                 continue
-            if receiver.done() and not entered:
+            has_entered = entered or (details is not None and details.runs_alone)
+            if receiver.done() and not has_entered:
                 self._abandoned.inc()
                 self._locks.leave(batch.sessions[row])
                 self._admission.leave()
@@ -530,7 +556,7 @@ class StepColumns:
             ticket = Ticket(None if receiver.done() else deadline)
             # The current context may belong to another, traced request.
             ticket.admitted, ticket.traced = True, None if details is None else details.traced
-            ticket.entered, ticket.abandoned = entered, receiver.done()
+            ticket.entered, ticket.abandoned = has_entered, receiver.done()
             ticket.conflicts = conflicts
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
             if not receiver.done():

@@ -116,6 +116,7 @@ class StepDetails:
             request is not None
             and request.top_k <= most_predictions
             and request.filter.candidates is None
+            and not request.filter.unknown
             and request.cache
             and not request.prove
             and not request.logits

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
-from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.engine_harness import TIMEOUT_S, EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
+from wane.models.manifest import Role
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import StepCall
-from wane.service.engine.steps.answers import StepAnswer
+from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
+from wane.service.engine.steps.rows import StoredStep
 from wane.service.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -22,7 +26,12 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.types import ANYBODY, Answer, Mode, Owner, StepRequest
+from wane.service.runners.outputs import Outputs, TopColumns
+from wane.service.runners.runner import Array, Feeds
+from wane.service.sessions.resident import ResidentSessions
+from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.stores.store import SessionRecord
+from wane.service.types import ANYBODY, Answer, Filter, Mode, Owner, StepRequest
 
 HOUR_S = 3600.0
 TRAVELS_S = 1.1 * HOUR_S  # longer than an hour, because a coarse timer may fire late by a 64th of its duration
@@ -98,6 +107,22 @@ async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, trave
     assert (await other).position == 2
     assert await position(started, "a") == 1
     assert started.sample("wane_queue_dropped_total", reason="deadline") == 1
+
+
+async def test_a_late_step_of_the_general_procedure_is_counted_as_late(
+    started: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    await keep_runner_busy(started)
+    deadline = asyncio.get_running_loop().time() + HOUR_S
+    late = started.engine.submit(StepRequest("a", (6,), idempotency_key="k", deadline=deadline))
+    await turns()
+    travel(TRAVELS_S)
+    with pytest.raises(DeadlineExceeded, match="the deadline passed before the answer was ready"):
+        await late
+    started.runner.gate.set()
+    await step(started, "b")
+    reasons = [started.sample("wane_queue_dropped_total", reason=reason) for reason in ("deadline", "abandoned")]
+    assert reasons == [1, 0]
 
 
 async def test_two_steps_fail_at_their_own_deadlines(started: EngineHarness, travel: Callable[[float], None]) -> None:
@@ -272,6 +297,71 @@ async def test_a_step_with_options_is_in_the_batch_of_the_others(
     assert started.runner.calls == [("step", [[6], [7]])]
 
 
+async def test_steps_that_create_their_sessions_do_so_at_once_and_hold_up_no_other_step(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, waiting, may_create = started.store.create, list[str](), asyncio.Event()
+
+    async def waits(record: SessionRecord, most: int | None = None) -> SessionRecord | None:
+        waiting.append(record.session)
+        await may_create.wait()
+        return await create(record, most)
+
+    await started.engine.get_session("c")  # the store commits its next step
+    await keep_runner_busy(started, "b")
+    creating = [started.engine.submit(StepRequest(name, (6,), creator=ANYBODY)) for name in "xyz"]
+    other = step(started, "c")
+    await turns()
+    monkeypatch.setattr(started.store, "create", waits)
+    started.runner.gate.set()
+    position_of_other = (await asyncio.wait_for(other, TIMEOUT_S)).position
+    await turns()
+    at_once, sizes = list(waiting), [len(rows) for _, rows in started.runner.calls]
+    may_create.set()
+    assert (position_of_other, at_once) == (2, ["x", "y", "z"])
+    assert max(sizes) >= 4, "the steps were not in one batch"
+    assert [(await one).created for one in creating] == [True] * 3
+
+
+@pytest.mark.parametrize("asks", [{}, {"filter": Filter(exclude=(7,))}, {"cache": False}, {"top_k": 24}])
+async def test_the_latency_of_a_longer_step_includes_the_run_of_its_first_tokens(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch, asks: dict[str, Any]
+) -> None:
+    run = started.engine.columns.run
+
+    async def of_a_late_row(request: StepRequest, stored: StoredStep, *rest: Any) -> Answer:
+        ticket = stored.ticket
+        assert ticket is not None
+        ticket.queue_s, ticket.compute_s, ticket.batch_items = 2 * HOUR_S, 4 * HOUR_S, 7
+        ticket.started_s -= 8 * HOUR_S
+        return await run(request, stored, *rest)
+
+    monkeypatch.setattr(started.engine.columns, "run", of_a_late_row)
+    latency = (await started.engine.submit(StepRequest("a", (6, 7), **asks))).latency
+    hours = [value / 1e3 / HOUR_S for value in (latency.queue_ms, latency.compute_ms, latency.total_ms)]
+    assert hours == pytest.approx([2, 4, 8], abs=0.5) and min(hours) >= 2
+    assert latency.batch_items == 7
+
+
+async def test_an_answer_names_the_excluded_events_that_are_unknown(started: EngineHarness) -> None:
+    wanted = Filter(exclude=(7,), unknown=("gone",))
+    assert (await started.engine.submit(StepRequest("a", (6,), filter=wanted))).unknown == ("gone",)
+
+
+async def test_rows_that_are_answered_alone_share_what_they_compute_from_the_outputs(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top, computed = Outputs.top, list[int]()
+
+    def counted(outputs: Outputs, count: int) -> TopColumns:
+        computed.append(count)
+        return top(outputs, count)
+
+    monkeypatch.setattr(Outputs, "top", counted)
+    await asyncio.gather(*(started.engine.submit(StepRequest(name, (6,), prove=True)) for name in "abc"))
+    assert len(computed) == 1
+
+
 # Failures.
 
 
@@ -284,6 +374,101 @@ async def test_a_failed_step_fails_alone_and_has_no_effect(started: EngineHarnes
     answer = await step(started, "a", 6)
     assert answer.position == 2
     assert answer.predictions[0].token_id == started.runner.logits([0, 5, 6]).argmax()
+
+
+@pytest.mark.parametrize("is_inline", [False, True])
+@pytest.mark.parametrize("is_evicted", [False, True])
+async def test_a_step_commits_once_if_its_session_is_flushed_while_its_batch_fails(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch, is_inline: bool, is_evicted: bool
+) -> None:
+    if is_inline:
+        monkeypatch.setattr(started.engine.batcher, "_quick", lambda role, count: (role, count) == ("step", 1))
+    started.runner.gate.clear()
+    flushed, failing = step(started, "a"), step(started, "b", POISON)
+    await started.runner.until_busy()
+    if is_evicted:
+        started.engine.state_cache.drop("a")
+    else:
+        await started.engine.get_session("a")
+    started.runner.gate.set()
+    assert (await flushed).position == 2
+    with pytest.raises(WaneError, match="the model failed to run"):
+        await failing
+    kept = await started.store.get("a")
+    assert kept is not None and kept.tail.ids().tolist() == [0, 5, 6]
+    assert (await step(started, "a", 7)).position == 3
+    started.engine.state_cache.check_integrity(idle=True)
+
+
+async def test_an_abandoned_step_of_a_failed_batch_commits_if_its_state_is_evicted_before_it_runs_alone(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, began, may_end = started.runner.run, threading.Event(), threading.Event()
+
+    def pauses_alone(role: Role, feeds: Feeds) -> Mapping[str, Array]:
+        if len(feeds["tokens"]) == 1:
+            began.set()
+            may_end.wait(TIMEOUT_S)
+        return run(role, feeds)
+
+    started.runner.gate.clear()
+    failing, abandoned = step(started, "b", POISON), step(started, "a")
+    await started.runner.until_busy()
+    monkeypatch.setattr(started.runner, "run", pauses_alone)
+    abandoned.cancel()
+    started.runner.gate.set()
+    await asyncio.to_thread(began.wait, TIMEOUT_S)
+    started.engine.state_cache.drop("a")
+    may_end.set()
+    with pytest.raises(WaneError, match="the model failed to run"):
+        await failing
+    assert (await step(started, "a", 7)).position == 3
+
+
+async def test_a_step_that_cannot_be_answered_fails_alone(started: EngineHarness) -> None:
+    outside = started.engine.submit(StepRequest("a", (6,), filter=Filter(exclude=(10**6,))))
+    others = [step(started, name) for name in "bc"]
+    with pytest.raises(IndexError):
+        await outside
+    assert [(await one).position for one in others] == [2, 2]
+    assert (await step(started, "a")).position == 3  # the step was committed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fails"),
+    [
+        (StepAnswers, "singles", True),
+        (StepAnswers, "_results", True),
+        (StepResults, "answer", True),
+        (StepAnswers, "_count", False),
+        (ResidentSessions, "commit", True),
+        (ResidentSessions, "add", True),
+        (Sessions, "commit_many", True),
+        (Outputs, "finite", True),
+    ],
+)
+async def test_an_error_in_a_batch_of_steps_leaves_no_step_waiting(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fails: bool
+) -> None:
+    await started.engine.get_session("c")  # the store commits its next step, and arrays those of a and b
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, property(broken) if name == "finite" else broken)
+        pending = [step(started, session) for session in "abc"]
+        results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), TIMEOUT_S)
+    failed = [isinstance(result, Exception) for result in results]
+    of_the_store, of_arrays = name in ("add", "commit_many"), name == "commit"
+    assert failed == [fails and not of_the_store] * 2 + [fails and not of_arrays]
+    assert len(reported) == (0 if fails else 2)
+    assert not started.engine.admission.active and not started.engine.sessions.locks.waiting
+    started.engine.state_cache.check_integrity(idle=True)
+    for session in "abc":
+        await step(started, session)
 
 
 async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
