@@ -31,7 +31,7 @@ name = "replayed"
 cell = "gated"
 hidden = 12
 block = "residual"
-cache = 2
+cache = 8
 [data]
 kind = "events"
 start = "{start}"
@@ -45,9 +45,6 @@ evaluate_every = 4
 checkpoint_every = 4
 threads = 1
 device = "cpu"
-[export]
-window = 2
-max_window = 2
 """
 
 UNKNOWN = """unknown = "token"
@@ -92,7 +89,7 @@ def test_what_is_served_is_what_was_evaluated(
     data = str(tmp_path / "users.csv")
     saved = json.loads((run / "rankings.json").read_text())["test"]
     capsys.readouterr()
-    with live_server("--bundles", str(bundles), WANE_SESSION_HISTORY_TOKENS="2") as server:
+    with live_server("--bundles", str(bundles)) as server:
         command = ["evaluate", str(run), "--data", data, "--positions", "all", "--server", server.url]
         assert main([*command, "--model", "replayed"]) == 0
         printed = capsys.readouterr().out
