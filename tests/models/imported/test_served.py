@@ -4,6 +4,7 @@ batches, rewinds, rebuilds, scores, new versions, and replicas that are killed."
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_an_imported_graph_answers_as_its_own_file_does(
     assert scored["logprobs"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gru", "lonely", "matrix-memory"])
+@pytest.mark.parametrize("name", CELLS)
 def test_steps_of_many_sessions_in_one_request(http: httpx.Client, graphs: Path, name: str) -> None:
     own = oracle(graphs, name)
     past = {f"{name}-{n}": draw(10 + n, 3 + n) for n in range(9)}
@@ -177,18 +178,38 @@ def test_the_models_page_says_what_an_imported_graph_lacks(http: httpx.Client) -
     assert [tensor["shape"] for tensor in cards["matrix-memory"]["parameters"]["tensors"]] == [[6, 6], [6]]
 
 
-def test_a_session_continues_with_a_new_version(http: httpx.Client, graphs: Path, folder: Path) -> None:
+def replace(bundle: Path, other: Path, version: str) -> None:
+    """Replaces a bundle by a version that has the graphs of another one."""
+    made = bundle.with_name(f".{bundle.name}")
+    shutil.copytree(other, made)
+    manifest = json.loads((made / "manifest.json").read_text())
+    (made / "manifest.json").write_text(json.dumps(manifest | {"name": bundle.name, "version": version}))
+    shutil.rmtree(bundle)
+    made.rename(bundle)
+
+
+def test_sessions_continue_with_new_versions(
+    graphs: Path, folder: Path, imported: dict[str, Imported], tmp_path: Path
+) -> None:
+    """The next version of each model has the graphs of another one."""
+    others = dict(zip(imported, [*imported][1:] + [*imported][:1], strict=True))
     tokens = draw(7, 20)
-    post(http, "/v1/sessions", session="kept", model="gru-of-one")
-    post(http, "/v1/sessions/kept/tokens", tokens=tokens)
-    write(folder, graphs / "matrix-memory.onnx", "gru-of-one", {}, version="2")
-    deadline = time.monotonic() + TIMEOUT_S
-    while post(http, "/v1/predict", model="gru-of-one", tokens=[3])["model_version"] != "2":
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    answer = post(http, "/v1/sessions/kept/tokens", tokens=[4], top_k=5)
-    assert answer["position"] == 21
-    agrees(answer, logprobs(oracle(graphs, "matrix-memory"), [EOS, *tokens, 4]))
+    shutil.copytree(folder, tmp_path / "bundles")
+    settings = {"WANE_BUNDLES": str(tmp_path / "bundles"), "WANE_DEFAULT_MODEL": "gru", **POLL}
+    with live_server(**settings) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        for name in imported:
+            post(http, "/v1/sessions", session=name, model=name)
+            post(http, f"/v1/sessions/{name}/tokens", tokens=tokens)
+        for name, other in others.items():
+            replace(tmp_path / "bundles" / name, folder / other, "2")
+        for name, other in others.items():
+            deadline = time.monotonic() + TIMEOUT_S
+            while post(http, "/v1/predict", model=name, tokens=[3])["model_version"] != "2":
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            answer = post(http, f"/v1/sessions/{name}/tokens", tokens=[4], top_k=5)
+            assert answer["position"] == 21
+            agrees(answer, logprobs(oracle(graphs, other), [EOS, *tokens, 4]))
 
 
 @pytest.mark.stack
@@ -197,24 +218,25 @@ def test_a_killed_replica_loses_no_token_of_an_imported_graph(
     graphs: Path, folder: Path, imported: dict[str, Imported], tmp_path: Path, policy: str
 ) -> None:
     """Sessions move to another replica after SIGKILL. Their states come from Redis or are rebuilt from the history."""
-    own, pasts = oracle(graphs, "matrix-memory"), {f"s{n}": draw(20 + n, 5 + 7 * n) for n in range(6)}
+    own = {name: oracle(graphs, name) for name in imported}
+    pasts = {name: draw(20 + n, 5 + 7 * n) for n, name in enumerate(imported)}
     with redis_server(tmp_path / "redis") as redis:
-        settings = {"WANE_BUNDLES": str(folder / "matrix-memory"), "WANE_STORE": redis.url, "WANE_STORE_POLICY": policy}
+        settings = {"WANE_BUNDLES": str(folder), "WANE_STORE": redis.url, "WANE_STORE_POLICY": policy}
         states = set()
         for round_number in range(2):
-            with live_server(**settings) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+            with (
+                live_server(WANE_DEFAULT_MODEL="gru", **settings) as server,
+                httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
+            ):
                 for session, tokens in pasts.items():
                     if not round_number:
-                        post(http, "/v1/sessions", session=session)
+                        post(http, "/v1/sessions", session=session, model=session)
                         post(http, f"/v1/sessions/{session}/tokens", tokens=tokens)
                     for token in draw(30 + round_number, 3):
                         tokens.append(token)
                         answer = post(http, f"/v1/sessions/{session}/tokens", tokens=[token], top_k=5)
-                        assert (answer["position"], answer["error_bound"]) == (
-                            len(tokens),
-                            exact(imported["matrix-memory"]),
-                        )
-                        agrees(answer, logprobs(own, [EOS, *tokens]))
+                        assert (answer["position"], answer["error_bound"]) == (len(tokens), exact(imported[session]))
+                        agrees(answer, logprobs(own[session], [EOS, *tokens]))
                         states.add(answer["state"])
                 server.kill()
     assert states == {"resident", "rebuilt"}
