@@ -50,11 +50,15 @@ json_bytes = msgspec.json.Encoder(enc_hook=to_jsonable_python).encode
 """Encodes a result, a document, or a value in a document as JSON. A number that is not finite becomes null."""
 
 
+def one_line(document: object) -> bytes:
+    """Encodes a message as JSON in one line. U+2028 and U+2029, which JSON has and some clients take as line breaks,
+    are escaped."""
+    return json_bytes(document).replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+
+
 def event(document: object, name: str = "") -> bytes:
-    """Returns one server-sent event. Its data is one `data:` line, because JSON has no raw line breaks. U+2028 and
-    U+2029, which JSON has and some clients take as line breaks, are escaped."""
-    data = json_bytes(document).replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
+    """Returns one server-sent event. Its data is one `data:` line."""
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % one_line(document)
 
 
 def members(result: Result) -> dict[str, object]:
