@@ -221,6 +221,8 @@ def test_an_invalid_id_in_a_path_is_refused(live: Any, http: httpx.Client, sessi
     ("text", "valid"),
     [
         *((one, True) for one in IDS),
+        *((f"a{one}", True) for one in "\u3164\u2800\u034f\ufe0f"),  # printable, but without a visible shape
+        *((f"a{one}", False) for one in "\u200b\u00ad\u00a0\ue000\u0378"),
         *((one, False) for one in ("", ".", "..", "a/b", "a\\b", "a\n", "\x7f", "\x85", "e\u0301", "\u202e", "\u2028")),
         ("\ufffd", False),
         ("x" * 129, False),

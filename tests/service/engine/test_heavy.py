@@ -93,7 +93,7 @@ async def test_the_steps_of_one_call_begin_in_several_turns() -> None:
     assert max(map(turns.count, turns)) <= BEGUN_AT_ONCE
 
 
-async def sent(response: Any, scope: Mapping[str, object] = {}) -> list[dict[str, Any]]:  # noqa: B006
+async def sent(response: Any, scope: Mapping[str, object] = {}) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
