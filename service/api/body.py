@@ -237,6 +237,8 @@ async def uncompressed(request: Request, raw: bytes) -> bytes:
     until the request is answered. Raises UnsupportedMedia, Overloaded, DeadlineExceeded and the errors of
     `inflated`."""
     here, app = context(request.scope), request.app
+    if here.header(ENCODING) is None:
+        return raw
     lines = [value.decode("latin-1") for name, value in request.scope["headers"] if name == ENCODING.encode()]
     encoding = ", ".join(lines).strip().lower()
     if encoding in ("", "identity"):
