@@ -405,8 +405,9 @@ SESSION_RULE = '1 to 128 printable characters in the form NFC, without / and \\,
 
 def is_session_id(text: str) -> bool:
     """Returns whether a text is a session's id. Two texts that look alike because they are different forms of the same
-    characters are never both ids, and neither are texts with invisible characters, such as those that change the
-    direction of writing."""
+    characters are never both ids. An id has no character that `str.isprintable` refuses: controls, formats (such as
+    those that change the direction of writing), unassigned and private characters, and separators but the ASCII space.
+    Letters, marks and symbols without a visible shape, such as U+3164, U+FE0F and U+2800, are accepted."""
     return ASCII_ID(text) is not None or (
         TEXT_ID(text) is not None and text.isprintable() and is_normalized("NFC", text)
     )

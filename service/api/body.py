@@ -60,6 +60,8 @@ QUOTE, BACKSLASH, COMMA, COLON, BRACKET, BRACE, ZERO = b'"\\,:[{0'
 ENCODING = "content-encoding"
 WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # values of zlib's `wbits` for the gzip format and the zlib format
 MOST_INFLATED = 1040  # deflate makes at most 258 bytes of 2 bits, so a body grows at most so many times
+MEMBER = b"\x1f\x8b"  # the first bytes of each member of the gzip format
+MOST_MEMBERS = 256  # the bytes after a member are copied, so many small members would take long
 MARKS = b"\xef\xbb\xbf", "\ufeff"  # a byte-order mark, with which some editors begin a file
 
 Mask = NDArray[np.bool_]
@@ -208,24 +210,33 @@ class Decoder:
 
 
 def inflated(raw: bytes, encoding: str, most: int) -> bytes:
-    """Decompresses a body. Reads no further than a byte over `most`. Raises InvalidRequest for a damaged body, and
-    TooLarge for more than `most` bytes."""
-    inflater = zlib.decompressobj(WBITS[encoding])
-    try:
-        body = inflater.decompress(raw, most + 1)
-    except zlib.error as error:
-        raise InvalidRequest(
-            f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
-        ) from error
-    if len(body) > most:
-        raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
-    if not inflater.eof:
-        raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
-    if inflater.unused_data:
-        raise InvalidRequest(
-            f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
-        )
-    return body
+    """Decompresses a body. Reads no further than a byte over `most`. A body in gzip may have several members (RFC 1952,
+    section 2.2). Raises InvalidRequest for a damaged body and for more than MOST_MEMBERS members, and TooLarge for more
+    than `most` bytes."""
+    parts, size, rest = list[bytes](), 0, raw
+    while not parts or rest:
+        if len(parts) == MOST_MEMBERS:
+            raise InvalidRequest(
+                f"content-encoding is {encoding}, but the body has more than {MOST_MEMBERS} members", ENCODING
+            )
+        inflater = zlib.decompressobj(WBITS[encoding])
+        try:
+            parts.append(inflater.decompress(rest, most + 1 - size))
+        except zlib.error as error:
+            raise InvalidRequest(
+                f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
+            ) from error
+        size += len(parts[-1])
+        if size > most:
+            raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
+        if not inflater.eof:
+            raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
+        rest = inflater.unused_data
+        if rest and (encoding == "deflate" or not rest.startswith(MEMBER)):
+            raise InvalidRequest(
+                f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
+            )
+    return b"".join(parts)
 
 
 async def uncompressed(request: Request, raw: bytes) -> bytes:
@@ -233,7 +244,10 @@ async def uncompressed(request: Request, raw: bytes) -> bytes:
     until the request is answered. Raises UnsupportedMedia, Overloaded, DeadlineExceeded and the errors of
     `inflated`."""
     here, app = context(request.scope), request.app
-    encoding = (here.header(ENCODING) or "identity").strip().lower()
+    if here.header(ENCODING) is None:
+        return raw
+    lines = [value.decode("latin-1") for name, value in request.scope["headers"] if name == ENCODING.encode()]
+    encoding = ", ".join(lines).strip().lower()
     if encoding in ("", "identity"):
         return raw
     if encoding not in WBITS:

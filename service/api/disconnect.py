@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from starlette.requests import HTTPConnection
+from starlette.types import Scope
 
 from wane.service.errors import Abandoned
 from wane.service.net.connection import CONNECTION, Connection
@@ -17,6 +18,12 @@ WHOLE_BODY = "wane.body"
 DISCONNECT_GRACE_S = 0.05
 """The time in seconds from the disconnection to the cancellation. Most answers are ready before, so the step of a
 client that does not wait for its answer commits."""
+
+
+def has_left(scope: Scope) -> bool:
+    """Returns whether the request's connection has ended. Under another server than Wane's own, this is not known."""
+    connection: Connection | None = scope.get("state", {}).get(CONNECTION)
+    return connection is not None and connection.has_ended
 
 
 class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)

@@ -11,7 +11,10 @@ from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from wane.service.api.disconnect import has_left
+from wane.service.api.exchange import context
 from wane.service.engine.engine import Engine
+from wane.service.errors import Abandoned
 from wane.service.types import COLUMNS, SELDOM, Answer, Latency, ModelDocument, Result
 
 VALUES_AT_ONCE = 16_384
@@ -47,11 +50,15 @@ json_bytes = msgspec.json.Encoder(enc_hook=to_jsonable_python).encode
 """Encodes a result, a document, or a value in a document as JSON. A number that is not finite becomes null."""
 
 
+def one_line(document: object) -> bytes:
+    """Encodes a message as JSON in one line. U+2028 and U+2029, which JSON has and some clients take as line breaks,
+    are escaped."""
+    return json_bytes(document).replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+
+
 def event(document: object, name: str = "") -> bytes:
-    """Returns one server-sent event. Its data is one `data:` line, because JSON has no raw line breaks. U+2028 and
-    U+2029, which JSON has and some clients take as line breaks, are escaped."""
-    data = json_bytes(document).replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
+    """Returns one server-sent event. Its data is one `data:` line."""
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % one_line(document)
 
 
 def members(result: Result) -> dict[str, object]:
@@ -101,21 +108,39 @@ def _values_in(value: object) -> int:
 
 
 class LongReply(Response):
-    """A response that is sent while it is made, because the whole would take much memory."""
+    """A response that is sent while it is made, because the whole would take much memory. A client of HTTP/1.0, which
+    has no chunks, is sent the whole. If the client disconnects, the rest is not made."""
 
     def __init__(self, begun: list[bytes], rest: Iterator[bytes], headers: RawHeaders) -> None:
         """`begun` are the first pieces of the body, and `rest` makes the others."""
         self.status_code, self.background, self.raw_headers = 200, None, [*headers]
         self._begun, self._rest = begun, rest
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": b"".join(self._begun), "more_body": True})
-        self._begun.clear()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        in_chunks = scope.get("http_version") != "1.0"
+        if in_chunks:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": b"".join(self._begun), "more_body": True})
+            self._begun.clear()
         for piece in self._rest:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if has_left(scope):
+                context(scope).fields["error"] = Abandoned.code
+                return
+            if in_chunks:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            else:
+                self._begun.append(piece)
             await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b""})
+        if in_chunks:
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await _whole(self._begun, self.raw_headers)(scope, receive, send)
+
+
+def _whole(made: Sequence[bytes], headers: RawHeaders) -> Reply:
+    whole = Reply(b"".join(made))
+    whole.raw_headers[:1] = headers
+    return whole
 
 
 async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_TYPE,)) -> Response:
@@ -132,9 +157,7 @@ async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_
         if in_turn > BYTES_IN_A_TURN:
             in_turn = 0
             await asyncio.sleep(0)
-    whole = Reply(b"".join(begun))
-    whole.raw_headers[:1] = headers
-    return whole
+    return _whole(begun, headers)
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -24,8 +24,12 @@ class Turns:
         self._spent = 0
 
     async def take(self, tokens: int) -> None:
-        """Returns in a turn that has room for work for so many tokens."""
-        if self._lock.locked() or not self._has_room(tokens):
+        """Returns in a turn that has room for work for so many tokens. Callers wait in the order of their calls. Work
+        that fits into the rest of a turn does not wait: callers that wait begin the next turn. Returns at once if there
+        are no tokens."""
+        if not tokens:
+            return
+        if not self._has_room(tokens) or (self._lock.locked() and not self._spent):
             async with self._lock:
                 while not self._has_room(tokens):  # noqa: ASYNC110
                     await asyncio.sleep(0)

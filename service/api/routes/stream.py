@@ -38,7 +38,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
 from wane.service.api.deps import session_key, settings
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.encode import json_bytes
+from wane.service.api.encode import one_line
 from wane.service.api.exchange import MessageExchange, RequestPolicy, context, registry
 from wane.service.api.problem import described
 from wane.service.api.routes.sessions import TOP_K, engine_to_step, step_request
@@ -172,7 +172,7 @@ class Stream:
             exchange.admit()
             with until_hangup(self.socket):
                 answer = await self.answer(message, exchange.deadline)
-            await self.send(json_bytes(answer))
+            await self.send(one_line(answer))
             status = HTTPStatus.OK
         except Abandoned:
             self.log["error"] = Abandoned.code
@@ -181,7 +181,7 @@ class Stream:
             raise
         except Exception as error:
             failure, code = described(self.scope, error), _close_code(error)
-            await self.send(json_bytes({"error": failure.body(self.here.request_id)}))
+            await self.send(one_line({"error": failure.body(self.here.request_id)}))
             status, failed = failure.status, failure.code
             if code is not None:
                 self.log["error"] = failure.code
@@ -238,7 +238,7 @@ async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
     failure, here = described(socket.scope, error), context(socket.scope)
     here.fields.update(error=failure.code, code=code)
     try:
-        await socket.send_text(json_bytes({"error": failure.body(here.request_id)}).decode())
+        await socket.send_text(one_line({"error": failure.body(here.request_id)}).decode())
         await socket.close(code, failure.code)
     except WebSocketDisconnect:  # the client disconnected while its model was being loaded
         here.fields["code"] = DISCONNECTED

@@ -2,17 +2,19 @@
 -- KEYS: for each session, the keys of the session and of its state.
 -- ARGV: 1 the time to live in milliseconds; then for each session: 1 the revision that the session must have; 2 its next
 -- revision; 3 its next revision if Redis was restarted or saved to disk since the session's last change; 4 the session's
--- new head; 5 the tokens; 6 the number of bytes of the tail to keep (0: all); 7 the state ("": unchanged).
+-- new head; 5 the tokens; 6 the number of bytes of the tail to keep (0: all); 7 the state ("": unchanged); 8 the number of
+-- bytes of a token.
 -- Returns a reply for each session. If this call appended the tokens, now or when it was sent before, the reply is 1 (at
 -- the next revision) or 2 (at the other next revision). It is false if the session does not exist, an error if the
--- session's append failed, and otherwise the current session.
+-- session's append failed, and otherwise the current session. It is also the current session if its tail is no positive
+-- number of whole tokens: such a session is damaged.
 
 -- The time of the last save to disk or, before the first save, of the start. A restart may lose acknowledged changes. The
 -- next revision may then have been used before the restart, and must not be used again.
 local run = struct.pack('>I4', redis.call('LASTSAVE'))
 local ttl = ARGV[1]
 
-local function append(key, state, before, after, other, about, tokens, keep, snapshot)
+local function append(key, state, before, after, other, about, tokens, keep, snapshot, width)
     local held = redis.call('GET', key)
     if not held then
         return false
@@ -25,7 +27,8 @@ local function append(key, state, before, after, other, about, tokens, keep, sna
         end
         return at == after and 1 or 2
     end
-    if at ~= before then
+    local length = #held - head
+    if at ~= before or length <= 0 or length % tonumber(width) ~= 0 then
         return held
     end
     local done = string.sub(held, 9, 12) == run and 1 or 2
@@ -46,8 +49,8 @@ end
 
 local replies = {}
 for row = 1, #KEYS / 2 do
-    local at = 7 * row - 5
-    local ok, reply = pcall(append, KEYS[2 * row - 1], KEYS[2 * row], unpack(ARGV, at, at + 6))
+    local at = 8 * row - 6
+    local ok, reply = pcall(append, KEYS[2 * row - 1], KEYS[2 * row], unpack(ARGV, at, at + 7))
     if not ok then
         reply = type(reply) == 'table' and reply or redis.error_reply(tostring(reply))
     end

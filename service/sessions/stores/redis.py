@@ -188,6 +188,7 @@ class RedisStore:
                         b"".join([token.to_bytes(width, "little") for token in tokens]),
                         0 if position <= keep else keep * width,
                         b"" if snapshot is None else write_snapshot(snapshot),
+                        width,
                     ),
                 )
             )
@@ -278,11 +279,14 @@ class RedisStore:
         return key, f"{key}:state"
 
     def _read(self, session: str, data: bytes | None, idle_s: float = 0.0) -> SessionRecord | None:
+        """Decodes a session that Redis sent. Removes a session that cannot be read from the cache, and raises
+        DamagedSession."""
         if data is None:
             return None
         try:
             return codec.read(session, data, self.session_history_tokens, idle_s)._replace(durable=True)
         except codec.Unreadable as error:
+            self._remembered.forget(session)
             raise DamagedSession(f"{error}: is a replica of a later version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:

@@ -18,10 +18,11 @@ from tests.service.engine_harness import name_vocabulary
 from tests.service.fake_engine import MANIFEST
 from tests.service.net.test_receive_budget import BODY_BYTES, BUDGET, filled
 from tests.service.slow_client import dialogue, serving
+from wane.service.api.body import MOST_MEMBERS, inflated
 from wane.service.api.encode import event
 from wane.service.api.schemas.common import anchored
 from wane.service.engine.event_names import EventNames
-from wane.service.errors import InvalidRequest
+from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
 from wane.service.types import SESSION_ID, is_session_id
 
@@ -62,13 +63,47 @@ def test_a_body_in_an_unknown_encoding_is_415(http: httpx.Client, path: str, bod
 
 @pytest.mark.parametrize(
     "raw",
-    [b"abc", gzip.compress(b"{}")[:-1], gzip.compress(b"{}") + b"x", gzip.compress(b"{}") * 2],
-    ids=["no gzip", "cut", "with bytes after its end", "twice"],
+    [b"abc", gzip.compress(b"{}")[:-1], gzip.compress(b"{}") + b"x", gzip.compress(b" ") + gzip.compress(b"{}")[:-1]],
+    ids=["no gzip", "cut", "with bytes after its end", "cut in the second member"],
 )
 @pytest.mark.parametrize("path", ["/v1/predict", INFER])
 def test_a_damaged_body_is_refused_with_the_reason(http: httpx.Client, path: str, raw: bytes) -> None:
     response = http.post(path, content=raw, headers={"content-encoding": "gzip"})
     assert response.status_code in (400, 422) and "content-encoding is gzip" in response.text
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=[path for path, _ in BODIES])
+def test_a_gzip_body_may_have_several_members(
+    http: httpx.Client, path: str, body: dict[str, object], size: int
+) -> None:
+    data = json.dumps(body).encode()
+    members = b"".join(gzip.compress(data[start : start + size]) for start in range(0, len(data), size))
+    response = http.post(path, content=members + gzip.compress(b""), headers={"content-encoding": "gzip"})
+    assert response.is_success, response.text
+
+
+def test_the_members_of_a_body_are_limited_together() -> None:
+    members = gzip.compress(bytes(600)) * 2
+    assert inflated(members, "gzip", 1200) == bytes(1200)
+    with pytest.raises(TooLarge, match="1199 bytes"):
+        inflated(members, "gzip", 1199)
+    with pytest.raises(InvalidRequest, match="bytes after"):
+        inflated(zlib.compress(b"a") * 2, "deflate", 1200)
+    with pytest.raises(InvalidRequest, match=f"more than {MOST_MEMBERS} members"):
+        inflated(gzip.compress(b"") * (MOST_MEMBERS + 1), "gzip", 1200)
+
+
+@pytest.mark.parametrize(
+    "encodings", [("gzip", "identity"), ("identity", "gzip"), ("gzip", "gzip"), ("identity", "identity")], ids=str
+)
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=[path for path, _ in BODIES])
+def test_two_encodings_of_a_body_are_refused(
+    http: httpx.Client, path: str, body: dict[str, object], encodings: tuple[str, str]
+) -> None:
+    headers = [("content-encoding", encoding) for encoding in encodings]
+    response = http.post(path, content=compressed(body, "gzip"), headers=headers)
+    assert response.status_code == 415 and ", ".join(encodings) in response.text
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/v1/sessions", INFER])
@@ -234,6 +269,8 @@ def test_an_invalid_id_in_a_path_is_refused(live: Any, http: httpx.Client, sessi
     ("text", "valid"),
     [
         *((one, True) for one in IDS),
+        *((f"a{one}", True) for one in "\u3164\u2800\u034f\ufe0f"),  # printable, but without a visible shape
+        *((f"a{one}", False) for one in "\u200b\u00ad\u00a0\ue000\u0378"),
         *((one, False) for one in ("", ".", "..", "a/b", "a\\b", "a\n", "\x7f", "\x85", "e\u0301", "\u202e", "\u2028")),
         ("\ufffd", False),
         ("x" * 129, False),

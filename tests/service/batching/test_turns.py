@@ -39,3 +39,25 @@ async def test_a_cancelled_caller_does_not_stop_the_others() -> None:
     tasks[1].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert [task.cancelled() for task in tasks] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(("tokens", "callers", "begun"), [(0, 256, 10**6), (TOKENS_A_TURN // 2, 4, 1)])
+async def test_small_work_does_not_wait_behind_large_work(tokens: int, callers: int, begun: int) -> None:
+    turns = Turns()
+    large = [asyncio.create_task(turns.take(size)) for size in (begun, *[10**6] * callers)]
+    small = asyncio.create_task(turns.take(tokens))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert small.done() and not large[-1].done()
+    await asyncio.gather(*large)
+
+
+async def test_small_work_does_not_starve_large_work() -> None:
+    turns = Turns()
+    await turns.take(1)
+    large = asyncio.create_task(turns.take(10**6))
+    for _ in range(4):
+        await asyncio.sleep(0)
+        small = asyncio.create_task(turns.take(1))
+    assert large.done()
+    await small

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import LONG_DOCUMENT
 from wane.service.engine.logits import Sampler
 from wane.service.engine.step_many import BEGUN_AT_ONCE, step_many
+from wane.service.net.connection import CONNECTION
 from wane.service.types import GenerateRequest, ScoreRequest, StepRequest
 
 NAMES = [f"item {index}" for index in range(HEAVY_TOKENS)]
@@ -91,13 +93,13 @@ async def test_the_steps_of_one_call_begin_in_several_turns() -> None:
     assert max(map(turns.count, turns)) <= BEGUN_AT_ONCE
 
 
-async def sent(response: Any) -> list[dict[str, Any]]:
+async def sent(response: Any, scope: Mapping[str, object] = {}) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
         messages.append(message)
 
-    await response({}, None, send)
+    await response(scope, None, send)
     return messages
 
 
@@ -110,6 +112,32 @@ async def test_an_answer_of_over_1_mib_is_sent_while_it_is_made(values: int) -> 
     assert (b"content-length" in dict(start["headers"])) is (values == 10)
     assert json.loads(b"".join(part["body"] for part in parts)) == document
     assert max(len(part["body"]) for part in parts) < 2 * SENT_WHOLE_BYTES
+
+
+LONG = {"logprobs": [-0.123456] * 10**6}
+
+
+async def test_a_client_of_http_1_0_gets_a_long_answer_with_its_length() -> None:
+    response = await encode.long_reply(LONG)
+    start, part = await sent(response, {"http_version": "1.0"})
+    assert json.loads(part["body"]) == LONG and not part.get("more_body")
+    assert dict(start["headers"])[b"content-length"] == b"%d" % len(part["body"])
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_the_rest_of_a_long_answer_is_not_made_for_a_client_that_left(version: str) -> None:
+    connection, here = SimpleNamespace(has_ended=False), SimpleNamespace(fields={})
+    rest = iter([b"a", b"b", b"c"])
+
+    def made() -> Iterator[bytes]:
+        for piece in rest:
+            connection.has_ended = piece == b"b"
+            yield piece
+
+    scope = {"http_version": version, "state": {CONNECTION: connection}, "wane.context": here}
+    messages = await sent(LongReply([b"begun"], made(), [encode.CONTENT_TYPE]), scope)
+    assert [one.get("body") for one in messages] == ([] if version == "1.0" else [None, b"begun", b"a"])
+    assert list(rest) == [b"c"] and here.fields == {"error": "abandoned"}
 
 
 @pytest.mark.parametrize("binary", [True, False])

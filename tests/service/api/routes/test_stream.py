@@ -18,6 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
 
+from tests.service import fake_engine
 from tests.service.conftest import LIMIT, SocketServer
 from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
@@ -40,7 +41,7 @@ from wane.service.errors import (
 )
 from wane.service.net.connection import MOST_EARLY
 from wane.service.settings import Settings
-from wane.service.types import Mode, Owner, PredictRequest, StepRequest
+from wane.service.types import Mode, Owner, Prediction, PredictRequest, StepRequest
 
 KEY = "alice-0123456789abcdefgh"
 PATH = "/v1/sessions/s/stream"
@@ -73,6 +74,22 @@ async def test_each_message_is_answered_like_a_step(server: SocketServer, engine
         answer = await ask(socket, {"tokens": [1, 2]})
         assert answer == (await client.post("/v1/sessions/s/tokens", json={"tokens": [1, 2]})).json()
         assert (await ask(socket, {"input": "abc"}))["position"] == 3
+
+
+async def test_line_separators_are_escaped_in_messages(
+    server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\u2028b\u2029c"
+    monkeypatch.setattr(fake_engine, "PREDICTIONS", (Prediction(7, text, 0.5, -0.6931),))
+    async with opened(server) as socket:
+        await socket.send('{"tokens":[1]}')
+        answer = await socket.recv()
+        engine.failure = InvalidRequest(text)
+        await socket.send('{"tokens":[1]}')
+        problem = await socket.recv()
+    assert not {*"\u2028\u2029"} & {*answer, *problem}
+    assert json.loads(answer)["predictions"][0]["token"] == text
+    assert text in json.loads(problem)["error"]["detail"]
 
 
 async def test_the_options_of_a_message_reach_the_engine(server: SocketServer, engine: FakeEngine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
 from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, follows
-from wane.service.types import Mode
+from wane.service.types import Mode, StepRequest
 
 pytestmark = pytest.mark.stack
 
@@ -501,6 +501,32 @@ async def test_both_keys_of_a_session_are_in_one_slot(common: RedisServer, make_
     assert len({store.keys(other)[0] for other in ("}", "%7D", "%257D")}) == 3
     assert await store.create(record(session)) is not None
     assert (await store.get(session)) is not None and await store.delete(session)
+
+
+@pytest.mark.parametrize("first", ["get", "step", "rewind"])
+async def test_a_damaged_session_has_the_same_error_on_every_route(
+    common: RedisServer, make_store: MakeStore, make_harness: MakeHarness, first: str
+) -> None:
+    store = await make_store(common.url)
+    harness = make_harness(store=store)
+    engine = harness.engine
+    await engine.create_session("s", None)
+    await engine.submit(StepRequest("s", (1, 2, 3)))
+    async with Redis.from_url(common.url) as redis:
+        await redis.append(store.keys("s")[0], b"x")
+        damaged = await redis.get(store.keys("s")[0])
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "get": lambda: engine.get_session("s"),
+            "step": lambda: engine.submit(StepRequest("s", (4,))),
+            "rewind": lambda: engine.rewind("s", 1),
+        }
+        for name in (first, *calls):
+            with pytest.raises(DamagedSession, match="the tokens of session 's' take 9 bytes"):
+                await calls[name]()
+        assert await redis.get(store.keys("s")[0]) == damaged
+    await engine.delete_session("s")
+    with pytest.raises(UnknownSession):
+        await engine.get_session("s")
 
 
 async def test_a_damaged_session_can_be_deleted(
