@@ -75,10 +75,13 @@ def three(**settings: str) -> Iterator[list[Replica]]:
             replica.kill()
 
 
-def storm(replicas: Sequence[Replica], over: Event, working: Sequence[Future[Any]]) -> None:
-    """Kills a replica every second, and starts it again. One of the others is always ready. Sets `over` at the end."""
+def storm(replicas: Sequence[Replica], over: Event, working: Sequence[Future[Any]], steps: Sequence[Steps]) -> None:
+    """Kills a replica every second, and starts it again. One of the others is always ready. Sets `over` after KILLS
+    kills, or later, when each session has twice REMEMBERED tokens."""
     random, killed = Random(0), 0
-    while killed < KILLS and not any(one.done() for one in working):
+    while (killed < KILLS or any(len(one.tokens) < 2 * REMEMBERED for one in steps)) and not any(
+        one.done() for one in working
+    ):
         time.sleep(1)
         ready = [replica for replica in replicas if replica.is_ready()]
         if len(ready) > 1:
@@ -121,7 +124,7 @@ def run_all(replicas: Sequence[Replica], top_k: int, **options: Any) -> list[Ste
     over, addresses = Event(), [replica.url for replica in replicas]
     with ThreadPoolExecutor(SESSIONS) as threads:
         working = [threads.submit(one.run, addresses, over, **ranked) for one in steps]
-        storm(replicas, over, working)
+        storm(replicas, over, working, steps)
         for one in working:
             one.result()
     return steps

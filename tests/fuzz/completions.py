@@ -48,6 +48,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": NUMBERS,
     "logit_bias": st.dictionaries(st.sampled_from(["0", "5", "07", "x", "999", "-1"]), NUMBERS, max_size=3),
     "user": st.text(max_size=4) | st.none(),
+    "suffix": st.sampled_from(["", None, "x"]),
+    "best_of": st.integers(0, 3) | st.none(),
     "include_unknown": st.booleans(),
     "session": st.sampled_from(["a", "b", "a b", None]),
     "expected_position": st.integers(-1, 3) | st.none(),
@@ -61,7 +63,7 @@ def bodies(draw: st.DrawFn) -> Any:
     names = draw(st.sets(st.sampled_from(sorted(FIELDS)), max_size=6)) | {"model", "prompt"}
     body = {name: draw(FIELDS[name]) for name in sorted(names)}
     if draw(st.integers(0, 5)) == 0:
-        body[draw(st.sampled_from([*sorted(FIELDS), "suffix"]))] = draw(JSON)
+        body[draw(st.sampled_from([*sorted(FIELDS), "top_k"]))] = draw(JSON)
     return body
 
 
