@@ -69,11 +69,11 @@ class ResidentSessions:
 
     def add(self, record: SessionRecord) -> None:
         """From now on, holds the tokens of the session's steps in a buffer instead of writing each to the store. Does
-        nothing unless the session's state is in the state cache and the store is a `MemoryStore`. The cached state and
-        the stored session must both have the revision of `record`."""
+        nothing unless the session's state is in the state cache and the store is a `MemoryStore` that still has the
+        session: the session may have been evicted by its own step. The cached state and the stored session must both
+        have the revision of `record`."""
         slot = self._state_cache.slot_of(record.session)
-        if self._store is not None and slot is not None:
-            self._store.buffer(record.session, self)
+        if self._store is not None and slot is not None and self._store.buffer(record.session, self):
             self.buffered[slot] = True
             self._counts[slot] = 0
             if self._cache is not None:

@@ -305,10 +305,13 @@ class MemoryStore:
                 results.append(error)
         return results
 
-    def buffer(self, session: str, buffer: WriteBuffer) -> None:
+    def buffer(self, session: str, buffer: WriteBuffer) -> bool:
         """Buffers the session's next tokens in `buffer`. The store flushes the buffer before any other operation on the
-        session, except `kind`."""
+        session, except `kind`. Returns False, without effect, if the session has been evicted."""
+        if self._shard(session).peek(session) is None:
+            return False
         self._buffered[session] = buffer
+        return True
 
     def written(self, session: str) -> NDArray[np.int64]:
         """Returns the kept tokens of a buffered session, without those in the buffer: int64 (n)."""

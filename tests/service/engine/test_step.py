@@ -27,7 +27,7 @@ from wane.service.errors import (
 )
 from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store, of_tokens
-from wane.service.types import Mode, PredictRequest, ScoreRequest, SessionView, StateSource, StepRequest
+from wane.service.types import Filter, Mode, PredictRequest, ScoreRequest, SessionView, StateSource, StepRequest
 
 EOS = 0
 
@@ -712,6 +712,26 @@ async def test_more_sessions_than_the_store_keeps_are_refused(make_harness: Make
     await start(harness)
     with pytest.raises(Overloaded, match="2 sessions use"):
         await harness.engine.create_session()
+
+
+@pytest.mark.parametrize("tokens", [(5,), (5, 6)])
+async def test_a_session_may_be_evicted_for_its_memory_by_its_own_step(
+    make_harness: MakeHarness, tokens: tuple[int, ...]
+) -> None:
+    harness = make_harness()
+    assert isinstance(harness.store, MemoryStore)
+    session = await start(harness, 8)
+    await harness.engine.get_session(session)  # the store commits its next step
+    harness.store.budget_bytes = harness.store.used_bytes
+    answer = await harness.engine.submit(StepRequest(session, tokens, filter=Filter(exclude_seen=True)))
+    assert answer.position == 1 + len(tokens)
+    for step in (StepRequest(session, (7,), filter=Filter(exclude_seen=True)), StepRequest(session, (7,))):
+        with pytest.raises(UnknownSession):
+            await harness.engine.submit(step)
+    with pytest.raises(UnknownSession):
+        await harness.engine.get_session(session)
+    assert not harness.engine.admission.active and not harness.engine.sessions.locks.waiting
+    harness.engine.state_cache.check_integrity(idle=True)
 
 
 CUT = {
