@@ -96,21 +96,7 @@ class SessionSteps:
                     "window is only for the modes window and both",
                     "window",
                 )
-            free = routing.is_free(request.mode, record.mode)
-            return await self._answer_again(
-                record,
-                mode,
-                free,
-                request.window,
-                request.top_k,
-                ticket,
-                request.tolerance,
-                prove=request.prove,
-                cache=request.cache,
-                logits=request.logits,
-                wanted=request.filter,
-                unknown=request.unknown,
-            )
+            return await self._answer_again(record, mode, request, ticket)
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """Appends the step's tokens and predicts the next token. If the step is a retry of the session's last step,
@@ -143,24 +129,11 @@ class SessionSteps:
                     if replayed:
                         self._replayed.inc()
                     await sessions.touch(request.session)
-                    free = routing.is_free(request.mode, record.mode)
                     token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:
                         token_logprobs = await self._replayed_logprobs(record, request, ticket) if replayed else ()
                     answer = await self._answer_again(
-                        record,
-                        mode,
-                        free,
-                        None,
-                        request.top_k,
-                        ticket,
-                        prove=request.prove,
-                        cache=request.cache,
-                        logits=request.logits,
-                        wanted=request.filter,
-                        unknown=request.unknown,
-                        token_logprobs=token_logprobs,
-                        replayed=replayed,
+                        record, mode, request, ticket, token_logprobs=token_logprobs, replayed=replayed
                     )
                     # A step that creates its session is stored with the session, so no append has followed.
                     of_first = replayed and record.last is not None and is_first(record.revision)
@@ -423,23 +396,16 @@ class SessionSteps:
         self,
         record: SessionRecord,
         mode: Mode,
-        free: bool,
-        window: int | None,
-        top_k: int,
+        request: PredictRequest | StepRequest,
         ticket: Ticket,
-        tolerance: float | None = None,
         *,
-        prove: bool,
-        cache: bool,
-        logits: bool,
-        wanted: Filter,
-        unknown: tuple[str, ...],
         token_logprobs: tuple[float | None, ...] | None = None,
         replayed: bool | None = None,
     ) -> Answer:
         """Answers with the session's next-token prediction, without appending. See `_run_again`. Returns an answer
         without predictions if the model has a zero start and the session has no token."""
-        unknown += wanted.unknown
+        wanted, unknown = request.filter, request.unknown + request.filter.unknown
+        window, tolerance = (request.window, request.tolerance) if isinstance(request, PredictRequest) else (None, None)
         if not len(self._input_ids(record)):
             k = None if mode is Mode.RECURRENT else window or self._limits.window
             return self._answer_builder.nothing(
@@ -452,25 +418,34 @@ class SessionSteps:
                 durable=record.durable,
                 unknown=unknown,
                 has_seen=wanted.exclude_seen,
-                cache=cache,
+                cache=request.cache,
             )
         plan, input_ids, recurrent, part = await self._run_again(
-            record, mode, free, window, ticket, tolerance, prove=prove, cache=cache, wanted=wanted
+            record,
+            mode,
+            routing.is_free(request.mode, record.mode),
+            window,
+            ticket,
+            tolerance,
+            prove=request.prove,
+            cache=request.cache,
+            wanted=wanted,
         )
         answered = recurrent or part
-        await self._answer_builder.take_turn(plan, answered.result if answered and logits else None, top_k)
+        logits_of = answered.result if answered and request.logits else None
+        await self._answer_builder.take_turn(plan, logits_of, request.top_k)
         return self._answer_builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
             part,
-            top_k,
+            request.top_k,
             ticket,
-            prove=prove,
+            prove=request.prove,
             session=record.session,
             replayed=replayed,
             durable=record.durable,
-            logits=logits,
+            logits=request.logits,
             token_logprobs=token_logprobs,
             unknown=unknown,
         )

@@ -35,6 +35,7 @@ class HostMemory:
             name: np.zeros((capacity, *shape), np.float32) for name, shape in shapes.items()
         }
         self._names = [name for name in shapes if name not in KEPT]
+        self._outputs = {output_name(name): name for name in shapes}
 
     def room(self, rows: int) -> Mapping[str, Array]:
         """See `StateMemory`."""
@@ -64,9 +65,8 @@ class HostMemory:
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
         """See `StateMemory`."""
-        for name, values in self.arrays.items():
-            found = outputs[output_name(name)]
-            values[slots] = found if rows is None else found[rows]
+        for output, name in self._outputs.items():
+            self.arrays[name][slots] = outputs[output] if rows is None else outputs[output][rows]
 
     def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
         """See `StateMemory`."""

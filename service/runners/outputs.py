@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +51,9 @@ class Outputs(Mapping[str, Array]):
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self._arrays = arrays
         self._largest: dict[int, list[Largest]] = {}
+        # `finite` and `lengths`, once they have been read: for a batch of one row, `cached_property` takes longer.
+        self._finite: NDArray[np.bool_] | None = None
+        self._lengths: NDArray[np.float64] | None = None
 
     @classmethod
     def of(cls, found: Mapping[str, Array]) -> Outputs:
@@ -84,22 +86,25 @@ class Outputs(Mapping[str, Array]):
         reuse it."""
         return Outputs({name: values for name, values in self._arrays.items() if name in names})
 
-    @cached_property
+    @property
     def finite(self) -> NDArray[np.bool_]:
         """Whether all values of a row are finite in every output of FINITE: bool (B)."""
-        flags = [np.isfinite(self._arrays[name]) for name in FINITE if name in self._arrays]
-        count = len(flags[0])
-        if False not in [np.count_nonzero(flag) == flag.size for flag in flags]:  # the usual case: all are finite
-            return np.full(count, True)
-        found: NDArray[np.bool_] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0)
-        return found
+        if self._finite is None:
+            flags = [np.isfinite(self._arrays[name]) for name in FINITE if name in self._arrays]
+            count = len(flags[0])
+            if False not in [np.count_nonzero(flag) == flag.size for flag in flags]:  # the usual case: all are finite
+                self._finite = np.full(count, True)
+            else:
+                self._finite = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0)
+        return self._finite
 
-    @cached_property
+    @property
     def lengths(self) -> NDArray[np.float64]:
         """The 2-norm of every row of `hidden`: float64 (B)."""
-        hidden = self._arrays[HIDDEN].astype(np.float64)
-        lengths: NDArray[np.float64] = np.sqrt(np.einsum("bh,bh->b", hidden, hidden))
-        return lengths
+        if self._lengths is None:
+            hidden = self._arrays[HIDDEN].astype(np.float64)
+            self._lengths = np.sqrt(np.einsum("bh,bh->b", hidden, hidden))
+        return self._lengths
 
     @property
     def most(self) -> int:
