@@ -170,7 +170,7 @@ class StepAnswers:
         found = {}
         for row, details in enumerate(batch.details):
             sampled = sampler is not None and sampler.chosen()
-            if sampled or (details is not None and details.asks(most)):
+            if sampled or (details is not None and (details.has_filter or not details.is_of_arrays(most))):
                 found[row] = self._input_ids(batch, row), sampled
         return found
 
@@ -190,7 +190,7 @@ class StepAnswers:
         made: dict[int, Single | Exception] = {}
         for row, (input_ids, sampled) in singles.items():
             details = batch.details[row]
-            if not sampled and details is not None and details.only_filters(self._most_predictions):
+            if not sampled and details is not None and details.is_of_arrays(self._most_predictions):
                 try:
                     rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
                 except Exception as error:  # the other steps are answered
@@ -226,9 +226,8 @@ class StepAnswers:
 
     def extend(self, prepared: Prepared, rows: Sequence[int]) -> None:
         """Keeps the requests of rows whose answers wait counted as active."""
-        for row in rows:
-            single = prepared.singles.get(row)
-            if isinstance(single, Single) and single.waits:
+        for row, single in prepared.singles.items():
+            if row in rows and isinstance(single, Single) and single.waits:
                 self._admission.extend()
 
     def deliver(

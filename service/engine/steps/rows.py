@@ -109,36 +109,23 @@ class StepDetails:
         """See `StoredStep`."""
         return None if self.stored is None else self.stored.ticket
 
-    def only_filters(self, most_predictions: int) -> bool:
-        """Returns whether the row asks nothing but that some tokens are not listed. `most_predictions`: see `asks`."""
-        request, stored = self.request, self.stored
-        return (
-            request is not None
-            and request.top_k <= most_predictions
+    @property
+    def has_filter(self) -> bool:
+        """Whether the row asks that some tokens are not listed."""
+        return self.request is not None and self.request.filter != NO_FILTER
+
+    def is_of_arrays(self, most_predictions: int) -> bool:
+        """Returns whether the row may be answered by arrays: it asks nothing, or only that some tokens are not listed.
+        `most_predictions`: the largest top_k of rows that are answered by arrays."""
+        stored, request = self.stored, self.request
+        if stored is not None and (stored.was_rebuilt or stored.kind is not StepKind.NEXT):
+            return False
+        return request is None or (
+            request.top_k <= most_predictions
             and request.filter.candidates is None
             and not request.filter.unknown
             and request.cache
-            and not request.prove
-            and not request.logits
-            and not request.token_logprobs
-            and not request.unknown
-            and (stored is None or (stored.kind is StepKind.NEXT and not stored.was_rebuilt))
-        )
-
-    def asks(self, most_predictions: int) -> bool:
-        """Returns whether the row's answer differs from that of a row that asks nothing, so that it is not answered by
-        arrays. `most_predictions`: the largest top_k of rows that are answered by arrays."""
-        stored, request = self.stored, self.request
-        if stored is not None and (stored.was_rebuilt or stored.kind is not StepKind.NEXT):
-            return True
-        return request is not None and not (
-            request.top_k <= most_predictions
-            and request.cache
-            and not request.prove
-            and not request.logits
-            and not request.token_logprobs
-            and not request.unknown
-            and request.filter == NO_FILTER
+            and not (request.prove or request.logits or request.token_logprobs or request.unknown)
         )
 
 
