@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from wane.models.bundle_checks import MANIFEST
+from wane.models.bundle_checks import MANIFEST, read_manifest
 from wane.models.layer_registry import Frozen
 
 WIDTH = 120
@@ -77,6 +77,12 @@ BUNDLES = Path(__file__).parents[1] / "models" / "bundles"
 MEASURED_FIELDS = ("architecture", "window", "max_window", "precision", "cache", "weights")
 """The fields of a manifest that determine what a bundle computes. The field `weights` is replaced with the hash of the
 weights file."""
+
+
+def bundles_of_text(folder: Path) -> list[Path]:
+    """Returns the folder's bundles whose tokens are parts of a text, sorted by name."""
+    paths = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [path for path in paths if read_manifest(path).vocabulary.kind != "events"]
 
 
 def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:

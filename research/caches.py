@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.page import markdown, put
-from benchmarks.summary import digits, provenance, write_json
+from benchmarks.summary import bundles_of_text, digits, provenance, write_json
 from wane.models.cache_statistics import cache_statistics
 from wane.models.layer_registry import Frozen
 from wane.models.manifest import CacheModel
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.data is None and not options.render:
         parser.error("--data FOLDER with WikiText-2 is required without --render")
-    there = sorted(path.name for path in options.bundles.iterdir() if path.is_dir())
+    there = sorted(path.name for path in bundles_of_text(options.bundles))
     if unknown := set(options.only or ()) - set(there):
         parser.error(f"--only: {options.bundles} has no {', '.join(sorted(unknown))}, only {', '.join(there)}")
     console = Console(stderr=True)

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.page import put_all
-from benchmarks.summary import digits
+from benchmarks.summary import bundles_of_text, digits
 from research.proof_plots import plot
 from research.proof_results import ModelFigures, Results
 from research.proof_tables import tables
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--data FOLDER with WikiText-2 is required without --render")
     if min(options.positions, options.fewer) < 1:
         parser.error("--positions and --fewer must be at least 1")
-    there = sorted(path.name for path in options.bundles.iterdir() if path.is_dir())
+    there = sorted(path.name for path in bundles_of_text(options.bundles))
     if unknown := set(options.only or ()) - set(there):
         parser.error(f"--only: {options.bundles} has no bundle {', '.join(sorted(unknown))}, only {', '.join(there)}")
 

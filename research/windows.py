@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+from benchmarks.summary import bundles_of_text
 from wane.models.bundle_checks import read_manifest
 
 BUNDLES = Path("models/bundles")
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--bundles", type=Path, default=BUNDLES)
     options = parser.parse_args()
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
-    for index, path in enumerate(sorted(path for path in options.bundles.iterdir() if path.is_dir())):
+    for index, path in enumerate(bundles_of_text(options.bundles)):
         manifest = read_manifest(path)
         assert manifest.quality is not None
         found, colour = manifest.quality.window["valid"], f"C{index}"

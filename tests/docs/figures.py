@@ -10,11 +10,18 @@ from wane.models.manifest import Manifest, Quality
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("gated-stable-64", "gated-stable", "rnn-stable", "lstm")
+"""The models of text."""
+EVENTS = "shop"
 
 
 def manifests() -> list[Manifest]:
     """Returns the manifests of the shipped bundles, in the order of the tables."""
     return [read_manifest(ROOT / "models" / "bundles" / name) for name in SHIPPED]
+
+
+def of_events() -> Manifest:
+    """Returns the manifest of the shipped model of events."""
+    return read_manifest(ROOT / "models" / "bundles" / EVENTS)
 
 
 def quality(manifest: Manifest) -> Quality:

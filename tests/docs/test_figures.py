@@ -27,13 +27,18 @@ def test_a_table_matches_the_manifests(document: str, table: object) -> None:
     assert "\n".join(table()) in text
 
 
-def test_every_shipped_bundle_is_at_most_6_mb_and_shares_one_vocabulary() -> None:
+def test_every_shipped_bundle_is_at_most_6_mb_and_those_of_text_share_one_vocabulary() -> None:
     manifests = figures.manifests()
     assert sorted(path.name for path in (ROOT / "models" / "bundles").iterdir() if path.is_dir()) == sorted(
-        figures.SHIPPED
+        [*figures.SHIPPED, figures.EVENTS]
     )
-    assert all(figures.size_mb(manifest) <= 6 for manifest in manifests)
+    assert all(figures.size_mb(manifest) <= 6 for manifest in [*manifests, figures.of_events()])
     assert len({manifest.vocabulary.sha256 for manifest in manifests}) == 1
+
+
+def test_the_bundle_of_events_is_certified_and_has_names_of_events() -> None:
+    manifest = figures.of_events()
+    assert (manifest.vocabulary.kind, manifest.certificate.certified) == ("events", True)
 
 
 def test_the_stable_bundles_are_contractive() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.figures import manifests
+from tests.docs.figures import manifests, of_events
 from wane.models.manifest import Manifest
 from wane.training.config import Experiment
 from wane.training.errors import ConfigError
@@ -27,7 +27,7 @@ def test_every_shipped_experiment_is_valid_and_named_like_its_file(path: Path) -
     assert Experiment.read(path).name == path.stem
 
 
-@pytest.mark.parametrize("manifest", manifests(), ids=lambda manifest: manifest.name)
+@pytest.mark.parametrize("manifest", [*manifests(), of_events()], ids=lambda manifest: manifest.name)
 def test_a_shipped_bundle_was_trained_by_the_experiment_of_its_name(manifest: Manifest) -> None:
     experiment = Experiment.read(SHIPPED[0].parent / f"{manifest.name}.toml")
     # Keys that did not exist when the bundle was exported get their defaults.
