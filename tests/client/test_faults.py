@@ -205,10 +205,12 @@ def test_an_interrupted_call_does_not_block_the_session() -> None:
     script = Script(CREATED, DELETED)
     with pytest.raises(KeyboardInterrupt), Wane("http://wane", transport=script.transport).session() as session:
 
-        def interrupt() -> Awaitable[object]:
+        async def interrupt() -> None:
             script.before = lambda: asyncio.sleep(0)
+            # Python sees a signal that arrives just before a thread waits for a lock only after the thread has waited.
+            await asyncio.sleep(0.5)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            return asyncio.sleep(TIMEOUT_S)
+            await asyncio.sleep(TIMEOUT_S)
 
         script.before = interrupt
         session.append(5)

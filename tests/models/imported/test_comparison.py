@@ -95,7 +95,7 @@ def test_a_graph_that_becomes_slow_after_some_tokens_is_stopped(
 ) -> None:
     path = late(tmp_path / "late.onnx", 10_000_000, 400, first)
     monkeypatch.setattr(bundle, "CHECK_SECONDS", 3.0)
-    with pytest.raises(GraphError, match=r"late\.onnx: was stopped: comparing .* takes more than 3 s"):
+    with pytest.raises(GraphError, match=r"late\.onnx: .*was stopped: comparing .* takes more than 3 s"):
         imports(path, max_window=100)
     assert not (tmp_path / "bundles" / "late").exists()
 
