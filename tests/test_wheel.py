@@ -177,13 +177,15 @@ def test_the_wheel_has_no_files_of_an_earlier_build(site: Path) -> None:
 
 def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path: Path) -> None:
     with served(site, tmp_path) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
-        listed = {card["id"] for card in client.get("/v1/models").json()["data"]}
-        assert listed == MODELS != set()
+        cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+        assert cards.keys() == MODELS != set()
         assert len(CONSOLE) > 10
         for path in CONSOLE:
             assert client.get(f"/console/{path.relative_to(FOLDER).as_posix()}").content == path.read_bytes()
-        for name in sorted(listed):
-            answer = client.post("/v1/predict", json={"model": name, "input": "The history of the"})
+        for name, card in cards.items():
+            events = card["vocabulary"]["kind"] == "events"
+            sent = {"events": ["aisle-3/4", "popular/0"]} if events else {"input": "The history of the"}
+            answer = client.post("/v1/predict", json={"model": name, **sent})
             assert answer.status_code == 200
             assert answer.json()["model"] == name and answer.json()["predictions"]
     assert list(tmp_path.iterdir()) == []
