@@ -201,14 +201,21 @@ def test_an_exception_in_a_block_ends_the_session_and_is_raised(
     assert script.asked()[1].startswith("DELETE")
 
 
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, even if the tests run in the background of a shell, which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
 def test_an_interrupted_call_does_not_block_the_session() -> None:
     script = Script(CREATED, DELETED)
     with pytest.raises(KeyboardInterrupt), Wane("http://wane", transport=script.transport).session() as session:
 
         async def interrupt() -> None:
             script.before = lambda: asyncio.sleep(0)
-            # Python sees a signal that arrives just before a thread waits for a lock only after the thread has waited.
-            await asyncio.sleep(0.5)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await asyncio.sleep(TIMEOUT_S)
 
