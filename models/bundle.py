@@ -40,6 +40,7 @@ from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.propagation import Propagation
 from wane.models.certificate.request import RequestBound
+from wane.models.certificate.rounding import of_finite
 from wane.models.manifest import Certificate, Manifest, Quality, Role
 from wane.models.parity import ParityError, RoundingError, Run, StepGraph, check_graphs
 from wane.models.reference import Reference, State
@@ -147,6 +148,14 @@ class Bundle:
         if not certificate.has_rounding:
             return None
         return Propagation(architecture, self._weights, self._layers, certificate.states_apart)
+
+    def finite_rounding(self) -> float | None:
+        """Returns the bound of the rounding of a model of layers with finite memory alone, None for other models, and
+        for graphs of another precision than float32. See `Certificate.of_finite`."""
+        manifest = self.manifest
+        if manifest.imported or manifest.precision != "float32" or manifest.architecture.fading:
+            return None
+        return of_finite(manifest.architecture, self._weights, manifest.certificate.head_diameter)
 
     def graph_path(self, role: Role) -> Path:
         """Returns the path of the ONNX file of one of the graphs."""

@@ -305,6 +305,8 @@ class Certificate(Frozen):
         of the two. Without both, nothing bounds the rounding.
     `bit_identical`: whether the graphs give the same bits for the same tokens, step by step, as a window, in pieces,
         alone and in the largest batch. It is not in a manifest, but measured when the bundle is loaded.
+    `of_finite`: the largest distance of a computed `hidden` from exact arithmetic, for a model of layers with finite
+        memory alone (`models/certificate/rounding.py`). It is computed when the bundle is loaded, if bits differ.
 
     Only contractive models have the two curves. Both values at k hold for every window of at least k tokens, so the
     curves never rise. The certificate is recomputed from the float32 weights when the bundle is loaded. The measured
@@ -321,13 +323,15 @@ class Certificate(Frozen):
     rounding: Rounding | None = None
     readout: Readout | None = None
     bit_identical: bool = Field(default=True, exclude=True)
+    of_finite: float | None = Field(default=None, ge=0, exclude=True)
 
     @property
     def has_rounding(self) -> bool:
         """Whether the rounding of the graphs is bounded. A `readout` bounds it only if equal tokens give equal bits. In
         a model of layers with finite memory alone, equal bits mean that there is none."""
         by_bits = self.readout is not None or not self.layers
-        return self.contractive and (self.rounding is not None or (by_bits and self.bit_identical))
+        bounded = self.rounding is not None or self.of_finite is not None
+        return self.contractive and (bounded or (by_bits and self.bit_identical))
 
     @property
     def states_apart(self) -> dict[str, StateError]:
@@ -348,7 +352,9 @@ class Certificate(Frozen):
             return None
         if self.readout is not None:
             return self.readout.furthest if norms is None else self.readout.between(norms)
-        return 0.0 if self.rounding is None else self.rounding.between_runs
+        if self.rounding is None:
+            return 2 * (self.of_finite or 0.0)
+        return self.rounding.between_runs
 
     def state_error_at(self, k: int) -> float | None:
         """Returns e_k. For a window longer than the curve, returns the curve's last value, which holds for it, too.

@@ -29,6 +29,12 @@ def roundoff(terms: int) -> float:
     return (terms + SPARE) * UNIT
 
 
+def gamma(terms: int, unit: float) -> float:
+    """Returns a bound of the error of a sum of `terms` products, in any order, relative to the sum of the products'
+    absolute values. unit: the unit roundoff of the products and sums."""
+    return terms * unit / (1 - terms * unit)
+
+
 def product_above(magnitude: Matrix, bound: Vector) -> Vector:
     """Returns `magnitude @ bound`, rounded up. magnitude: (R, I), bound: (I), both non-negative."""
     result: Vector = (magnitude @ bound) * (1 + roundoff(len(bound)))

@@ -7,6 +7,7 @@ the monotone function that `stack.py` uses. Any X with F(X) + delta <= X bounds 
 the distance is 0 at first, and if it is at most X before a step, it is at most F(X) + delta <= X after the step.
 
 - `carry` uses a measured delta (`models/export/rounding.py`). The certificate's bounds include its result.
+- `of_finite` needs no propagation from step to step: it bounds the error of a model with finite memory, layer by layer.
 - `worst_case` uses an a priori bound of delta. In any order, the error of a sum of n products is at most gamma_n times
   the sum of their absolute values, where gamma_n = n u / (1 - n u) and u is the unit roundoff. exp, tanh and the
   sigmoid are assumed to be within FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its
@@ -25,13 +26,14 @@ import numpy as np
 
 from wane.models.architecture import Architecture
 from wane.models.certificate.admissible import FUNCTION
-from wane.models.certificate.interval_rounding import Matrix, Vector, norm_above
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector, gamma, norm_above
 from wane.models.certificate.layer_bound import Errors, Layer
 from wane.models.certificate.layers import inputs_of
 from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.stack import BlockNoise, Noise, Stack
+from wane.models.layer_parts import load
 from wane.models.manifest import StateError
-from wane.models.weights import CellWeights, Weights
+from wane.models.weights import CellWeights, Weights, head_weight
 
 DType = Literal["float32", "float64"]
 UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
@@ -130,6 +132,26 @@ def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype
     return 2 * stack.furthest()
 
 
+def of_finite(architecture: Architecture, weights: Weights, diameter: float) -> float:
+    """Bounds the distance of a computed `hidden` from exact arithmetic, in the 2-norm, for a model of layers with
+    finite memory alone. The bound includes the error of the logits, divided by the output matrix's `diameter`.
+
+    It holds for every order of the sums, so also where the bits of two graphs differ. No error is carried from token to
+    token. In a residual network, whose LayerNorms may amplify rounding without limit, the bound is the largest possible
+    distance.
+    """
+    if architecture.residual:
+        return Stack(architecture, weights, []).furthest()
+    unit, head = UNITS["float32"], np.abs(head_weight(weights).astype(np.float64))
+    size = np.abs(weights["embedding.weight"].astype(np.float64)).max(axis=0)
+    error = np.zeros(len(size))
+    for placed in architecture.placed(finite=True):
+        part, cell = load("certificate", placed.layer.module), CellWeights.of(placed, weights)
+        size, error = part.furthest(cell, size), part.rounding(cell, size, error, unit)
+    logits = gamma(len(size) + 1, unit) * (head @ (size + error) + np.abs(weights["head.bias"]))
+    return (norm_above(error) + 2 * float(logits.max()) / max(diameter, 1e-30)) * UP
+
+
 @dataclass(frozen=True, slots=True)
 class _Writer:
     architecture: Architecture
@@ -199,7 +221,7 @@ class _Writer:
         return float(np.sqrt(width) * gamma * (1 + 4 * stream / np.sqrt(width * self.architecture.norm_epsilon)))
 
     def _gamma(self, terms: int) -> float:
-        return terms * self.unit / (1 - terms * self.unit)
+        return gamma(terms, self.unit)
 
     def _tensor(self, name: str) -> Matrix:
         return self.weights[name].astype(np.float64)

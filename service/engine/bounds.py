@@ -10,7 +10,8 @@ the last k of the n tokens.
   about the weights in exact arithmetic. The rounding of two float32 runs is added to the first bound. In residual
   networks with one layer, it is a theorem too (`Certificate.readout`): it depends on the LayerNorms of the answer's own
   run, and the second bound includes it. In other networks, it is computed from the measured error of one step and a
-  proved bound of the growth of errors (`Certificate.rounding`), and added to both bounds.
+  proved bound of the growth of errors (`Certificate.rounding`), and added to both bounds. In models of layers with
+  finite memory alone, it is 0 if bits are equal, else a theorem (`Certificate.of_finite`).
 - k = 0 < n: there is no bound.
 - A model that is not contractive has only the bound of 0 for k >= n, because the effect of a rounding error or of a
   dropped token is unlimited. In all other cases its bound is None, and the most probable token is not proved.
@@ -118,8 +119,8 @@ def _after(certificate: Certificate, k: int, position: int, radius: float | None
     if not states:
         return None
     state = min(states)
-    if not certificate.layers and state:
-        # The memory is finite, the curve is of exact arithmetic, and nothing bounds the rounding.
+    if not certificate.layers and curve:
+        # The memory is finite, and the window does not hold it.
         return Bound(state, 1.0, None)
     return Bound(state, _variation(certificate, state), state)
 

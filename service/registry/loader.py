@@ -129,7 +129,9 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
                 manifest.name,
                 bits.differ,
             )
-            certificate = manifest.certificate.model_copy(update={"bit_identical": False})
+            certificate = manifest.certificate.model_copy(
+                update={"bit_identical": False, "of_finite": bundle.finite_rounding()}
+            )
             bundle = replace(bundle, manifest=manifest.model_copy(update={"certificate": certificate}))
         weights = bundle.weights()
         margin = MarginProof(weights or NO_HEAD)

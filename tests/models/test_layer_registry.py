@@ -37,7 +37,7 @@ DEFINED: dict[Part, tuple[str, ...]] = {
     "export": ("build",),
 }
 """For each part of a cell, the names of the functions that the cell's file must define. The certificate of a cell with
-finite memory is its reach, and its file defines how far its output may be from 0."""
+finite memory is its reach, and its file defines how far its output may be from 0, and from exact arithmetic."""
 
 CONTRACTION = 0.75
 
@@ -54,7 +54,7 @@ def test_a_cell_has_each_part_or_a_reason_why_not(cell: Kind, part: Part) -> Non
         assert KINDS[cell].missing[part]
         assert find_spec(f"{PARTS[part]}.{KINDS[cell].module}") is None
     else:
-        for function in ("furthest",) if part == "certificate" and KINDS[cell].finite else DEFINED[part]:
+        for function in ("furthest", "rounding") if part == "certificate" and KINDS[cell].finite else DEFINED[part]:
             assert callable(getattr(load(part, KINDS[cell].module), function))
 
 

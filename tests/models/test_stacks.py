@@ -21,6 +21,7 @@ from wane.models.architecture import LARGEST_STATE, Architecture
 from wane.models.bundle import Bundle, verify_graphs
 from wane.models.certificate import certify
 from wane.models.certificate.request import RequestBound
+from wane.models.certificate.rounding import of_finite
 from wane.models.export import export_bundle
 from wane.models.export.parity import OnnxGraphs
 from wane.models.networks import Network
@@ -173,6 +174,25 @@ def test_the_load_notices_a_row_whose_bits_depend_on_the_size_of_its_batch(
                 np.testing.assert_allclose(found[0], alone["logits"][0], atol=1e-4)
                 same = same and np.array_equal(found[0], alone["logits"][0])
         assert same or compare_bits(model, run, 64).differ is not None
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers=FINITE, scale=st.sampled_from((0.3, 1.0, 5.0)), seed=st.integers(0, 999))
+def test_no_run_in_float32_is_further_from_exact_arithmetic_than_its_rounding(
+    layers: list[Fields], scale: float, seed: int
+) -> None:
+    model = stack(layers, residual=False)
+    weights = random_weights(model, seed, driven=scale)
+    single, exact = Reference(model, weights, np.float32), Reference(model, weights)
+    limit = of_finite(model, weights, 1.0)
+    states = [each.zero_state(64) for each in (single, exact)]
+    for column in np.random.default_rng(seed).integers(TOKENS, size=(12, 64)):
+        computed, states[0] = single.advance(column, states[0])
+        hidden, states[1] = exact.advance(column, states[1])
+        assert computed.dtype == np.float32
+        apart = np.linalg.norm(computed - hidden, axis=1)
+        logits = computed @ exact.head.T.astype(np.float32) + weights["head.bias"] - exact.logits(hidden)
+        assert np.all(apart + np.ptp(logits - (computed - hidden) @ exact.head.T, axis=1) <= limit)
 
 
 @settings(max_examples=5, deadline=None)

@@ -2,7 +2,8 @@
 imports neither torch nor onnx.
 
 Each file states its theorems. A file of a kind with finite memory defines `furthest(cell, inputs)`, which bounds the
-cell's output. The others define two functions:
+cell's output, and `rounding(cell, inputs, error, unit)`, which bounds the error of the computed output. The others
+define two functions:
 
 - `build_layer(cell, inputs)` returns the `Layer` (`models/certificate/layer_bound.py`) with the bounds of a cell, for
   every input that a token can cause.

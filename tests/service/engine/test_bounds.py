@@ -56,6 +56,13 @@ def test_a_finite_memory_is_exact_from_its_reach_on_only_with_equal_bits(k: int)
     assert found.variation == (0.0 if k >= 3 else 1.0)
     unequal = finite.model_copy(update={"bit_identical": False})
     assert bound(unequal, k, 100) is None
+    carried = unequal.model_copy(update={"of_finite": ROUNDING / 2})
+    rounded = math.tanh(D * ROUNDING / 4)
+    found, whole = bound(carried, k, 100), bound(carried, 100, 100)
+    assert found is not None and whole is not None
+    assert found.variation == (pytest.approx(rounded, rel=1e-12) if k >= 3 else 1.0)
+    assert whole.state == ROUNDING
+    assert whole.variation == pytest.approx(rounded, rel=1e-12)
 
 
 def test_a_vacuous_bound_is_one() -> None:
