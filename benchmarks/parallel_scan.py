@@ -61,7 +61,6 @@ from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import EXACT, Demand
 from wane.service.engine.engine import Engine
 from wane.service.engine.score import RESIDUAL
 from wane.service.observability.metrics import Metrics
@@ -246,9 +245,9 @@ class Subject:
             }
 
         async def state() -> None:
-            demand = EXACT if tolerance == 0 else Demand(RESIDUAL)
+            limit = 0.0 if tolerance == 0 else RESIDUAL
             with self.pool.lease() as slot:
-                pieces = self.parallel.run("advance", self.tokens[:-1], None, Ticket(), demand, read=ZERO, write=slot)
+                pieces = self.parallel.run("advance", self.tokens[:-1], None, Ticket(), limit, read=ZERO, write=slot)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         tell(piece.plan)

@@ -1,14 +1,14 @@
 """Cuts a long sequence into parallel chunks, based on the measured speed.
 
-Two things are measured while the model is served. `Pace` is the seconds for each token as a function of the number of
-parallel sequences. `Residuals` shows how fast the model forgets its initial state. `Residuals` is used only to choose
-the warm-up length. It guarantees nothing, so every run measures the difference that remains after its warm-up.
+Two things are measured while the model is served: the *pace*, which is the seconds for each token as a function of the
+number of parallel sequences, and how fast the model forgets its initial state. The second is used only to choose the
+warm-up length. It guarantees nothing, so every run measures the difference that remains after its warm-up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,8 @@ from wane.service.batching.cost_model import run_seconds
 from wane.service.runners.runner import KEPT, NEXT, Array, Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
-Residuals = Sequence[tuple[int, float]]
-"""Pairs (tokens, difference), fewest tokens first. Two runs start from different states and read `tokens` common
-tokens. The difference is the largest one between the two values of a unit of the state."""
 LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""The numbers of common tokens."""
+"""The numbers of common tokens after which two runs are compared that start from different states."""
 ROWS = 4
 PAST = 512
 """Number of random tokens that only one run of each pair reads, before the common tokens. The other run starts the
@@ -53,59 +50,18 @@ WORTHWHILE = 0.9
 """Chunks run in parallel if their expected time is less than this fraction of the expected time of a run in order."""
 
 
-def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
-    """Compares ROWS pairs of runs over the same random tokens. One run starts after random earlier tokens, and the
-    other run from the zero state. Yields after each run. Each run blocks."""
-    random = np.random.default_rng(4)
-    zeros = pool.read([ZERO] * ROWS)
-    for name in KEPT:
-        zeros.pop(name, None)
-    past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
-    yield
-    both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}
-    residuals: list[tuple[int, float]] = []
-    for before, length in zip((0, *LENGTHS), LENGTHS, strict=False):
-        tokens = random.integers(vocabulary_size, size=(ROWS, length - before))
-        both = _advance(runner, np.concatenate([tokens, tokens]), both)
-        apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
-        residuals.append((length, apart if np.isfinite(apart) else np.inf))
-        yield
-    return residuals
-
-
-def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
-    """Runs tokens (B, T) from the B rows of `state`. Returns the states at the end."""
-    outputs = runner.run("advance", {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state})
-    return {name: outputs[NEXT + name] for name in state}
-
-
-def measure_pace(
-    role: Role,
-    runner: Runner,
-    pool: StatePool,
-    eos_id: int,
-    max_batch_size: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Generator[None, None, Pace]:
-    """Measures the pace of the graph `advance` or `scan`, which must have run once before, because its first run is
-    slow. Yields after each run. Each run blocks, and may raise the runner's errors."""
-    found: dict[int, float] = {}
-    for width in REPEATS * [width for width in WIDTHS if width <= max_batch_size]:
-        tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), eos_id, np.int64)
-        work = Work(role, tokens, tokens if role == "scan" else None, read=START)
-        taken = run_seconds([work] * width, pool, runner, clock) / (width * len(tokens))
-        found[width] = min(taken, found.get(width, taken))
-        yield
-    return found
-
-
 class ThroughputProfile:
-    """One model's paces and residuals. Before `measure` there are no values, and every sequence runs in order (from the
-    first token to the last, without chunks)."""
+    """One model's paces, and the differences that remain after warm-ups. Before `measure` there are no values, and
+    every sequence runs in order (from the first token to the last, without chunks)."""
 
-    def __init__(self, residuals: Residuals = ()) -> None:
-        self._paces: dict[Role, Pace] = {}
+    def __init__(
+        self, residuals: Sequence[tuple[int, float]] = (), clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`residuals`: pairs (tokens, difference), fewest tokens first. Two runs start from different states and read
+        `tokens` common tokens. The difference is the largest one between the two values of a unit of the state."""
+        self._paces: dict[Role, dict[int, float]] = {}
         self._residuals = residuals
+        self._clock = clock
 
     def pace(self, role: Role) -> Pace:
         """Returns the pace of the graph `advance` or `scan`; empty before `measure`."""
@@ -122,11 +78,38 @@ class ThroughputProfile:
         return found
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
-        """Measures the paces and the residuals. Yields after each of about fifty runs of about ten milliseconds, so
-        that other runs can be interleaved. See `measure_pace`."""
+        """Measures the paces and the differences. Yields after each of about fifty runs of about ten milliseconds, so
+        that other runs can be interleaved. Each run blocks, and may raise the runner's errors. Every graph must have
+        run once before, because its first run is slow."""
         for role in ("advance", "scan"):
-            self._paces[role] = yield from measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
-        self._residuals = yield from measure_forgetting(runner, pool, manifest.vocabulary.size)
+            paces: dict[int, float] = {}
+            for width in REPEATS * [width for width in WIDTHS if width <= max_batch_size]:
+                tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), manifest.vocabulary.eos_id, np.int64)
+                work = Work(role, tokens, tokens if role == "scan" else None, read=START)
+                taken = run_seconds([work] * width, pool, runner, self._clock) / (width * len(tokens))
+                paces[width] = min(taken, paces.get(width, taken))
+                yield
+            self._paces[role] = paces
+        random, size = np.random.default_rng(4), manifest.vocabulary.size
+        zeros = pool.read([ZERO] * ROWS)
+        for name in KEPT:
+            zeros.pop(name, None)
+        past = _advance(runner, random.integers(size, size=(ROWS, PAST)), zeros)
+        both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}
+        residuals: list[tuple[int, float]] = []
+        for before, length in zip((0, *LENGTHS), LENGTHS, strict=False):
+            yield
+            tokens = random.integers(size, size=(ROWS, length - before))
+            both = _advance(runner, np.concatenate([tokens, tokens]), both)
+            apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
+            residuals.append((length, apart if np.isfinite(apart) else np.inf))
+        self._residuals = residuals
+
+
+def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
+    """Runs tokens (B, T) from the B rows of `state`. Returns the states at the end."""
+    outputs = runner.run("advance", {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state})
+    return {name: outputs[NEXT + name] for name in state}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,9 @@
 
 The text runs in order (from the first token to the last, without chunks), or as parallel chunks
 (`service/chunked/chunked.py`). A joint is the boundary of two chunks. There, the state from which the second chunk
-started may differ from the state at the end of the first chunk. The request limits this difference:
-
-- With a tolerance, `error_bound` must meet the tolerance. If the certificate proves nothing about the model, there is
-  no bound, and only an exact run meets a tolerance.
-- Without a tolerance, the difference at every joint is at most RESIDUAL. `error_bound` is the proved bound, if there is
-  one.
+started may differ from the state at the end of the first chunk, by at most RESIDUAL in each unit. With a tolerance,
+`error_bound` must meet the tolerance: chunks whose bound exceeds it, or which have no bound, run again until they are
+exact. `error_bound` is the proved bound, if there is one.
 
 In a truncated sequence every answer has its own bound: the bound for the number of tokens before the answer, plus the
 bound of the error that the joints add. The tolerance then limits only the error that the joints add. In a whole
@@ -38,7 +35,7 @@ from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import EXACT, IN_ORDER, ChunkedRunner, ChunkPlan, Demand
+from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner, ChunkPlan, Piece
 from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import sequence
@@ -138,9 +135,6 @@ class Scorer:
         self._places = places
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
-        self._state = manifest.state
-        # The error bound of a run whose states differ only by rounding at the joints. None until it is computed.
-        self._least: float | None = None
         self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model
@@ -150,11 +144,10 @@ class Scorer:
 
     def seconds(self, request: ScoreRequest) -> float:
         """Returns the expected seconds of all runs of a score."""
-        tokens = len(request.tokens)
+        tokens, in_chunks = len(request.tokens), None
+        if request.method is ScoreMethod.PARALLEL:
+            in_chunks = self.parallel.seconds(tokens, "scan", RESIDUAL if request.tolerance is None else 0.0)
         in_order = tokens / IN_ORDER["scan"] * self._cost_model.run("scan", IN_ORDER["scan"])
-        if request.method is not ScoreMethod.PARALLEL:
-            return in_order
-        in_chunks = self.parallel.seconds(tokens, "scan", Demand(RESIDUAL) if request.tolerance is None else EXACT)
         return in_order if in_chunks is None else in_chunks
 
     async def score(
@@ -172,18 +165,22 @@ class Scorer:
         mixed: MixedScore | None = None
         if self._cache is not None and request.cache and len(input_ids) > 1:
             mixed = await self._aside(partial(MixedScore, self._cache, input_ids, has_start=has_start))
-        demand = None
-        if request.method is ScoreMethod.PARALLEL and request.top_k is None:
-            demand = await self._demand(request.tolerance)
+        limit = RESIDUAL if request.method is ScoreMethod.PARALLEL and request.top_k is None else None
+        judge = None
+        if limit and request.tolerance is not None:
+            limit, judge = (RESIDUAL, partial(self._meets, request.tolerance)) if self._bounded else (0.0, None)
         places = Places(count, request.skipped)
         settled, predicted, total, plan = 0, 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
         with self._pool.lease() as slot:
-            run = self.parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
-            async with aclosing(run) as pieces:
+            inputs, targets = input_ids[:-1], input_ids[1:]
+            pieces = self.parallel.run("scan", inputs, targets, ticket, limit, judge, read=ZERO, write=slot)
+            if not len(inputs):  # the request has no token, or its only token has no prediction
+                pieces = _nothing()
+            async with aclosing(pieces):
                 async for piece in pieces:
-                    plan = piece.plan
-                    share.progress(piece.done / count)
+                    plan, done = piece.plan, piece.done + len(unpredicted)
+                    share.progress(piece.done / max(count, 1))
                     if piece.logprobs is not None:
                         found = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
                         before, end = () if settled else unpredicted, len(unpredicted) + predicted + len(found)
@@ -191,7 +188,7 @@ class Scorer:
                         if request.truncated:
                             cut_off = await self._cut_off_at(range(settled + len(before), end), plan)
                             cut_off = cut_off if mixed is None else mixed.bounds(predicted, cut_off)
-                            worst.append(bounds.largest(cut_off))
+                            worst.append(bounds.largest(cut_off) if cut_off else None)
                             cut_off = [*before, *cut_off]
                         listed: list[tuple[Prediction, ...] | None] | None = None
                         if request.top_k is not None:
@@ -206,15 +203,8 @@ class Scorer:
                             places.spread(settled, end, listed),
                         )
                         settled, predicted, total = end, predicted + len(found), total + float(found.sum())
-                    yield ScoreProgress(piece.done + len(unpredicted), count)
+                    yield ScoreProgress(done, count)
         share.progress(1)
-        if not settled:  # The request has no token, or its only token has no prediction. No graph was run.
-            tokens, nulls = places.spread(0, count, request.tokens) or (), places.spread(0, count, unpredicted) or ()
-            yield ScoredTokens(
-                0, tokens, nulls, nulls if request.truncated else None, None if request.top_k is None else nulls
-            )
-            yield ScoreProgress(count, count)
-            worst = [None]
         yield ScoreSummary(
             *identity,
             perplexity=math.exp(min(-total / predicted, LARGEST_EXPONENT)) if predicted else None,
@@ -258,41 +248,18 @@ class Scorer:
             effect = self._effect(plan)
             if effect is not None:
                 read = np.minimum(np.array(known, np.intp), len(curve))
-                norms = _last(plan.norms, len(known))
-                states = np.array(curve)[read - 1] * (1 + readout.gate) ** read + readout.between_all(norms, effect)
+                states = np.array(curve)[read - 1] * (1 + readout.gate) ** read
+                states += readout.between_all(plan.norms[-1], effect)
                 variations: list[float | None] = total_variation(certificate.head_diameter, states).tolist()
                 return variations
         joints = await self._bound(plan)
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
-    async def _demand(self, tolerance: float | None) -> Demand:
-        """Returns the limits on the differences at joints with which the error bound meets the tolerance."""
-        if tolerance is None:
-            return Demand(RESIDUAL)
-        if tolerance == 0 or not self._bounded:
-            return EXACT
-        # With a readout, the rounding is not known for all tokens, so no warm-up is known to be enough.
-        enough = None
-        if self._certificate.readout is None:
-            enough = bounds.smallest_window(self._certificate, tolerance, len(self._certificate.error_bound))
-        if self._least is None and self._certificate.readout is not None:
-            # The least rounding of any answer: that of LayerNorms which amplify nothing.
-            least = total_variation(self._certificate.head_diameter, np.array(2 * self._certificate.readout.top))
-            self._least = float(least)
-        if self._least is None:
-            nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
-            self._least = await self._moved(ChunkPlan(joints=nothing))
-        # If rounding at the joints alone exceeds the tolerance, only exact joints, or a warm-up of `enough` tokens, can
-        # meet it.
-        if self._least > tolerance:
-            return Demand(0.0, None, enough)
-
-        async def judge(plan: ChunkPlan) -> bool:
-            bound = await self._bound(plan)
-            return bound is not None and bound <= tolerance
-
-        return Demand(RESIDUAL, judge, enough)
+    async def _meets(self, tolerance: float, plan: ChunkPlan) -> bool:
+        """Returns whether the bound of a run meets the tolerance."""
+        bound = await self._bound(plan)
+        return bound is not None and bound <= tolerance
 
     async def _bound(self, plan: ChunkPlan) -> float | None:
         """Returns the bound of the total variation between answers of this run and of the run in order."""
@@ -341,12 +308,6 @@ class Scorer:
         return self.propagation.mixed(plan.joints, tokens, self._certificate.readout.gate)
 
 
-def _last(parts: Sequence[NDArray[np.float32]], count: int) -> NDArray[np.float32]:
-    """Returns the last `count` rows of `parts`, which are consecutive parts of one array."""
-    taken: list[NDArray[np.float32]] = []
-    for part in reversed(parts):
-        taken.insert(0, part[-count:])
-        count -= len(taken[0])
-        if not count:
-            break
-    return np.concatenate(taken)
+async def _nothing() -> AsyncGenerator[Piece, None]:
+    """Yields the result of a run without tokens."""
+    yield Piece(0, ChunkPlan(), np.empty(0))

@@ -12,7 +12,6 @@ from wane.service.runners.memory import HostMemory
 from wane.service.runners.onnx_device import Device, DeviceMemory, SlotSessions
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, Shapes, StateMemory
-from wane.service.state.pool import StatePool
 
 LAYOUT = ChunkLayout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
 TOKENS = np.arange(21)  # six cells; a cell is the part of a chunk that one run reads; the last cell has one token
@@ -40,7 +39,7 @@ def put(memory: StateMemory, values: Sequence[float]) -> range:
 
 
 def start(segment: ChunkBatch, memory: StateMemory, cells: range, *values: float) -> None:
-    segment.started(cells, put(memory, values))
+    segment.begin(cells, put(memory, values), range(len(values)), binding=False)
 
 
 def end(segment: ChunkBatch, memory: StateMemory, cells: range, *values: float) -> None:
@@ -62,8 +61,10 @@ def segment(memory: StateMemory) -> ChunkBatch:
 def test_cells_are_numbered_along_the_sequence_and_run_column_after_column(segment: ChunkBatch) -> None:
     assert segment.cells == 6
     assert [list(segment.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3, 5]]
-    assert [segment.work(cell, 0, 0, binding=False).length for cell in range(6)] == [4, 4, 4, 4, 4, 1]
-    work = segment.work(3, 7, 8, binding=False)
+    works = segment.begin(range(6), [0] * 6, [0] * 6, binding=True)
+    assert [work.length for work in works] == [4, 4, 4, 4, 4, 1]
+    assert [work.binding for work in works] == [True, False, False, False, False, False]
+    (work,) = segment.begin([3], [7], [8], binding=False)
     assert isinstance(work.tokens, np.ndarray) and work.tokens.tolist() == [12, 13, 14, 15]
     assert (work.role, work.targets, work.read, work.write) == ("advance", None, 7, 8)
     short = ChunkBatch("advance", LAYOUT, TOKENS[:17], None, HostMemory(SHAPES, 1))
@@ -72,20 +73,15 @@ def test_cells_are_numbered_along_the_sequence_and_run_column_after_column(segme
 
 def test_the_states_differ_where_a_cell_does_not_start_from_the_end_of_the_previous_cell(segment: ChunkBatch) -> None:
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 5.0, 0.0]
-    assert [segment.residual(cell) for cell in range(1, 6)] == [0.0, 0.5, 0.0, 5.0, 0.0]
+    assert segment.residuals(2, 5).tolist() == [0.5, 0.0, 5.0]
+    assert segment.residuals(6, 7).tolist() == []
     assert segment.joints()["s"].tolist() == [5.0]
 
 
 def test_repeating_a_cell_moves_the_difference_to_the_end_of_the_cell(segment: ChunkBatch, memory: StateMemory) -> None:
-    segment.continued(4)
+    segment.edges.copy([4], segment.edges, [segment.cells + 3])
     end(segment, memory, range(4, 5), 4.75)
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]
-
-
-def test_the_end_of_a_cell_is_copied_to_a_slot_of_the_pool(segment: ChunkBatch, memory: StateMemory) -> None:
-    pool = StatePool([], 2, 96, lambda *_: memory)
-    segment.load_end(3, pool, 7)
-    assert memory.read([7])["s"].tolist() == [[4.0]]
 
 
 def test_non_finite_states_are_equal_or_infinitely_far_apart(segment: ChunkBatch, memory: StateMemory) -> None:

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TypeVar
-
 import numpy as np
 import pytest
 
@@ -18,7 +15,6 @@ from wane.service.chunked.layout import (
     lay_out,
 )
 
-T = TypeVar("T")
 FLAT = {1: 1e-5, 8: 1e-5, 64: 1e-5}
 STEEP = {1: 1e-5, 8: 2e-6, 64: 1e-6}
 
@@ -65,15 +61,6 @@ def test_a_run_takes_at_most_run_seconds() -> None:
     assert fewest is not None and fewest.steps == FEWEST_STEPS
 
 
-def result(measuring: Generator[None, None, T]) -> T:
-    """Runs a measurement until it ends. Returns the measurement's result."""
-    while True:
-        try:
-            next(measuring)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-
 def test_the_warm_up_is_the_smallest_length_from_which_the_residual_stays_small() -> None:
     seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
@@ -85,31 +72,33 @@ def test_the_warm_up_is_the_smallest_length_from_which_the_residual_stays_small(
     assert MARGIN == 0.25
 
 
-def test_residuals_are_measured_between_runs_over_the_same_tokens(harness: EngineHarness) -> None:
-    pool, size = harness.engine.state_cache, harness.vocabulary.size
-    measured = result(layout.measure_forgetting(harness.runner, pool, size))
-    left = dict(measured)
+@pytest.fixture
+def measured(harness: EngineHarness) -> ThroughputProfile:
+    """The profile of a measured model, up to batches of 8. By the clock, the first run of each width takes 1 s, 2 s or
+    3 s, and all later runs take longer."""
+    ticks = iter(np.cumsum([value for second in range(1, 100) for value in (0.0, float(second))]))
+    profile, pool = ThroughputProfile(clock=lambda: next(ticks)), harness.engine.state_cache
+    for _ in profile.measure(harness.runner, pool, harness.manifest, 8):
+        pass
+    return profile
+
+
+def test_differences_are_measured_between_runs_over_the_same_tokens(
+    harness: EngineHarness, measured: ThroughputProfile
+) -> None:
+    left = dict(measured._residuals)
     assert list(left) == list(layout.LENGTHS)
     assert left[32] == pytest.approx(left[16] * 0.9**16, rel=0.01)
     harness.runner.decay = np.float32(1.0)
-    residuals = result(layout.measure_forgetting(harness.runner, pool, size))
-    assert ThroughputProfile(residuals).warm_up(1e-3) is None
+    for _ in measured.measure(harness.runner, harness.engine.state_cache, harness.manifest, 1):
+        pass
+    assert measured.warm_up(1e-3) is None
 
 
-@pytest.mark.parametrize("role", ["advance", "scan"])
-def test_the_pace_of_a_width_comes_from_its_fastest_run(
-    harness: EngineHarness, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "POSITIONS", 64)
-    ticks = iter(np.cumsum([value for second in range(1, 100) for value in (0.0, float(second))]))
-    measuring = layout.measure_pace(
-        "scan" if role == "scan" else "advance", harness.runner, harness.engine.state_cache, 0, 8, lambda: next(ticks)
-    )
-    found = result(measuring)
-    # By the fake clock the first run of each width takes 1 s, 2 s or 3 s, and all later runs take longer. These first
-    # runs have 1, 4 and 8 rows, with 64, 16 and 16 tokens in each row.
-    assert found == {1: 1 / 64, 4: 2 / 64, 8: 3 / 128}
-    assert {ran for ran, _ in harness.runner.calls} == {role}
+def test_the_pace_of_a_width_comes_from_its_fastest_run(measured: ThroughputProfile) -> None:
+    # The runs have 1, 4 and 8 rows, with 512, 128 and 64 tokens in each row. The clock of the runs of `scan` goes on.
+    assert measured.pace("advance") == {1: 1 / 512, 4: 2 / 512, 8: 3 / 512}
+    assert measured.pace("scan") == {1: 10 / 512, 4: 11 / 512, 8: 12 / 512}
 
 
 def test_the_profile_is_empty_before_the_measurement(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
