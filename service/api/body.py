@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from starlette.types import Scope
 from wane.service.api.cost import admit_body
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import context
-from wane.service.api.faults import check, check_lengths, read_again, shortest_limit
+from wane.service.api.faults import check_lengths, read_again, shortest_limit
 from wane.service.api.schemas.common import Body, EventInput, InputSequence, RankedBody
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.batching.turns import HEAVY_TOKENS
@@ -185,7 +185,7 @@ class Decoder:
             "the limit follows from the settings max_input_tokens, max_scored_tokens, max_filter_events and "
             "max_batch_inputs"
         )
-        check(unmarked(data[:place]), model, self._settings, partial=True)
+        read_again(unmarked(data[:place]), model, self._settings, partial=True)
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
@@ -194,7 +194,7 @@ class Decoder:
         try:
             body: B = reader(model).decode(raw)
         except FAILURES:
-            body = read_again(raw, model, self._settings)
+            body = cast(B, read_again(raw, model, self._settings))
         if model not in self._shortest:
             self._shortest[model] = shortest_limit(model, self._settings)
         if len(raw) > 2 * self._shortest[model]:  # the JSON of n values has more than 2 n characters

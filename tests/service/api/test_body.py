@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
@@ -188,7 +189,7 @@ class Watched:
         self.values: list[int] = []
         self.compared: list[object] = []
         self.threads: set[str] = set()
-        find, reader = faults.faults, decoding.reader
+        reader = decoding.reader
 
         def noted(raw: bytes | str, **named: Any) -> object:
             self.threads.add(threading.current_thread().name)
@@ -204,12 +205,12 @@ class Watched:
 
             return SimpleNamespace(decode=decode)
 
-        def compare(value: object, *rest: Any, **named: Any) -> Any:
-            self.compared.append(value)
-            return find(value, *rest, **named)
+        def compare(document: object, kind: Any) -> Any:
+            self.compared.append(document)
+            return msgspec.convert(document, kind)
 
         monkeypatch.setattr(faults, "from_json", noted)
-        monkeypatch.setattr(faults, "faults", compare)
+        monkeypatch.setattr(faults, "convert", compare)
         monkeypatch.setattr(decoding, "reader", decoder_of)
 
 
