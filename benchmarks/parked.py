@@ -41,7 +41,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
+from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, of_tokens
 from wane.service.settings import Settings
 from wane.service.types import Mode
 
@@ -118,7 +118,7 @@ class Stored:
         record = await self.store.get(session)
         assert record is not None
         step = LastStep(record.position, of_tokens(tokens), None)
-        assert await self.store.append(record, tokens, step)
+        assert await self.store.append_many([Append(record, tokens, step)])
 
     async def delete(self, session: str) -> None:
         assert await self.store.delete(session)
@@ -169,11 +169,11 @@ async def measure(way: str, count: int, history: int) -> Result:
     result["append_us"] = statistics.median([await timed(kept.append(name, (7,))) for name in some])
     result["collection_ms"] = statistics.median([await timed(asyncio.to_thread(gc.collect)) for _ in range(3)]) / 1e3
     if isinstance(kept, Stored):
-        result["counted_bytes"] = kept.store.used_bytes
+        result["counted_bytes"] = kept.store.sessions.used_bytes
         result["get_us"] = statistics.median([await timed(kept.store.get(name)) for name in some])
         kept.later_s = 2 * TTL_S
         calls = []
-        while kept.store.used_bytes:
+        while kept.store.sessions.used_bytes:
             calls.append(await timed(kept.store.count("m")))
         result |= {"expiring_calls": len(calls), "expiring_call_ms": max(calls) / 1e3}
     return result

@@ -45,7 +45,7 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.redis import RedisStore
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store
+from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, Snapshot, Store
 from wane.service.settings import Settings
 from wane.service.types import Mode, PredictRequest, StepRequest
 
@@ -230,7 +230,8 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
         record = store.get_cached(f"s{client}")
         assert record is not None
         snapshot = Snapshot(record.position + 1, 0, b"maker", state) if size else None
-        assert await store.append(record, (7,), LastStep(0, b"t", None), snapshot)
+        (after,) = await store.append_many([Append(record, (7,), LastStep(0, b"t", None), snapshot)])
+        assert isinstance(after, SessionRecord)
 
     rates, _ = await rate(step, seconds)
     reads = []

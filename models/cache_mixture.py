@@ -97,8 +97,6 @@ class CacheMixture:
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size < 1 << 16 else np.uint32)
         """The integer type of the ring buffers. It is the smallest possible one, because small types are sorted faster.
         """
-        self.ring_bytes = self.length * self.dtype.itemsize
-        """The size of one ring buffer in bytes."""
         self._weights = np.array(cache.weights, np.float64)
         self._has_counts = bool(self._weights[:, 1].any())
         self.least_network = float(self._weights[:, 0].min())

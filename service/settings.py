@@ -144,8 +144,7 @@ class Settings(BaseModel):
     state_budget_bytes: int = Field(
         default=256 * 2**20,
         ge=1,
-        description="memory of each model for its sessions' resident states, and for the contents of these sessions' "
-        "caches",
+        description="memory of each model for its sessions' resident states",
     )
     state_ttl_s: float | None = Field(
         default=None,
@@ -158,8 +157,9 @@ class Settings(BaseModel):
         default=2**30,
         ge=1,
         description="memory for sessions without their states: about 300 bytes for each session, and 2 bytes for "
-        "each token of its history (4 bytes if the vocabulary has over 65536 tokens); when it is used "
-        "up, the server answers new sessions with 429",
+        "each token of its history (4 bytes if the vocabulary has over 65536 tokens), where a session "
+        "whose state is resident counts with session_history_tokens; when it is used up, the server "
+        "answers new sessions with 429",
     )
     store: str = Field(
         default=IN_MEMORY,

@@ -152,7 +152,6 @@ class Engine:
             settings.state_budget_bytes,
             metrics.states_evicted.labels(name).inc,
             runner.memory,
-            cache_bytes=0 if cache is None else cache.ring_bytes,
             norms=manifest.architecture.norm_columns if NORMS in runner.outputs("step") else 0,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
@@ -170,6 +169,7 @@ class Engine:
         parallel = ChunkedRunner(manifest, self.batcher, pool, self._throughput)
         self._cost_model.parallel_cost = parallel.seconds
         self.forward = Forward(self.batcher, pool, parallel)
+        empty = TokenHistory.start(vocabulary.eos_id, vocabulary.size)
         self.sessions = Sessions(
             store,
             pool,
@@ -178,7 +178,7 @@ class Engine:
             version=self.version,
             vocabulary=self.tokenizer,
             state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
-            empty=TokenHistory.start(vocabulary.eos_id, vocabulary.size),
+            empty=empty,
             model_fingerprint=model_fingerprint(manifest, bits),
             state_checkpoint_interval_tokens=settings.states_every(name, certified=manifest.certificate.certified),
             clock=clock,
@@ -224,7 +224,7 @@ class Engine:
         )
         self.has_state = pool.has_state
         """Returns whether the state of a session, given by its name, is in the state cache."""
-        self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
+        self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, empty, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
         most_predictions = most_predictions if most_predictions > 1 else 0
         answers = StepAnswers(

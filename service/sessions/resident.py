@@ -1,11 +1,9 @@
-"""Sessions whose steps are committed by arrays, a whole batch in each array operation (`service/engine/steps/`). This
-module keeps the sessions' latest tokens in arrays with one row for every slot of the state cache. The tokens are
-written to the store later.
+"""Sessions whose steps are committed by arrays, a whole batch in each array operation (`service/engine/steps/`).
 
-A step of one token appends the token, and increments the session's position and revision. For a session with a resident
-state, these changes are buffered. The position and the revision are kept in the state cache, and up to RECENT tokens in
-a row of an array. The changes are written to the store when the row is full, and before any other operation of the
-store on the session (`WriteBuffer`).
+A step of one token appends the token, and increments the session's position and revision. If the store allows it
+(`Store.buffer`), a session with a resident state has these in arrays with one row for each slot of the state cache: the
+position and the revision in the state cache, and the latest tokens in a ring buffer here. They are the session's only
+history until the store takes them back, before its state is dropped or another operation reads the session.
 """
 
 from __future__ import annotations
@@ -19,21 +17,16 @@ from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.service.runners.runner import Array
-from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.state.cache import StateCache
-
-RECENT = 32
-"""The largest number of buffered tokens of a session. A session is written to the store once in this number of steps.
-"""
 
 WRITTEN_AT_ONCE = 256
 """The number of sessions that `close` writes in one iteration of the event loop."""
 
 
 class ResidentSessions:
-    """The sessions of one model whose steps are computed in columns. Each session has a resident state. If the store is
-    not a `MemoryStore`, no session is added.
+    """The sessions of one model whose steps are committed by arrays. Each session has a resident state.
 
     All methods must be called on the event loop's thread.
     """
@@ -43,24 +36,28 @@ class ResidentSessions:
         state_cache: StateCache,
         store: Store,
         ttl_s: float,
+        empty: TokenHistory,
         clock: Callable[[], float] = time.monotonic,
         cache: CacheMixture | None = None,
     ) -> None:
-        """`ttl_s`: idle time in seconds after which a session expires. `clock` returns seconds. `cache` is the model's
-        cache of tokens, if the model has one. The last tokens of every session are then kept as the content of its
-        cache."""
+        """`ttl_s`: idle time in seconds after which a session expires. `empty`: the history of a sequence without
+        tokens. `clock` returns seconds. `cache` is the model's cache of tokens, if the model has one."""
         self._state_cache = state_cache
-        self._store = store if isinstance(store, MemoryStore) else None
+        self._store = store
         self._ttl_s = ttl_s
+        self._empty = empty
         self._clock = clock
-        # For each slot, 1 if the new tokens of its session are buffered in this object. The type is memoryview, because
+        # For each slot, 1 if the tokens of its session are buffered in this object. The type is memoryview, because
         # reading one item of a numpy array takes longer.
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
-        self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
-        self._counts = np.zeros(state_cache.capacity, np.int64)  # number of tokens in each row of `_recent`
         self._cache = cache
-        length = 0 if cache is None else cache.length
-        self._rings = np.zeros((state_cache.capacity, length), np.uint8 if cache is None else cache.dtype)
+        self._keep = store.session_history_tokens
+        # Token i of a session (from 0, without <eos>) is at index i % keep of its row. The rows' memory is committed
+        # when it is first written.
+        dtype = np.dtype(f"u{empty.width}") if cache is None else cache.dtype
+        self._rings = np.zeros((state_cache.capacity, self._keep), dtype)
+        # For each slot, the number of the first tokens of its session that were not known when it was added.
+        self._unknown = np.zeros(state_cache.capacity, np.int64)
         self.flushes = 0
         """Number of times that a session was flushed to the store."""
         self.hits = 0
@@ -68,18 +65,21 @@ class ResidentSessions:
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
-        """From now on, holds the tokens of the session's steps in a buffer instead of writing each to the store. Does
-        nothing unless the session's state is in the state cache and the store is a `MemoryStore` that still has the
-        session: the session may have been evicted by its own step. The cached state and the stored session must both
-        have the revision of `record`."""
-        slot = self._state_cache.slot_of(record.session)
-        if self._store is not None and slot is not None and self._store.buffer(record.session, self):
-            self.buffered[slot] = True
-            self._counts[slot] = 0
-            if self._cache is not None:
-                tail = record.tail.ids()
-                history = tail[1:] if len(tail) > record.position else tail
-                self._rings[slot] = self._cache.ring(history, record.position)
+        """From now on, holds the tokens of the session. Does nothing unless the session's state is in the state cache
+        and the store leaves the tokens to this object. The cached state and the stored session must both have the
+        revision of `record`."""
+        session, position = record.session, record.position
+        slot = self._state_cache.slot_of(session)
+        if slot is None or not self._store.buffer(session, self, self._rings.strides[0]):
+            return
+        self.buffered[slot] = True
+        ids = record.tail.ids()
+        known = (ids[1:] if len(ids) > position else ids)[-self._keep :]
+        ring = self._rings[slot]
+        if self._cache is not None:
+            ring.fill(self._cache.empty)
+        ring[np.arange(position - len(known), position) % self._keep] = known
+        self._unknown[slot] = position - len(known)
 
     def slot(self, session: str) -> int | None:
         """Returns the session's row in the arrays, which is the slot of its state. Returns None if the session is not
@@ -98,29 +98,31 @@ class ResidentSessions:
         """Appends one token to each of B different sessions, and replaces the sessions' states with those in `outputs`,
         the outputs of a model run over these tokens."""
         self.hits += len(slots)
-        now_s = self._clock()
-        self._state_cache.advance(slots, sessions, outputs, now_s)
-        counts = self._counts[slots]
-        self._recent[slots, counts] = tokens
-        counts += 1
-        self._counts[slots] = counts
-        if self._cache is not None:
-            self._rings[slots, self._newest(slots)] = tokens
-        if counts.max() == RECENT:
-            assert self._store is not None, "a session is buffered, but the store is not in memory: this is a bug"
-            for row in np.flatnonzero(counts == RECENT).tolist():
-                slot = int(slots[row])
-                if self.buffered[slot]:  # False if the store flushed the session to free memory
-                    self._counts[slot] = 0
-                    self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
+        self._rings[slots, self._state_cache.positions[slots] % self._keep] = tokens
+        self._state_cache.advance(slots, sessions, outputs, self._clock())
 
-    def kept(self, session: str, slot: int) -> tuple[NDArray[np.int64], int]:
+    def kept(self, slot: int) -> tuple[NDArray[np.int64], int]:
         """Returns the kept tokens of a buffered session, as its record would have them: int64 (n), and the session's
         position."""
-        assert self._store is not None, "a session is buffered, but the store is not in memory: this is a bug"
-        position, keep = self._state_cache.positions.item(slot), self._store.session_history_tokens
-        ids = np.concatenate([self._store.written(session), self._recent[slot, : self._counts[slot]]])
-        return ids if position <= keep else ids[-keep:], position
+        tail, position = self._tail(slot)
+        return tail.ids(), position
+
+    def _tail(self, slot: int) -> tuple[TokenHistory, int]:
+        """Returns the history of a buffered session, and the session's position."""
+        position, unknown, keep, width = (
+            self._state_cache.positions.item(slot),
+            self._unknown.item(slot),
+            self._keep,
+            self._empty.width,
+        )
+        ring, newest = self._rings[slot], position % keep
+        if position - unknown >= keep:  # a full ring
+            ids = np.concatenate([ring[newest:], ring[:newest]])
+        else:
+            ids = ring[np.arange(unknown, position) % keep]
+        data = ids.astype(f"<u{width}", copy=False).tobytes()
+        is_whole = not unknown and position <= keep
+        return TokenHistory(self._empty.data + data if is_whole else data, width), position
 
     def shares_of(self, steps: Sequence[tuple[SessionRecord, Sequence[int]]]) -> CacheShares:
         """Like `shares`, for sessions that are not buffered, after the tokens that each of B steps appends to its
@@ -137,32 +139,30 @@ class ResidentSessions:
     def shares(self, slots: NDArray[np.intp]) -> CacheShares:
         """Returns the cache's part of the next-token distribution of each of B sessions."""
         assert self._cache is not None, "the model has no cache: this is a bug"
-        return self._cache.shares(self._rings[slots], self._newest(slots))
+        positions, length = self._state_cache.positions[slots], self._cache.length
+        if length == self._keep:
+            return self._cache.shares(self._rings[slots], (positions - 1) % length)
+        latest = (positions[:, None] + np.arange(-length, 0)) % self._keep
+        return self._cache.shares(self._rings[slots[:, None], latest], np.full(len(slots), length - 1))
 
-    def _newest(self, slots: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Returns, for each of B sessions, the index of its latest token in its row of `_rings`: int64 (B)."""
-        newest: NDArray[np.int64] = (self._state_cache.positions[slots] - 1) % self._rings.shape[1]
-        return newest
-
-    def flush(self, session: str) -> tuple[Sequence[int], float]:
-        """See `WriteBuffer`."""
+    def flush(self, session: str) -> tuple[TokenHistory, int, float]:
+        """See `HistoryBuffer`."""
         slot = self._state_cache.slot_of(session)
         assert slot is not None, "a buffered session has no state: this is a bug"
         self.buffered[slot] = False
         self.flushes += 1
-        tokens: list[int] = self._recent[slot, : self._counts[slot]].tolist()
-        return tokens, self._clock() - self._state_cache.touched_s.item(slot)
+        return *self._tail(slot), self._clock() - self._state_cache.touched_s.item(slot)
 
     async def close(self) -> None:
-        """Writes all buffered tokens to the store, WRITTEN_AT_ONCE sessions at a time."""
+        """Writes all buffered sessions to the store, WRITTEN_AT_ONCE sessions at a time."""
         for count, slot in enumerate(np.flatnonzero(self.buffered).tolist()):
             session = self._state_cache.sessions[slot]
-            if self.buffered[slot] and session is not None and self._store is not None:
-                self._store.flush(session)
+            if self.buffered[slot] and session is not None:
+                self._store.get_cached(session)
             if count % WRITTEN_AT_ONCE == WRITTEN_AT_ONCE - 1:
                 await asyncio.sleep(0)
 
     def _on_drop(self, session: str, slot: int) -> None:
-        """Flushes a session before its state is dropped."""
-        if self.buffered[slot] and self._store is not None:
-            self._store.flush(session)
+        """Writes a session to the store before its state is dropped."""
+        if self.buffered[slot]:
+            self._store.get_cached(session)

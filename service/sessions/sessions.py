@@ -30,7 +30,6 @@ from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.stores.codec import due
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
@@ -372,7 +371,7 @@ class Sessions:
         """Returns the state of a commit as a snapshot, if the step reaches a checkpoint."""
         before, every = commit.record.position, self._checkpoint_interval_tokens
         position = before + len(commit.tokens)
-        if every is None or commit.slot is None or not due(before, position, every):
+        if every is None or commit.slot is None or position // every == before // every:
             return None
         return Snapshot(position, commit.dropped_tokens, self.model_fingerprint, self._state_cache.pack(commit.slot))
 

@@ -41,11 +41,10 @@ class StateCache(StatePool):
         on_evict: Callable[[], object] = lambda: None,
         memory: MakeMemory = HostMemory,
         *,
-        cache_bytes: int = 0,
         norms: int = 0,
     ) -> None:
         """See `StatePool`. `on_evict` is called for every evicted state."""
-        super().__init__(state, hidden, budget_bytes, memory, cache_bytes=cache_bytes, norms=norms)
+        super().__init__(state, hidden, budget_bytes, memory, norms=norms)
         self._on_evict = on_evict
         self.order: OrderedDict[str, int] = OrderedDict()  # from session name to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__

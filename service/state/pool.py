@@ -41,13 +41,11 @@ class StatePool:
         budget_bytes: int,
         memory: MakeMemory = HostMemory,
         *,
-        cache_bytes: int = 0,
         norms: int = 0,
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. So are the `norms`
         columns of the output `norms`, if the graphs have it. `memory` allocates the
-        memory of the states, on the device of the runner that reads them. `cache_bytes` is the size of the ring buffer
-        that a model with a cache keeps for each slot (`CacheMixture.ring_bytes`). It counts towards the budget.
+        memory of the states, on the device of the runner that reads them.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
@@ -56,12 +54,11 @@ class StatePool:
             shapes[NORMS] = (norms,)
         shapes[HIDDEN] = (hidden,)
         self.slot_bytes = FLOAT32_BYTES * sum(int(np.prod(shape)) for shape in shapes.values())
-        self._budgeted_bytes = self.slot_bytes + cache_bytes
-        self.capacity = budget_bytes // self._budgeted_bytes
+        self.capacity = budget_bytes // self.slot_bytes
         if self.capacity < FEWEST_SLOTS:
             raise ValueError(
-                f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {self._budgeted_bytes} bytes "
-                f"need {FEWEST_SLOTS * self._budgeted_bytes}"
+                f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {self.slot_bytes} bytes "
+                f"need {FEWEST_SLOTS * self.slot_bytes}"
             )
         self.memory = memory(shapes, self.capacity)
         self.users = array("i", bytes(4 * RESERVED))  # number of users of each slot that was ever used
@@ -142,7 +139,7 @@ class StatePool:
     @property
     def used_bytes(self) -> int:
         """Memory of the slots in use, in bytes."""
-        return self._budgeted_bytes * self.used
+        return self.slot_bytes * self.used
 
     # Values
 

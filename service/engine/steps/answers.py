@@ -270,7 +270,7 @@ class StepAnswers:
             record = details.stored.record
             before, position, tokens = record.tail.ids(), record.position, details.stored.tokens
         else:
-            before, position = self._resident.kept(batch.sessions[row], batch.slots.item(row))
+            before, position = self._resident.kept(batch.slots.item(row))
             tokens = (batch.tokens.item(row),)
         if position <= len(before) and not self._starts_with_tokens:
             before = before[1:]  # without <eos>, which the model does not read

@@ -1,22 +1,33 @@
-"""Encodes a session and a snapshot for other processes: in a shared store, or in a dump file.
+"""Encodes sessions: in memory, in a dump file, and in a shared store. Numbers are big-endian, and token ids are
+little-endian. Both encodings end with the same four fields and the tail:
 
-A session:
+    position  start  tokens' digest    key's digest      tail
+    uint64    int64  16 bytes at most  16 bytes at most  token ids
 
-    revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
-    uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
+`start` is the last step's starting position, or -1 if there is no last step. A byte with the digest's length stands
+before each digest. The key's digest is empty if the step had no key.
 
-Numbers are big-endian, and token ids are little-endian. `run` is the time of Redis's last save to disk or, before the
-first save, of its start. It therefore changes with every restart of Redis. In a dump file it is 0. `length` is the
-number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a change and its
-writer. `start` is the last step's starting position, or -1 if there is no last step. `identity` (model, version, mode,
-width of a token id, vocabulary) does not change. A byte with the digest's length stands before each digest.
+In memory (`Packing`), the session's last use and its identity stand before them. An identity (model, version, mode, the
+width of a token id, the vocabulary) is stored once for all sessions that share it:
+
+    used in seconds  revision  identity's number
+    float64          uint64    uint16
+
+For other processes (`write`), the identity itself stands between the digests and the tail, and before them:
+
+    revision  run     format  stamp   bytes of the identity  bytes of the tail
+    uint64    uint32  uint8   uint64  uint16                 uint32
+
+`run` is the time of Redis's last save to disk or, before the first save, of its start. It therefore changes with every
+restart of Redis. In a dump file it is 0. `stamp` is a random number that identifies a change and its writer. The
+identity is JSON. The fields from `format` to the identity are the head.
 
 A snapshot (`Snapshot`), which is stored at every checkpoint in addition to the session's last tokens:
 
     position  dropped_tokens  length  model_fingerprint  state
     uint64    uint64          uint16  `length` bytes     float32, as in the state pool
 
-Numbers are big-endian. The state has this machine's byte order.
+The state has this machine's byte order.
 """
 
 from __future__ import annotations
@@ -31,10 +42,143 @@ from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, digest
 from wane.service.types import Mode, id_of
 
+FORMAT = 2
+NO_STEP = -1
+STAMP_BITS = 64
+IDENTITIES = 4096  # size of the cache of identities: above the number of versions and modes of all loaded models
+REVISION = struct.Struct(">Q")
+_FIELDS = f"Qq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p"
+_PACKED = struct.Struct(f">dQH{_FIELDS}")
+_USED = struct.Struct(">d")
+_USED_REVISION_IDENTITY = struct.Struct(">dQH")
+_HEAD = struct.Struct(f">BQHI{_FIELDS}")
+_RUN_AT, _HEAD_AT = 8, 12
 _SNAPSHOT_HEAD = struct.Struct(">QQH")
+HEADER_BYTES = _PACKED.size
+"""The size of a packed session without its tail."""
+
+Identity = tuple[str, str, Mode, int, str]
+"""Model, version, mode, number of bytes of a token id, and vocabulary."""
+
+
+class Unreadable(ValueError):
+    """The bytes are not a session, or were written by another version of Wane."""
+
+
+def used_s(packed: bytes) -> float:
+    """Returns the time of a packed session's last use, in seconds."""
+    (when,) = _USED.unpack_from(packed)
+    return float(when)
+
+
+def revision_of(packed: bytes) -> int:
+    """Returns a packed session's revision."""
+    return int(_USED_REVISION_IDENTITY.unpack_from(packed)[1])
+
+
+def used_at(packed: bytes, now_s: float) -> bytes:
+    """Returns the packed session with the time of its last use set to `now_s`."""
+    return _USED.pack(now_s) + packed[_USED.size :]
+
+
+class Packing:
+    """Packs and unpacks records in memory. Identities are numbered in the order in which they are first packed."""
+
+    def __init__(self) -> None:
+        self._identities: list[Identity] = []
+        self._numbers: dict[Identity, int] = {}
+
+    def pack(self, record: SessionRecord, now_s: float) -> bytes:
+        """Packs the record, with `now_s` as the time of its last use."""
+        identity, tail = _identity_of(record), record.tail.data
+        number = self._numbers.get(identity)
+        if number is None:
+            number = self._numbers[identity] = len(self._identities)
+            self._identities.append(identity)
+        start, tokens, key = record.last or (NO_STEP, b"", b"")
+        return _PACKED.pack(now_s, record.revision, number, record.position, start, tokens, key or b"") + tail
+
+    def unpack(
+        self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
+    ) -> SessionRecord:
+        """Unpacks the record. The record's `idle_s` is the idle time at `now_s`. `durable` and `snapshot` are fields of
+        the record that are not packed."""
+        when_s, revision, number, position, start, tokens, key = _PACKED.unpack_from(packed)
+        model, version, mode, width, vocabulary = self._identities[number]
+        tail = TokenHistory(packed[HEADER_BYTES:], width)
+        last = None if start == NO_STEP else LastStep(start, tokens, key or None)
+        idle_s = now_s - when_s
+        return SessionRecord(
+            session, model, version, mode, position, tail, revision, last, idle_s, vocabulary, durable, snapshot
+        )
+
+    def identity(self, packed: bytes) -> Identity:
+        """Returns the identity of the packed session."""
+        return self._identities[_USED_REVISION_IDENTITY.unpack_from(packed)[2]]
+
+
+def head(record: SessionRecord) -> bytes:
+    """Encodes a session for other processes, without its revision, its run and its tail. Every call draws a new
+    stamp."""
+    start, tokens, key = record.last or (NO_STEP, b"", b"")
+    identity, stamp, size = _written(_identity_of(record)), secrets.randbits(STAMP_BITS), len(record.tail.data)
+    return _HEAD.pack(FORMAT, stamp, len(identity), size, record.position, start, tokens, key or b"") + identity
+
+
+def write(record: SessionRecord) -> bytes:
+    """Encodes a session for other processes."""
+    return REVISION.pack(record.revision) + bytes(_HEAD_AT - _RUN_AT) + head(record) + record.tail.data
+
+
+def after_run(written: bytes) -> bytes:
+    """Returns the bytes that follow the field `run` in a session that `write` encoded."""
+    return written[_HEAD_AT:]
+
+
+def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
+    """Decodes a session with its latest `keep` tokens. Raises Unreadable."""
+    if len(data) > _HEAD_AT and data[_HEAD_AT] != FORMAT:
+        raise Unreadable(
+            f"session {id_of(session)!r} is written in format {data[_HEAD_AT]}, but this version reads format {FORMAT}"
+        )
+    try:
+        (revision,) = REVISION.unpack_from(data)
+        _, _, length, size, position, start, tokens, key = _HEAD.unpack_from(data, _HEAD_AT)
+        tail_at = _HEAD_AT + _HEAD.size + length
+        model, version, mode, width, vocabulary = _read_identity(data[_HEAD_AT + _HEAD.size : tail_at])
+    except (struct.error, ValueError, TypeError) as error:
+        raise Unreadable(f"the stored bytes of session {id_of(session)!r} cannot be read") from error
+    ids = data[tail_at:]
+    if len(ids) != size or not size or size % width:
+        raise Unreadable(
+            f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, but should take {size}, in tokens of "
+            f"{width} bytes"
+        )
+    last = None if start == NO_STEP else LastStep(start, tokens, key or None)
+    tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
+    return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)
+
+
+def _identity_of(record: SessionRecord) -> Identity:
+    return record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
+
+
+@lru_cache(IDENTITIES)
+def _written(identity: Identity) -> bytes:
+    model, version, mode, width, vocabulary = identity
+    return json.dumps([model, version, mode.value, width, vocabulary], ensure_ascii=False).encode()
+
+
+@lru_cache(IDENTITIES)
+def _read_identity(data: bytes) -> Identity:
+    model, version, mode, width, vocabulary = json.loads(data)
+    if width not in (2, 4):
+        raise ValueError(f"the width of a token id is {width}, but must be 2 or 4")
+    return str(model), str(version), Mode(mode), int(width), str(vocabulary)
 
 
 def write_snapshot(snapshot: Snapshot) -> bytes:
+    """Encodes a snapshot."""
     head = _SNAPSHOT_HEAD.pack(snapshot.position, snapshot.dropped_tokens, len(snapshot.model_fingerprint))
     return head + snapshot.model_fingerprint + snapshot.state
 
@@ -54,79 +198,3 @@ def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
     snapshot with another fingerprint is not used, and the state is rebuilt."""
     told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
     return digest(told.encode())
-
-
-def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step from position `before` to `after` reaches a checkpoint. A checkpoint is a position that is
-    a multiple of `every`."""
-    return after // every > before // every
-
-
-FORMAT = 1
-NO_STEP = -1
-STAMP_BITS = 64
-REVISION = struct.Struct(">Q")
-_FRONT = struct.Struct(">QIH")
-_RUN = struct.Struct(">QI")
-_HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
-IDENTITIES = 4096  # size of the cache of identities: above the number of versions and modes of all loaded models
-
-
-class Unreadable(ValueError):
-    """The bytes are not a session, or were written by a later version of Wane."""
-
-
-def head(record: SessionRecord) -> bytes:
-    """Encodes a session without its revision and its tokens. Every call draws a new stamp."""
-    start, tokens, key = record.last or (NO_STEP, b"", None)
-    identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
-    stamp = secrets.randbits(STAMP_BITS)
-    return _HEAD.pack(FORMAT, stamp, record.position, start, tokens, key or b"") + identity
-
-
-def write(record: SessionRecord) -> bytes:
-    about = head(record)
-    return _FRONT.pack(record.revision, 0, len(about)) + about + record.tail.data
-
-
-def after_run(written: bytes) -> bytes:
-    """Returns the bytes that follow the field `run` in a session that `write` encoded."""
-    return written[_RUN.size :]
-
-
-def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
-    """Decodes a session with its latest `keep` tokens. Raises Unreadable."""
-    try:
-        revision, _, length = _FRONT.unpack_from(data)
-        about = data[_FRONT.size : _FRONT.size + length]
-        form, _, position, start, tokens, key = _HEAD.unpack_from(about)
-        if form != FORMAT:
-            raise Unreadable(
-                f"session {id_of(session)!r} is written in format {form}, but this version reads format {FORMAT}"
-            )
-        model, version, mode, width, vocabulary = _read_identity(about[_HEAD.size :])
-    except (struct.error, ValueError, TypeError) as error:
-        if isinstance(error, Unreadable):
-            raise
-        raise Unreadable(f"the stored bytes of session {id_of(session)!r} cannot be read") from error
-    ids = data[_FRONT.size + length :]
-    if not ids or len(ids) % width:
-        raise Unreadable(
-            f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, which is no positive multiple of {width}"
-        )
-    last = None if start == NO_STEP else LastStep(start, tokens, key or None)
-    tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
-    return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)
-
-
-@lru_cache(IDENTITIES)
-def _identity(model: str, version: str, mode: Mode, width: int, vocabulary: str) -> bytes:
-    return json.dumps([model, version, mode.value, width, vocabulary], ensure_ascii=False).encode()
-
-
-@lru_cache(IDENTITIES)
-def _read_identity(data: bytes) -> tuple[str, str, Mode, int, str]:
-    model, version, mode, width, vocabulary = json.loads(data)
-    if width not in (2, 4):
-        raise ValueError(f"the width of a token id is {width}, but must be 2 or 4")
-    return str(model), str(version), Mode(mode), int(width), str(vocabulary)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -32,13 +33,13 @@ from wane.service.errors import QuotaExceeded
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
-from wane.service.sessions.stores.record_cache import RecordCache
+from wane.service.sessions.stores.packed import PackedSessions
 from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Row, Script
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
     DamagedSession,
-    LastStep,
+    HistoryBuffer,
     SessionRecord,
     Snapshot,
     StoreHealth,
@@ -56,6 +57,13 @@ DOUBT_BITS = 40
 """Number of bits of a random score that marks a session's expiry time as uncertain. In the sorted set of an owner's
 sessions, a session's score is its expiry time in milliseconds since 1970. A random score of so few bits is a time in
 the past. So a `_claim` that finds the set full takes the session for expired, and looks it up."""
+SNAPSHOTS = 256  # largest number of cached snapshots; a snapshot is dropped when its session changes
+# Steps do not use the cache if more than this share of the calls of `_saw` have moved=True. A step that finds an
+# outdated session calls `_saw` once with moved=True, and once or twice with moved=False after it has read the session
+# again. Any other step calls it once with moved=False. If half of all steps find an outdated session, the share is
+# therefore a quarter to a third.
+MOVED_OFTEN = 0.25
+EMA_ALPHA = 1 / 16  # weight of the latest call of `_saw` in the moving average
 DONE = (1, 2)
 """The append script's replies for a session to which it appended the tokens: at the next revision (1), or at a new
 random revision (2), which is used if Redis was restarted or saved to disk since the session's last change."""
@@ -82,7 +90,9 @@ class RedisStore:
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
         self._ttl_ms = max(1, round(1000 * ttl_s))
-        self._remembered = RecordCache(budget_bytes, ttl_s, clock)
+        self._remembered = PackedSessions(ttl_s, budget_bytes, clock)
+        self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        self._moved = 0.0
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         session = record.session
@@ -131,18 +141,40 @@ class RedisStore:
         remembered = self._remembered.get(session)
         record = self._read(session, data, max(0.0, (self._ttl_ms - left_ms) / 1000))
         if remembered is not None:
-            self._remembered.saw(moved=record is None or record.revision != remembered.revision)
+            self._saw(moved=record is None or record.revision != remembered.revision)
         if record is None:
-            self._remembered.forget(session)
+            self._forget(session)
             return None
         record = record._replace(snapshot=None if state is None else read_snapshot(state))
-        self._remembered.put(record)
+        self._remember(record)
         return record
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
-        if to_step and (self._remembered.mostly_moved or not self.trips.reachable):
+        if to_step and (self._moved > MOVED_OFTEN or not self.trips.reachable):
             return None
-        return self._remembered.get(session)
+        return self._remembered.get(session, True, self._snapshots.get(session))
+
+    def _saw(self, *, moved: bool) -> None:
+        """Records one comparison of a cached session with the stored session. `moved` says whether the cached session
+        was outdated."""
+        self._moved += EMA_ALPHA * (moved - self._moved)
+
+    def _remember(self, record: SessionRecord) -> None:
+        """Caches a session in place of its earlier record, if there is one. The time of its last use is now."""
+        session, snapshots = record.session, self._snapshots
+        if snapshots:
+            snapshots.pop(session, None)
+        if record.snapshot is not None:
+            snapshots[session] = record.snapshot
+            if len(snapshots) > SNAPSHOTS:
+                snapshots.popitem(last=False)
+        self._remembered.put(record)
+        for _ in self._remembered.squeeze():
+            pass
+
+    def _forget(self, session: str) -> None:
+        self._snapshots.pop(session, None)
+        self._remembered.forget(session)
 
     def kind(self, session: str) -> tuple[str, str] | None:
         return self._remembered.kind(session)
@@ -150,15 +182,6 @@ class RedisStore:
     async def touch(self, session: str) -> None:
         for key in self.keys(session):
             self.trips.tell("PEXPIRE", key, self._ttl_ms)
-
-    async def append(
-        self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
-    ) -> SessionRecord | None:
-        """See `Store`."""
-        (result,) = await self.append_many([Append(record, tokens, step, snapshot)])
-        if isinstance(result, Exception):
-            raise result
-        return result
 
     async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
         """See `Store`. If a session is not at the revision of its `record`, caches the current session.
@@ -188,7 +211,6 @@ class RedisStore:
                         b"".join([token.to_bytes(width, "little") for token in tokens]),
                         0 if position <= keep else keep * width,
                         b"" if snapshot is None else write_snapshot(snapshot),
-                        width,
                     ),
                 )
             )
@@ -207,11 +229,15 @@ class RedisStore:
             except DamagedSession as error:
                 return error
             return None
-        self._remembered.saw(moved=False)
+        self._saw(moved=False)
         if reply == 2:
             after = after._replace(revision=other)
-        self._remembered.put(after)
+        self._remember(after)
         return after
+
+    def buffer(self, session: str, buffer: HistoryBuffer, most_bytes: int) -> bool:  # noqa: ARG002
+        """See `Store`."""
+        return False
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         before = await self.get(session)
@@ -241,11 +267,11 @@ class RedisStore:
             self._lost(record.session, done)
             return None
         kept = record._replace(durable=True)
-        self._remembered.put(kept)
+        self._remember(kept)
         return kept
 
     async def delete(self, session: str) -> bool:
-        self._remembered.forget(session)
+        self._forget(session)
         deleted = await self.trips.do("DEL", *self.keys(session))
         if owner_of(session):
             self.trips.tell(*self._doubting(session, "XX"))  # another request may be creating the session again
@@ -286,14 +312,14 @@ class RedisStore:
         try:
             return codec.read(session, data, self.session_history_tokens, idle_s)._replace(durable=True)
         except codec.Unreadable as error:
-            self._remembered.forget(session)
-            raise DamagedSession(f"{error}: is a replica of a later version running?") from error
+            self._forget(session)
+            raise DamagedSession(f"{error}: is a replica of another version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:
         """Caches the session that a script found at another revision than the expected one."""
-        self._remembered.saw(moved=True)
+        self._saw(moved=True)
         record = self._read(session, found)
         if record is None:
-            self._remembered.forget(session)
+            self._forget(session)
         else:
-            self._remembered.put(record)
+            self._remember(record)

@@ -134,7 +134,9 @@ class SessionRecord(NamedTuple):
 
 
 class Append(NamedTuple):
-    """One change of `Store.append_many`: see `Store.append`."""
+    """One change of `Store.append_many`: appends `tokens` if the session is at the revision of `record`
+    (compare-and-append). `snapshot`: the state after `tokens`, which the store should keep. A store that does not keep
+    states ignores it."""
 
     record: SessionRecord
     tokens: Sequence[int]
@@ -154,12 +156,12 @@ class UnsavedSessions(StoreError):
     """The sessions in memory could not be saved when the process ended. They are lost."""
 
 
-class WriteBuffer(Protocol):
-    """Holds the latest tokens of sessions until they are written to a store."""
+class HistoryBuffer(Protocol):
+    """Holds the tokens of sessions whose states are in memory: see `Store.buffer`."""
 
-    def flush(self, session: str) -> tuple[Sequence[int], float]:
-        """Removes a session from the buffer. Returns the tokens that were appended since the last write, and the
-        session's idle time in seconds. Each token was appended by a separate step without a key."""
+    def flush(self, session: str) -> tuple[TokenHistory, int, float]:
+        """Removes a session from the buffer. Returns the session's tokens, its position, and its idle time in seconds.
+        Each token since `Store.buffer` was appended by a separate step without a key."""
         ...
 
 
@@ -205,19 +207,16 @@ class Store(Protocol):
         Returns None if this process has not seen the session."""
         ...
 
-    async def append(
-        self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
-    ) -> SessionRecord | None:
-        """Appends `tokens` if the session is at the revision of `record` (compare-and-append). Otherwise returns None,
-        without side effects.
-
-        `snapshot`: the state after `tokens`, which the store should keep. A store that does not keep states ignores it.
-        """
-        ...
-
     async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
         """Makes the appends of a batch, each to another session, and returns a result for each. Each append succeeds
-        or fails by itself, like `append`. A store of another process makes them in one round trip."""
+        or fails by itself. A store of another process makes them in one round trip."""
+        ...
+
+    def buffer(self, session: str, buffer: HistoryBuffer, most_bytes: int) -> bool:
+        """Leaves the tokens of a stored session to `buffer`, which uses up to `most_bytes` for them. The session's
+        steps then add their tokens to the buffer alone. Before any other operation on the session, except `kind`, the
+        store takes the tokens from the buffer. Returns False, without side effects, if the store does not do so:
+        because other processes must see each step, or because the session has been evicted."""
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:

@@ -76,11 +76,13 @@ MakeEngine = Callable[[Store, Clock, Settings], tuple[Engine, Metrics, Any]]
 
 
 class PlainStore:
-    """A wrapper of a `MemoryStore`. The engine buffers no sessions of this store, because the wrapper is not an
-    instance of `MemoryStore`."""
+    """A wrapper of a `MemoryStore`, which leaves no session to a buffer."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
+
+    def buffer(self, *_: object) -> bool:
+        return False
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.service.engine.columns_fuzz import (
     recorded,
     run,
 )
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 
 SEED = 1
@@ -64,9 +64,9 @@ def differing(value: Any, other: Any, path: str = "") -> list[str]:
 async def test_the_fuzz_finds_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     flush = ResidentSessions.flush
 
-    def loses_a_token(self: ResidentSessions, session: str) -> tuple[Sequence[int], float]:
-        tokens, idle_s = flush(self, session)
-        return tokens[1:], idle_s
+    def loses_a_token(self: ResidentSessions, session: str) -> tuple[TokenHistory, int, float]:
+        tail, position, idle_s = flush(self, session)
+        return TokenHistory(tail.data[tail.width :], tail.width), position, idle_s
 
     monkeypatch.setattr(ResidentSessions, "flush", loses_a_token)
     _, differences = await run(STEPS, SEED)

@@ -87,7 +87,7 @@ async def test_expired_sessions_are_removed_without_a_request(harness: EngineHar
     harness.clock.now_s += 3601
     await harness.engine.housekeeper.look()
     assert isinstance(harness.store, MemoryStore)
-    assert harness.store.used_bytes == 0
+    assert harness.store.sessions.used_bytes == 0
     assert harness.engine.state_cache.used_bytes == 0
 
 

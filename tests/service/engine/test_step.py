@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import asdict
 
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, listed
+from tests.service.sessions.stores.append import append as append_to
 from wane.service.errors import (
     DeadlineExceeded,
     IdempotencyKeyReused,
@@ -25,8 +26,9 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store, of_tokens
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.packed import entry_bytes
+from wane.service.sessions.stores.store import Append, Appended, LastStep, SessionRecord, Store, of_tokens
 from wane.service.types import Filter, Mode, PredictRequest, ScoreRequest, SessionView, StateSource, StepRequest
 
 EOS = 0
@@ -163,17 +165,17 @@ class ContendedStore(MemoryStore):
         self.attempts = 0
         self.lost = False
 
-    async def append(
-        self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
-    ) -> SessionRecord | None:
+    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
         if self.lost:
             raise Unavailable("the store is lost")
         self.attempts += 1
         if self.losses:
             self.losses -= 1
-            theirs = step._replace(tokens=of_tokens(self.theirs))
-            assert await super().append(record, self.theirs, theirs)
-        return await super().append(record, tokens, step, snapshot)
+            (wanted,) = appends
+            theirs = wanted.step._replace(tokens=of_tokens(self.theirs))
+            (won,) = await super().append_many([wanted._replace(tokens=self.theirs, step=theirs)])
+            assert isinstance(won, SessionRecord)
+        return await super().append_many(appends)
 
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
@@ -225,7 +227,7 @@ async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
     """Appends a step directly to the store, as another replica would."""
     record = await store.get(session)
     assert record is not None
-    assert await store.append(record, tokens, LastStep(record.position, of_tokens(tokens), None))
+    assert await append_to(store, record, tokens, LastStep(record.position, of_tokens(tokens), None))
 
 
 @pytest.mark.parametrize("appended", [False, True])
@@ -722,7 +724,7 @@ async def test_a_session_may_be_evicted_for_its_memory_by_its_own_step(
     assert isinstance(harness.store, MemoryStore)
     session = await start(harness, 8)
     await harness.engine.get_session(session)  # the store commits its next step
-    harness.store.budget_bytes = harness.store.used_bytes
+    harness.store.sessions.budget_bytes = harness.store.sessions.used_bytes
     answer = await harness.engine.submit(StepRequest(session, tokens, filter=Filter(exclude_seen=True)))
     assert answer.position == 1 + len(tokens)
     for step in (StepRequest(session, (7,), filter=Filter(exclude_seen=True)), StepRequest(session, (7,))):

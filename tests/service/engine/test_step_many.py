@@ -4,6 +4,7 @@ an engine."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,7 +16,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import step_many
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession
-from wane.service.sessions.stores.store import SessionRecord
+from wane.service.sessions.stores.store import Append, Appended
 from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
 
@@ -139,15 +140,14 @@ async def test_a_failed_commit_fails_only_its_own_step(
 ) -> None:
     started = make_harness(puts_out_top=False)
     await start_sessions(started)
-    append = started.store.append
+    append_many = started.store.append_many
 
-    async def failing(record: SessionRecord, *step: Any) -> SessionRecord | None:
-        if record.session == "a":
-            raise OSError("no more room")
-        return await append(record, *step)
+    async def failing(appends: Sequence[Append]) -> list[Appended]:
+        results = await append_many([one for one in appends if one.record.session != "a"])
+        return [OSError("no more room") if one.record.session == "a" else results.pop(0) for one in appends]
 
     with monkeypatch.context() as patched:
-        patched.setattr(started.store, "append", failing)
+        patched.setattr(started.store, "append_many", failing)
         outcomes = await step_many(started.engine.submit, requests(("a", 6), ("b", 6)))
     assert [kind(outcome) for outcome in outcomes] == [OSError, Answer]
     assert (await started.engine.submit(StepRequest("a", (6,)))).position == 2

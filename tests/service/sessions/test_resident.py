@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness
+from tests.service.sessions.stores.append import append
 from wane.models.architecture import StateTensor
 from wane.service.runners.runner import HIDDEN, NEXT, Array
 from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.resident import RECENT, ResidentSessions
+from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.packed import entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
 from wane.service.state.cache import CachedState, StateCache
 from wane.service.types import Mode, StepRequest
@@ -38,22 +40,24 @@ class Bench:
         self.clock = Clock()
         self.store = MemoryStore(HISTORY, TTL_S, budget_bytes, self.clock, file=file)
         self.cache = StateCache([StateTensor(name="h", shape=(WIDTH,))], WIDTH, CAPACITY * 8)
-        self.resident = ResidentSessions(self.cache, self.store, TTL_S, self.clock)
+        self.resident = ResidentSessions(self.cache, self.store, TTL_S, TokenHistory.start(0, 300), self.clock)
         self.written: list[tuple[str, int]] = []
-        write = self.store.write
+        """Each session that was flushed to the store, and its position."""
+        flush = self.resident.flush
 
-        def note(session: str, tokens: list[int], idle_s: float) -> None:
-            self.written.append((session, len(tokens)))
-            write(session, tokens, idle_s)
+        def note(session: str) -> tuple[TokenHistory, int, float]:
+            flushed = flush(session)
+            self.written.append((session, flushed[1]))
+            return flushed
 
-        self.store.write = note  # type: ignore[method-assign,assignment]
+        self.resident.flush = note  # type: ignore[method-assign]
 
     async def start(self, session: str) -> None:
         """Creates a session, and appends the token 5. From now on the session's steps are processed in columns."""
         await self.store.create(SessionRecord(session, "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300)))
         created = self.store.get_cached(session)
         assert created is not None
-        record = await self.store.append(created, (5,), LastStep(0, of_tokens((5,)), None))
+        record = await append(self.store, created, (5,), LastStep(0, of_tokens((5,)), None))
         assert record is not None
         with self.cache.lease() as slot:
             self.cache.put(session, CachedState(slot, record.revision, 0, 1), self.clock())
@@ -77,18 +81,48 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_a_session_is_written_to_the_store_once_in_32_steps(bench: Bench) -> None:
+async def test_a_session_is_written_to_the_store_when_it_is_read(bench: Bench) -> None:
     await bench.start("a")
-    for _ in range(2 * RECENT + 1):
+    for _ in range(2 * HISTORY):
         bench.step("a")
-    assert bench.written == [("a", RECENT)] * 2
-    assert (await bench.record("a")).position == 2 * RECENT + 2
-    assert bench.written[2:] == [("a", 1)]
+    assert not bench.written
+    assert (await bench.record("a")).position == 2 * HISTORY + 1
+    assert bench.written == [("a", 2 * HISTORY + 1)]
     assert bench.resident.slot("a") is None, "the read must take the session out of the columns"
 
 
+async def test_a_buffered_session_counts_with_a_full_history_until_it_is_written(bench: Bench) -> None:
+    await bench.start("a")
+    assert bench.store.sessions.used_bytes == entry_bytes("a", 2 * HISTORY)
+    bench.step("a")
+    await bench.record("a")
+    assert bench.store.sessions.used_bytes == entry_bytes("a", 6)
+    await bench.store.delete("a")
+    assert bench.store.sessions.used_bytes == 0
+
+
+@pytest.mark.parametrize(("known", "position"), [(3, 3), (3, 100), (HISTORY, HISTORY), (HISTORY, 2 * HISTORY + 7)])
+@pytest.mark.parametrize("steps", [0, 1, HISTORY - 3, HISTORY + 5])
+async def test_any_history_is_the_same_after_it_was_buffered(
+    bench: Bench, known: int, position: int, steps: int
+) -> None:
+    tail = TokenHistory.start(0, 300).ending([*range(100, 100 + known)], position, HISTORY)
+    await bench.store.create(SessionRecord("a", "m", "1", Mode.AUTO, position, tail))
+    record = await bench.record("a")
+    with bench.cache.lease() as slot:
+        bench.cache.put("a", CachedState(slot, record.revision, 0, position), bench.clock())
+    bench.resident.add(record)
+    for step in range(steps):
+        bench.step("a", token=200 + step % 50)
+        tail = tail.append([200 + step % 50], position + step + 1, HISTORY)
+    there = bench.resident.slot("a")
+    assert there is not None
+    assert bench.resident.kept(there)[0].tolist() == tail.ids().tolist()
+    assert (await bench.record("a")).tail == tail
+
+
 @given(
-    st.lists(st.tuples(st.integers(0, 299), st.sampled_from([0.0, 0.5, 8.0])), min_size=1, max_size=3 * RECENT),
+    st.lists(st.tuples(st.integers(0, 299), st.sampled_from([0.0, 0.5, 8.0])), min_size=1, max_size=3 * HISTORY),
     st.integers(0, 8),
 )
 async def test_a_buffered_session_reads_as_if_each_token_had_been_appended(
@@ -103,7 +137,7 @@ async def test_a_buffered_session_reads_as_if_each_token_had_been_appended(
         bench.step("a", token=token)
         before = await other.record("a")
         step = LastStep(before.position, of_tokens((token,)), None)
-        assert await other.store.append(before, (token,), step) is not None
+        assert await append(other.store, before, (token,), step) is not None
     began, expected = (await other.record("a")).revision - len(steps), await other.record("a")
     for one in (bench, other):
         one.clock.now_s += idle_s
@@ -122,7 +156,7 @@ async def test_a_session_is_written_to_the_store_before_its_state_is_evicted(ben
     bench.step("a")
     bench.clock.now_s += 10
     bench.cache.drop("a")
-    assert bench.written == [("a", 1)]
+    assert bench.written == [("a", 2)]
     record = await bench.record("a")
     assert (record.position, record.idle_s) == (2, 10)
 
@@ -150,38 +184,12 @@ async def test_a_stepped_session_does_not_expire_before_its_write(bench: Bench) 
     assert (await bench.record("a")).position == 4
 
 
-async def test_full_buffers_of_one_batch_are_each_written_once_even_if_the_store_is_full(bench: Bench) -> None:
-    names = [f"s{index}" for index in range(8)]
-    for name in names:
-        await bench.start(name)
-    bench.store.budget_bytes = bench.store.used_bytes + 100
-    positions = dict.fromkeys(names, 1)
-    for _ in range(RECENT + 3):
-        # Which sessions stay in columns depends on the order in which the store evicts from its shards.
-        in_columns = [name for name in names if bench.resident.slot(name) is not None]
-        if not in_columns:
-            break
-        bench.clock.now_s += 1
-        bench.step(*in_columns)
-        for name in in_columns:
-            positions[name] += 1
-    left = [record for name in names if (record := await bench.store.get(name)) is not None]
-    assert 0 < len(left) < len(names)
-    assert bench.store.used_bytes <= bench.store.budget_bytes
-    assert max(positions.values()) > RECENT
-    for record in left:
-        assert record.position == positions[record.session]
-        cached = bench.cache.peek(record.session)
-        assert cached is not None
-        assert (cached.position, cached.revision) == (record.position, record.revision)
-
-
 async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
     clock = Clock()
     store = MemoryStore(HISTORY, TTL_S, BUDGET_BYTES, clock)
     slots = 2000
     cache = StateCache([StateTensor(name="h", shape=(WIDTH,))], WIDTH, slots * 8)
-    resident = ResidentSessions(cache, store, TTL_S, clock)
+    resident = ResidentSessions(cache, store, TTL_S, TokenHistory.start(0, 300), clock)
     names = [f"s{index}" for index in range(slots - 2)]
     for name in names:
         await store.create(SessionRecord(name, "m", "1", Mode.AUTO, 1, TokenHistory.start(0, 300)))
@@ -194,12 +202,13 @@ async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
     for name in names:
         clock.now_s += 0.001
         resident.commit(np.array([cache.slot_of(name)]), [name], np.array([6]), outputs(1))
-    store.budget_bytes = store.used_bytes
+    store.sessions.budget_bytes = store.sessions.used_bytes // 2
     # The read writes this session to the store, and the store then evicts other sessions.
     assert await store.get(names[-1]) is not None
+    assert len(store.sessions) < len(names)
     # The oldest session of a shard is evicted first. The shard of a name depends on the process's hash seed.
     assert any([await store.get(name) is None for name in names[: len(names) // 10]])
-    assert store.used_bytes <= store.budget_bytes
+    assert store.sessions.used_bytes <= store.sessions.budget_bytes
 
 
 async def test_close_writes_all_tokens(bench: Bench) -> None:
@@ -208,7 +217,7 @@ async def test_close_writes_all_tokens(bench: Bench) -> None:
     bench.step("a", "b")
     bench.step("b")
     await bench.resident.close()
-    assert sorted(bench.written) == [("a", 1), ("b", 2), ("c", 0)]
+    assert sorted(bench.written) == [("a", 2), ("b", 3), ("c", 1)]
     assert [bench.resident.slot(name) for name in "abc"] == [None] * 3
     await bench.resident.close()
     assert len(bench.written) == 3

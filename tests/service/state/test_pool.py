@@ -28,15 +28,6 @@ def test_a_budget_for_too_few_states_is_refused_with_the_needed_bytes() -> None:
         StatePool(STATE, 4, SLOT_BYTES)
 
 
-def test_the_ring_buffer_of_a_cache_counts_towards_the_budget() -> None:
-    pool = StatePool(STATE, 4, 10 * SLOT_BYTES, cache_bytes=SLOT_BYTES // 4)
-    assert (pool.slot_bytes, pool.capacity) == (SLOT_BYTES, 8)
-    pool.acquire()
-    assert pool.used_bytes == SLOT_BYTES + SLOT_BYTES // 4
-    with pytest.raises(ValueError, match=f"of {SLOT_BYTES + SLOT_BYTES // 4} bytes"):
-        StatePool(STATE, 4, 8 * SLOT_BYTES, cache_bytes=SLOT_BYTES // 4)
-
-
 def test_gather_returns_the_rows_that_scatter_wrote() -> None:
     pool = make_slab()
     first, second = pool.acquire(), pool.acquire()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests.service.engine_harness import Clock
+from tests.service.sessions.stores.append import append
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import dump_file
-from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.packed import entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, StoreError
 from wane.service.types import Mode
 
@@ -119,7 +121,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
         await store.create(one._replace(idle_s=0.0))
     begun = await store.get("a")
     assert begun is not None
-    appended = await store.append(begun, (5, 6), STEP)
+    appended = await append(store, begun, (5, 6), STEP)
     clock.now_s += 60
     await store.touch("a")
     clock.now_s += 41  # the session b~:.- has expired
@@ -132,10 +134,10 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     assert found._replace(idle_s=0.0) == appended
     assert await after.get("b~:.-") is None
     assert (await after.count("m"), await after.count("n")) == (1, 0)
-    assert after.used_bytes == entry_bytes("a", len(found.tail.data))
+    assert after.sessions.used_bytes == entry_bytes("a", len(found.tail.data))
     # The file is renamed, because its sessions now continue in this process.
     assert names(tmp_path) == ["sessions.read"]
-    assert await after.append(found, (7,), STEP)
+    assert await append(after, found, (7,), STEP)
 
 
 async def test_a_store_that_is_closed_while_opening_leaves_the_file_to_the_next_store(

@@ -5,9 +5,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tests.service.engine_harness import Clock
+from tests.service.sessions.stores.append import append
 from wane.service.errors import Overloaded
 from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.stores.memory import EXPIRED_AT_ONCE, MemoryStore, entry_bytes
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.packed import EXPIRED_AT_ONCE, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, digest, follows
 from wane.service.types import Mode
 
@@ -23,9 +25,9 @@ def record(session: str = "s", model: str = "m") -> SessionRecord:
     return SessionRecord(session, model, "1", Mode.AUTO, 0, TokenHistory.start(0, 300))
 
 
-async def append(store: MemoryStore, session: str, tokens: tuple[int, ...], step: LastStep) -> SessionRecord | None:
+async def step(store: MemoryStore, session: str, tokens: tuple[int, ...], last: LastStep) -> SessionRecord | None:
     """Appends tokens to the store's current record of the session."""
-    return await store.append(await store.get(session) or record(session), tokens, step)
+    return await append(store, await store.get(session) or record(session), tokens, last)
 
 
 async def rewind(store: MemoryStore, session: str, position: int) -> SessionRecord | None:
@@ -39,7 +41,7 @@ async def test_an_append_changes_position_revision_history_and_last_step() -> No
     store, _ = make_store()
     assert await store.create(record())
     before = await store.get("s")
-    appended = await append(store, "s", (7, 8), STEP)
+    appended = await step(store, "s", (7, 8), STEP)
     assert before is not None
     assert appended is not None
     assert (appended.position, appended.revision, appended.last) == (2, before.revision + 1, STEP)
@@ -52,8 +54,8 @@ async def test_an_append_at_another_revision_has_no_effect() -> None:
     await store.create(record())
     before = await store.get("s")
     assert before is not None
-    assert await store.append(before._replace(revision=before.revision + 1), (7,), STEP) is None
-    assert await append(store, "t", (7,), STEP) is None
+    assert await append(store, before._replace(revision=before.revision + 1), (7,), STEP) is None
+    assert await step(store, "t", (7,), STEP) is None
     assert await store.get("s") == before
 
 
@@ -65,17 +67,17 @@ async def test_an_append_with_the_revision_of_a_deleted_session_has_no_effect_on
     await store.delete("s")
     await store.create(record(model="other")._replace(position=2, tail=deleted.tail.append((7, 8), 2, 4)))
     created = await store.get("s")
-    assert await store.append(deleted, (9,), STEP) is None
+    assert await append(store, deleted, (9,), STEP) is None
     assert await store.get("s") == created
     await store.delete("s")
-    assert store.used_bytes == 0
+    assert store.sessions.used_bytes == 0
 
 
 async def test_a_rewind_removes_tokens_and_the_last_step_and_changes_the_revision() -> None:
     store, _ = make_store()
     await store.create(record())
     for token in range(10, 16):
-        await append(store, "s", (token,), STEP)
+        await step(store, "s", (token,), STEP)
     full = await store.get("s")
     assert full is not None
     assert (full.dropped_tokens, full.earliest) == (2, 3)
@@ -90,7 +92,7 @@ async def test_a_rewind_removes_tokens_and_the_last_step_and_changes_the_revisio
 async def test_a_complete_history_has_no_dropped_tokens_and_can_be_rewound_to_0() -> None:
     store, _ = make_store()
     await store.create(record())
-    await append(store, "s", (1, 2, 3, 4), STEP)
+    await step(store, "s", (1, 2, 3, 4), STEP)
     whole = await store.get("s")
     assert whole is not None
     assert (whole.dropped_tokens, whole.earliest) == (0, 0)
@@ -114,7 +116,7 @@ async def test_a_session_idle_beyond_its_ttl_does_not_exist() -> None:
     assert found.idle_s == 10
     clock.now_s += 0.001
     assert await store.get("s") is None
-    assert await append(store, "s", (7,), STEP) is None
+    assert await step(store, "s", (7,), STEP) is None
     assert await store.count("m") == 0
 
 
@@ -123,7 +125,7 @@ async def test_touch_append_and_rewind_reset_the_idle_time_but_reads_do_not() ->
     await store.create(record())
     changes: list[Callable[[], Awaitable[object]]] = [
         lambda: store.touch("s"),
-        lambda: append(store, "s", (7,), STEP),
+        lambda: step(store, "s", (7,), STEP),
         lambda: rewind(store, "s", 0),
     ]
     for change in changes:
@@ -172,7 +174,7 @@ async def test_a_new_session_needs_memory_for_a_full_history_and_expired_session
     store, clock = make_store(budget_bytes=2 * whole)
     await store.create(record("a"))
     await store.create(record("b"))
-    assert store.used_bytes == 2 * entry_bytes("a", 2)
+    assert store.sessions.used_bytes == 2 * entry_bytes("a", 2)
     with pytest.raises(Overloaded, match=f"a new session uses up to {whole}.*session_budget_bytes.* {2 * whole}"):
         await store.create(record("c"))
     clock.now_s += 11
@@ -184,20 +186,20 @@ async def test_memory_is_counted_through_every_change_and_freed() -> None:
     names = [str(index) for index in range(200)]
     for name in names:
         await store.create(record(name))
-        await append(store, name, (7, 8), STEP)
-    assert store.used_bytes == sum(entry_bytes(name, 6) for name in names)
+        await step(store, name, (7, 8), STEP)
+    assert store.sessions.used_bytes == sum(entry_bytes(name, 6) for name in names)
     for name in names:
-        await append(store, name, (7, 8, 9), STEP)
-    assert store.used_bytes == sum(entry_bytes(name, 8) for name in names)
+        await step(store, name, (7, 8, 9), STEP)
+    assert store.sessions.used_bytes == sum(entry_bytes(name, 8) for name in names)
     for name in names:
         await rewind(store, name, 3)
         await store.touch(name)
-    assert store.used_bytes == sum(entry_bytes(name, 4) for name in names)
+    assert store.sessions.used_bytes == sum(entry_bytes(name, 4) for name in names)
     for name in names[:100]:
         await store.delete(name)
     clock.now_s += 11
     assert await store.count("m") == 0
-    assert store.used_bytes == 0
+    assert store.sessions.used_bytes == 0
 
 
 async def test_sessions_over_the_budget_evict_the_session_that_is_idle_longest() -> None:
@@ -209,13 +211,13 @@ async def test_sessions_over_the_budget_evict_the_session_that_is_idle_longest()
         clock.now_s += 1
         await store.create(record(name, model))
     await store.touch("a")  # now the session b has been idle longest
-    await append(store, "c", (1, 2, 3, 4), STEP)
+    await step(store, "c", (1, 2, 3, 4), STEP)
     assert ended == []
-    await append(store, "a", (1,), STEP)
+    await step(store, "a", (1,), STEP)
     assert ended == ["n"]
     assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
     assert [await store.count(model) for model in "mn"] == [2, 0]
-    assert store.used_bytes <= 2 * small + whole
+    assert store.sessions.used_bytes <= 2 * small + whole
 
 
 async def test_one_call_removes_a_limited_number_of_expired_sessions() -> None:
@@ -225,7 +227,7 @@ async def test_one_call_removes_a_limited_number_of_expired_sessions() -> None:
         await store.create(record(name))
     clock.now_s += 11
     assert not any([await store.get(name) for name in names])
-    assert await append(store, names[-1], (7,), STEP) is None
+    assert await step(store, names[-1], (7,), STEP) is None
     assert not await store.delete(names[0])
     assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
@@ -234,7 +236,7 @@ async def test_the_store_returns_the_model_and_vocabulary_of_a_session_until_it_
     store, clock = make_store()
     await store.create(record()._replace(vocabulary="v"))
     await store.create(record("t", "n")._replace(vocabulary="w"))
-    await append(store, "s", (7,), STEP)
+    await step(store, "s", (7,), STEP)
     assert [store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
     clock.now_s += 11
     assert store.kind("s") is None
@@ -243,7 +245,7 @@ async def test_the_store_returns_the_model_and_vocabulary_of_a_session_until_it_
 async def test_the_id_of_an_expired_session_is_free() -> None:
     store, clock = make_store()
     await store.create(record())
-    await append(store, "s", (7,), STEP)
+    await step(store, "s", (7,), STEP)
     clock.now_s += 11
     assert await store.create(record())
     found = await store.get("s")

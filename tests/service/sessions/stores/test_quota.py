@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.service.engine_harness import Clock
+from tests.service.sessions.stores.append import append
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
 from tests.service.sessions.stores.test_memory import record as in_memory
@@ -94,7 +95,7 @@ async def test_expired_sessions_in_redis_free_the_quota_and_sessions_in_use_do_n
     while asyncio.get_running_loop().time() < ended:
         here = await store.get("alice/1")
         assert here is not None
-        assert await store.append(here, (7,), STEP) is not None
+        assert await append(store, here, (7,), STEP) is not None
     assert await store.create(record("alice/3"), 3)
     assert await store.create(record("alice/4"), 3)
     with pytest.raises(QuotaExceeded):

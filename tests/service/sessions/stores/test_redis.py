@@ -12,13 +12,14 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError  # noqa: A004  (of redis)
 
 from tests.service.engine_harness import MakeHarness
+from tests.service.sessions.stores.append import append
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
 from wane.service.errors import Overloaded, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.stores.redis import RedisStore
+from wane.service.sessions.stores.redis import SNAPSHOTS, RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
 from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, follows
 from wane.service.types import Mode, StepRequest
@@ -53,7 +54,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_session_round_trips_and_its_changes_are_durable(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     before = await begin(store)
-    appended = await store.append(before, (7, 8), STEP)
+    appended = await append(store, before, (7, 8), STEP)
     assert appended is not None
     assert (appended.position, appended.last, appended.durable) == (2, STEP, True)
     assert appended.tail.ids().tolist() == [0, 7, 8]
@@ -67,7 +68,7 @@ async def test_a_session_keeps_the_latest_tokens(common: RedisServer, make_store
     store = await make_store(common.url)
     here = await begin(store)
     for index in range(6):
-        after = await store.append(here, (10 + index,), STEP)
+        after = await append(store, here, (10 + index,), STEP)
         assert after is not None
         here = after
     found = await store.get("s")
@@ -91,7 +92,7 @@ async def test_a_session_created_from_a_history_is_kept_and_continues(
         for index in range(4):
             position += 1
             grown = grown.append((20 + index,), position, 4)
-            found = await other.append(found, (20 + index,), STEP) or found
+            found = await append(other, found, (20 + index,), STEP) or found
             here = await one.get(name)
             assert here is not None
             assert (here.position, here.tail) == (found.position, found.tail) == (position, grown)
@@ -102,7 +103,7 @@ async def test_a_new_session_does_not_get_the_state_of_an_earlier_session(
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    await store.append(here, (5, 6), STEP, SNAPSHOT)
+    await append(store, here, (5, 6), STEP, SNAPSHOT)
     async with Redis.from_url(common.url) as redis:
         await redis.delete(store.keys("s")[0])
     assert await store.create(record(position=9, tail=TokenHistory.start(0, 300).ending((7, 8), 9, 4)))
@@ -137,7 +138,7 @@ async def test_the_loser_of_two_concurrent_appends_has_the_winners_session(
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    results = await asyncio.gather(one.append(here, (7,), STEP), other.append(here, (8,), STEP))
+    results = await asyncio.gather(append(one, here, (7,), STEP), append(other, here, (8,), STEP))
     won = [result for result in results if result is not None]
     assert len(won) == 1
     assert one.get_cached("s") is not None
@@ -151,7 +152,7 @@ async def test_the_loser_of_two_concurrent_appends_has_the_winners_session(
 async def test_the_same_tokens_from_two_replicas_are_two_steps(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    results = await asyncio.gather(*(store.append(here, (7,), STEP) for store in (one, other)))
+    results = await asyncio.gather(*(append(store, here, (7,), STEP) for store in (one, other)))
     assert results.count(None) == 1
 
 
@@ -160,12 +161,12 @@ async def test_a_session_that_is_deleted_and_created_again_is_a_different_sessio
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    old = await one.append(here, (7,), STEP)
+    old = await append(one, here, (7,), STEP)
     assert old is not None
     await other.delete("s")
     again = await begin(other)
-    assert await other.append(again, (8,), STEP)
-    assert await one.append(old, (9,), STEP) is None
+    assert await append(other, again, (8,), STEP)
+    assert await append(one, old, (9,), STEP) is None
     recalled = one.get_cached("s")
     assert recalled is not None
     assert recalled.tail.ids().tolist() == [0, 8]
@@ -178,7 +179,7 @@ async def test_an_append_to_a_deleted_session_fails_and_drops_the_session_from_t
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
     await other.delete("s")
-    assert await one.append(here, (7,), STEP) is None
+    assert await append(one, here, (7,), STEP) is None
     assert one.get_cached("s") is None
 
 
@@ -187,7 +188,7 @@ async def test_a_revision_follows_an_earlier_revision_after_appends_but_not_afte
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    after = await store.append(here, (5, 6, 7), STEP)
+    after = await append(store, here, (5, 6, 7), STEP)
     assert after is not None
     assert follows(after.revision, here.revision)
     assert await store.rewind("s", here.revision, 2) is None
@@ -205,8 +206,8 @@ async def test_a_state_is_kept_until_the_session_is_rewound_to_before_the_state(
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    here = await store.append(here, (5, 6), STEP, SNAPSHOT) or here
-    here = await store.append(here, (7,), STEP) or here
+    here = await append(store, here, (5, 6), STEP, SNAPSHOT) or here
+    here = await append(store, here, (7,), STEP) or here
     found = await store.get("s")
     assert found is not None
     assert found.snapshot == SNAPSHOT
@@ -232,7 +233,7 @@ async def test_an_idle_session_expires_and_a_session_in_use_does_not(
     # The time to live is so long that a delay of a minute does not affect this test.
     store = await make_store(common.url, ttl_s=30_000.0)
     here = await begin(store)
-    await store.append(here, (5, 6), STEP, SNAPSHOT)
+    await append(store, here, (5, 6), STEP, SNAPSHOT)
     keys = store.keys("s")
     async with Redis.from_url(common.url) as redis:
         for key in keys:
@@ -261,7 +262,7 @@ async def test_commits_of_one_event_loop_turn_are_one_round_trip(common: RedisSe
     store = await make_store(common.url, metrics=metrics)
     names = [str(index) for index in range(50)]
     begun = await asyncio.gather(*(begin(store, name) for name in names))
-    appended = await asyncio.gather(*(store.append(one, (7,), STEP) for one in begun))
+    appended = await asyncio.gather(*(append(store, one, (7,), STEP) for one in begun))
     assert all(appended)
     count = metrics.registry.get_sample_value("wane_store_roundtrip_commands_count", {"store": "redis"})
     commands = metrics.registry.get_sample_value("wane_store_roundtrip_commands_sum", {"store": "redis"})
@@ -273,7 +274,7 @@ async def test_scripts_that_redis_has_lost_are_sent_again(common: RedisServer, m
     here = await begin(store)
     async with Redis.from_url(common.url) as redis:
         await redis.script_flush()
-        after = await store.append(here, (7,), STEP)
+        after = await append(store, here, (7,), STEP)
         assert after is not None
         assert await store.get("s") is not None
         await redis.script_flush()
@@ -285,10 +286,10 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     store = await make_store(server.url)
     here = await begin(store)
     for token in range(5, 25):
-        here = await store.append(here, (token,), STEP) or here
+        here = await append(store, here, (token,), STEP) or here
     server.kill()
     with pytest.raises(Unavailable, match="cannot be reached"):
-        await store.append(here, (99,), STEP)
+        await append(store, here, (99,), STEP)
     assert not store.standing.reachable
     with pytest.raises(Unavailable):
         await store.get("s")
@@ -298,7 +299,7 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     assert found is not None
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
     # The restarted Redis does not have the store's script, so the store must send the script again.
-    after = await store.append(here, (25,), STEP)
+    after = await append(store, here, (25,), STEP)
     assert after is not None
     assert after.position == 21
 
@@ -308,7 +309,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
 ) -> None:
     store = await make_store(server.url)
     here = await begin(store)
-    here = await store.append(here, (5,), STEP) or here
+    here = await append(store, here, (5,), STEP) or here
     run = await last_save(server)
     # Restarts Redis until the time that `last_save` returns changes. Redis reports this time in whole seconds, so a
     # quick restart may not change it.
@@ -316,10 +317,10 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
         server.kill()
         server.start()
     await until(lambda: store.standing.reachable)
-    after = await store.append(here, (6,), STEP)
+    after = await append(store, here, (6,), STEP)
     assert after is not None
     assert not follows(after.revision, here.revision)
-    later = await store.append(after, (7,), STEP)
+    later = await append(store, after, (7,), STEP)
     assert later is not None
     assert follows(later.revision, after.revision)
     found = await store.get("s")
@@ -338,9 +339,9 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         store = await make_store(f"redis://127.0.0.1:{between.port}/0")
         direct = await make_store(server.url)
         here = await begin(store)
-        here = await store.append(here, (5,), STEP) or here  # after this append Redis has the store's script
+        here = await append(store, here, (5,), STEP) or here  # after this append Redis has the store's script
         between.hold_answers()
-        appending = asyncio.create_task(store.append(here, (7,), STEP))
+        appending = asyncio.create_task(append(store, here, (7,), STEP))
 
         async def arrived() -> bool:
             found = await direct.get("s")
@@ -367,14 +368,14 @@ async def test_a_cut_network_is_detected_and_then_commands_fail_immediately(
         here = await begin(store)
         between.sever()
         with pytest.raises(Unavailable):
-            await store.append(here, (7,), STEP)
+            await append(store, here, (7,), STEP)
         assert not store.standing.reachable
         with pytest.raises(Unavailable):  # fails immediately, because the store sends nothing
-            await store.append(here, (7,), STEP)
+            await append(store, here, (7,), STEP)
         await store.touch("s")  # a touch raises no error if Redis is unreachable
         between.mend()
         await until(lambda: store.standing.reachable)
-        assert await store.append(here, (7,), STEP)
+        assert await append(store, here, (7,), STEP)
 
 
 async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: MakeStore) -> None:
@@ -382,7 +383,7 @@ async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: M
     here = await begin(store)
     server.pause()
     with pytest.raises(Unavailable):
-        await store.append(here, (7,), STEP)
+        await append(store, here, (7,), STEP)
     server.resume()
     await until(lambda: store.standing.reachable)
     found = await store.get("s")
@@ -409,19 +410,19 @@ async def test_a_full_redis_rejects_but_is_reachable(server: RedisServer, make_s
     async with Redis.from_url(server.url) as redis:
         await redis.config_set("maxmemory", 1)
         with pytest.raises(Overloaded, match="full"):
-            await store.append(here, (7,), STEP)
+            await append(store, here, (7,), STEP)
         await redis.config_set("maxmemory", 0)
     assert store.standing.reachable
-    assert await store.append(here, (7,), STEP)
+    assert await append(store, here, (7,), STEP)
 
 
-async def test_a_session_written_by_a_later_version_is_not_changed(common: RedisServer, make_store: MakeStore) -> None:
+async def test_a_session_written_by_another_version_is_not_changed(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     await begin(store)
     async with Redis.from_url(common.url) as redis:
         key = store.keys("s")[0]
-        await redis.setrange(key, 14, b"\x09")
-        with pytest.raises(Unavailable, match=r"format 9.*later version"):
+        await redis.setrange(key, 12, b"\x09")
+        with pytest.raises(Unavailable, match=r"format 9.*another version"):
             await store.get("s")
 
 
@@ -434,13 +435,13 @@ async def test_the_store_is_read_before_a_step_if_other_replicas_also_step_its_s
     for _ in range(20):
         found = await other.get("s")
         assert found is not None
-        await other.append(found, (7,), STEP)
-        await one.append(here, (8,), STEP)  # fails, because the other replica has appended first
+        await append(other, found, (7,), STEP)
+        await append(one, here, (8,), STEP)  # fails, because the other replica has appended first
         here = one.get_cached("s") or here
     assert one.get_cached("s", to_step=True) is None
     assert one.get_cached("s") is not None
     for _ in range(40):
-        here = await one.append(here, (8,), STEP) or await one.get("s") or here
+        here = await append(one, here, (8,), STEP) or await one.get("s") or here
     assert one.get_cached("s", to_step=True) is not None
 
 
@@ -450,7 +451,7 @@ async def test_an_append_sent_twice_has_an_unknown_outcome_if_a_later_append_was
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     begun = await begin(one)
-    here = await one.append(begun, (4,), STEP)
+    here = await append(one, begun, (4,), STEP)
     assert here is not None
     send = one.trips.send
 
@@ -460,12 +461,12 @@ async def test_an_append_sent_twice_has_an_unknown_outcome_if_a_later_append_was
             await send(commands)
         there = await other.get("s")
         assert there is not None
-        assert await other.append(there, (9,), STEP)
+        assert await append(other, there, (9,), STEP)
         raise ConnectionError("gone")
 
     monkeypatch.setattr(one.trips, "send", cut_off)
     with pytest.raises(Unavailable, match="may have made the change"):
-        await one.append(here, (5,), STEP)
+        await append(one, here, (5,), STEP)
     assert one.standing.reachable
     found = await one.get("s")
     assert found is not None
@@ -477,7 +478,7 @@ async def test_an_append_sent_twice_is_applied_once(
 ) -> None:
     store = await make_store(common.url)
     begun = await begin(store)
-    here = await store.append(begun, (4,), STEP)
+    here = await append(store, begun, (4,), STEP)
     assert here is not None
     send = store.trips.send
 
@@ -487,10 +488,10 @@ async def test_an_append_sent_twice_is_applied_once(
         raise ConnectionError("gone")
 
     monkeypatch.setattr(store.trips, "send", cut_off)
-    after = await store.append(here, (5,), STEP)
+    after = await append(store, here, (5,), STEP)
     assert after is not None
     assert after.tail.ids().tolist() == [0, 4, 5]
-    assert await store.append(after, (6,), STEP)
+    assert await append(store, after, (6,), STEP)
 
 
 @pytest.mark.parametrize("session", ["}", "a}b", "{", "%7D", "a b", "é"], ids=ascii)
@@ -503,9 +504,10 @@ async def test_both_keys_of_a_session_are_in_one_slot(common: RedisServer, make_
     assert (await store.get(session)) is not None and await store.delete(session)
 
 
+@pytest.mark.parametrize("stray", [b"x", b"xx"], ids=["half a token", "a token"])
 @pytest.mark.parametrize("first", ["get", "step", "rewind"])
 async def test_a_damaged_session_has_the_same_error_on_every_route(
-    common: RedisServer, make_store: MakeStore, make_harness: MakeHarness, first: str
+    common: RedisServer, make_store: MakeStore, make_harness: MakeHarness, first: str, stray: bytes
 ) -> None:
     store = await make_store(common.url)
     harness = make_harness(store=store)
@@ -513,7 +515,7 @@ async def test_a_damaged_session_has_the_same_error_on_every_route(
     await engine.create_session("s", None)
     await engine.submit(StepRequest("s", (1, 2, 3)))
     async with Redis.from_url(common.url) as redis:
-        await redis.append(store.keys("s")[0], b"x")
+        await redis.append(store.keys("s")[0], stray)
         damaged = await redis.get(store.keys("s")[0])
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "get": lambda: engine.get_session("s"),
@@ -521,7 +523,7 @@ async def test_a_damaged_session_has_the_same_error_on_every_route(
             "rewind": lambda: engine.rewind("s", 1),
         }
         for name in (first, *calls):
-            with pytest.raises(DamagedSession, match="the tokens of session 's' take 9 bytes"):
+            with pytest.raises(DamagedSession, match=f"'s' take {8 + len(stray)} bytes, but should take 8"):
                 await calls[name]()
         assert await redis.get(store.keys("s")[0]) == damaged
     await engine.delete_session("s")
@@ -537,9 +539,39 @@ async def test_a_damaged_session_can_be_deleted(
     await harness.engine.create_session("s", None)
     async with Redis.from_url(common.url) as redis:
         await redis.append(store.keys("s")[0], b"x" * 3)
-    store._remembered.forget("s")
+    store._forget("s")
     with pytest.raises(DamagedSession, match="'s'"):
         await harness.engine.get_session("s")
     await harness.engine.delete_session("s")
     with pytest.raises(UnknownSession):
         await harness.engine.get_session("s")
+
+
+async def test_a_limited_number_of_snapshots_is_cached_until_the_session_changes(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url)
+    for index in range(SNAPSHOTS + 1):
+        assert await append(store, await begin(store, str(index)), (5, 6), STEP, SNAPSHOT)
+        await store.get(str(index))
+    kept = [store.get_cached(str(index)) for index in range(SNAPSHOTS + 1)]
+    assert [one.snapshot is None for one in kept if one] == [True] + [False] * SNAPSHOTS
+    last = kept[-1]
+    assert last is not None
+    after = await append(store, last, (7,), STEP)
+    assert after is not None
+    assert after.snapshot is None
+    again = store.get_cached(last.session)
+    assert again is not None
+    assert again._replace(idle_s=0.0) == after
+
+
+async def test_a_step_reads_the_session_first_while_most_copies_are_out_of_date(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url)
+    await begin(store)
+    for moved in (False, True, False):
+        for _ in range(20):
+            store._saw(moved=moved)
+        assert (store.get_cached("s", to_step=True) is None) is moved

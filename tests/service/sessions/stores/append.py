@@ -1,0 +1,17 @@
+"""Appends one step's tokens to a session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, Snapshot, Store
+
+
+async def append(
+    store: Store, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+) -> SessionRecord | None:
+    """Returns the session after the append, or None if it was at another revision. Raises the store's error."""
+    (result,) = await store.append_many([Append(record, tokens, step, snapshot)])
+    if isinstance(result, Exception):
+        raise result
+    return result
