@@ -29,7 +29,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner, Shapes
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import SessionRecord, Store
+from wane.service.sessions.stores.store import Append, Appended, Store
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
 from wane.service.types import Answer
@@ -422,15 +422,15 @@ class EngineHarness:
         """Makes the next append to the store fail, as if another writer had changed the session first. Returns a list
         that will contain the record of the failed append."""
         lost: list[object] = []
-        append = self.store.append
+        append_many = self.store.append_many
 
-        async def append_but_once(record: SessionRecord, *given: Any) -> SessionRecord | None:
+        async def append_many_but_once(appends: Sequence[Append]) -> list[Appended]:
             if lost:
-                return await append(record, *given)
-            lost.append(record)
-            return None
+                return await append_many(appends)
+            lost.append(appends[0].record)
+            return [None, *await append_many(appends[1:])]
 
-        monkeypatch.setattr(self.store, "append", append_but_once)
+        monkeypatch.setattr(self.store, "append_many", append_many_but_once)
         return lost
 
     def sample(self, name: str, **labels: str) -> float:

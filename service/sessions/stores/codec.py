@@ -71,11 +71,6 @@ def used_s(packed: bytes) -> float:
     return float(when)
 
 
-def revision_of(packed: bytes) -> int:
-    """Returns a packed session's revision."""
-    return int(_USED_REVISION_IDENTITY.unpack_from(packed)[1])
-
-
 def used_at(packed: bytes, now_s: float) -> bytes:
     """Returns the packed session with the time of its last use set to `now_s`."""
     return _USED.pack(now_s) + packed[_USED.size :]
@@ -114,7 +109,8 @@ class Packing:
 
     def identity(self, packed: bytes) -> Identity:
         """Returns the identity of the packed session."""
-        return self._identities[_USED_REVISION_IDENTITY.unpack_from(packed)[2]]
+        _, _, number = _USED_REVISION_IDENTITY.unpack_from(packed)
+        return self._identities[number]
 
 
 def head(record: SessionRecord) -> bytes:
