@@ -110,7 +110,8 @@ class Packing:
     def identity(self, packed: bytes) -> Identity:
         """Returns the identity of the packed session."""
         _, _, number = _USED_REVISION_IDENTITY.unpack_from(packed)
-        return self._identities[number]
+        identity: Identity = self._identities[number]
+        return identity
 
 
 def head(record: SessionRecord) -> bytes:
