@@ -264,3 +264,18 @@ async def test_the_steps_of_a_closed_engine_are_in_the_store(harness: EngineHarn
     record = await harness.store.get("a")
     assert record is not None
     assert record.tail.ids().tolist() == [0, 5, 6, 7]
+
+
+async def test_a_buffered_session_that_makes_the_store_exceed_its_budget_keeps_its_tokens(bench: Bench) -> None:
+    await bench.start("a")
+    await bench.record("a")
+    bench.store.sessions.budget_bytes = bench.store.sessions.used_bytes
+    record = await bench.record("a")
+    bench.resident.add(record)
+    bench.step("a", token=7)
+    there = bench.resident.slot("a")
+    assert there is not None
+    assert bench.resident.kept(there)[0].tolist() == [0, 5, 7]
+    assert await bench.store.get("a") is None, "the read takes the tokens, which do not fit, so the store must evict"
+    bench.resident.add(record)
+    assert bench.resident.slot("a") is None, "an evicted session must not be buffered"
