@@ -11,6 +11,7 @@ While Redis is unreachable, every command fails immediately, without waiting for
 from __future__ import annotations
 
 import asyncio
+import builtins
 import hashlib
 import logging
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -33,6 +35,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
     TimeoutError,  # noqa: A004  (of redis)
 )
 
@@ -80,16 +83,16 @@ class RedisPipeline:
         """`url` is in redis-py's format. If the scheme ends in `+cluster`, `url` is the address of a node of a cluster.
         `timeout_s`: the timeout of a round trip in seconds. Raises ValueError if the address is invalid."""
         scheme, _, rest = url.partition("://")
-        options: dict[str, Any] = {
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "retry": Retry(NoBackoff(), 0),
-        }
+        options: dict[str, Any] = {"socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
         self._client: Redis | RedisCluster
         if scheme.endswith(CLUSTER):
-            self._client = RedisCluster.from_url(f"{scheme.removesuffix(CLUSTER)}://{rest}", **options)
+            self._client = RedisCluster.from_url(
+                f"{scheme.removesuffix(CLUSTER)}://{rest}", socket_timeout=timeout_s, **options
+            )
         else:
             self._client = Redis.from_url(url, **options)
+        self._timeout_s = timeout_s
+        self._idle: list[AbstractConnection] = []  # connections to a server that no round trip uses
         self._queue: list[_Call] = []
         self._under_way: set[asyncio.Task[None]] = set()
         self._is_called = False
@@ -112,6 +115,8 @@ class RedisPipeline:
         while self._under_way:
             await asyncio.wait(self._under_way)
         with suppress(RedisError, OSError):
+            for connection in self._idle:
+                await connection.disconnect()
             await self._client.aclose()
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
@@ -216,10 +221,30 @@ class RedisPipeline:
             self._settle(call, reply)
 
     async def send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        """Sends commands in one round trip, and returns their replies. A reply may be an error."""
+        if isinstance(self._client, RedisCluster):
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            return replies
+        # redis-py's pipeline would take a connection from its pool, and set a timer for each write and each reply.
+        connection = self._idle.pop() if self._idle else self._client.connection_pool.make_connection()
+        replies = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.send_packed_command(connection.pack_commands(commands))
+                for _ in commands:
+                    try:
+                        replies.append(await connection.read_response())
+                    except ResponseError as error:
+                        replies.append(error)
+        except BaseException as error:
+            await connection.disconnect(nowait=True)
+            if isinstance(error, builtins.TimeoutError):
+                raise TimeoutError(f"Redis has not answered for {self._timeout_s:g} s") from error
+            raise
+        self._idle.append(connection)
         return replies
 
     async def _with_scripts(self, calls: Sequence[_Call], replies: list[Any]) -> list[Any]:
@@ -292,8 +317,10 @@ class RedisPipeline:
     async def _greet(self) -> bool:
         """Returns whether Redis answers a ping. If it answers, marks Redis as reachable."""
         try:
-            await self._client.execute_command("PING")
+            (reply,) = await self.send([("PING",)])
         except (RedisError, OSError):
+            return False
+        if isinstance(reply, Exception):
             return False
         self.reachable = True
         self._up.set(1)
