@@ -4,6 +4,7 @@ because the import takes a second.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -222,14 +223,30 @@ def save_models(models: Sequence[ModelFigures], path: Path, same_tokens: bool) -
                 [one.step_ms.most - one.step_ms.median for one in some],
             ]
             axes.errorbar(x, [one.perplexity for one in some], xerr=around, fmt="o", color=colour, label=label, lw=0.8)
-    for one in models:
-        axes.annotate(
-            one.model, (one.step_ms.median, one.perplexity), xytext=(5, 4), textcoords="offset points", fontsize=8
-        )
     perplexity = "perplexity" if same_tokens else "perplexity, each of other tokens: not comparable"
     axes.set(xlabel="round trip of a step, one connection, ms (rounds: median, least to most)", ylabel=perplexity)
     axes.legend(frameon=False)
+    _label_points(axes, [(one.model, one.step_ms.median, one.perplexity) for one in models])
     figure.savefig(path, dpi=150)
+
+
+def _label_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """Writes the name of each point (name, x, y) beside it, at the nearest place where it covers no name or point."""
+    from matplotlib.transforms import Bbox
+
+    axes.figure.draw_without_rendering()  # The data's coordinates are final only after the layout.
+    taken = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in axes.transData.transform([at[1:] for at in points])]
+    for name, x, y in points:
+        for up, across in itertools.product((8, -8, 16, -16, 24, -24, 32, -32, 40, -40), (8, -8)):
+            label = axes.annotate(
+                name, (x, y), xytext=(across, up), textcoords="offset points", fontsize=8, va="center",
+                ha="left" if across > 0 else "right",
+            )  # fmt: skip
+            box = label.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+            label.remove()
+        taken.append(box)
 
 
 def _draw_latency(axes: Axes, compared: Measurements) -> None:
