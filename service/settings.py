@@ -238,6 +238,13 @@ class Settings(BaseModel):
         description="share of predictions and steps that the server repeats in the other mode, while it is idle, to "
         "measure the agreement of the recurrent mode and the window mode",
     )
+    live_accuracy: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="K: the number of tokens of each answer to a step that the server keeps, to look up the session's "
+        "next token among them; /v1/report and /metrics then have recall@K and MRR@K of the answers; 0: none",
+    )
     check_invariants: bool = Field(
         default=False,
         description="for debugging: check every second whether the counts and indexes of the states in memory agree, "

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 from wane.service.cli.connect import Document
+from wane.service.engine.live_accuracy import live_counts
 from wane.service.observability.metrics import quantile
 
 QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
@@ -56,7 +57,23 @@ def _model(name: str, replicas: int, parts: Sequence[Document]) -> Document:
             "sources": _by_name([part["agreement"]["sources"] for part in parts], _agreement),
         },
         "shadow": _by_name([part["shadow"] for part in parts], sum),
+        "live_accuracy": _live_accuracy([part["live_accuracy"] for part in parts]),
         "sessions": _by_name([part["sessions"] for part in parts], sum),
+    }
+
+
+def _live_accuracy(parts: Sequence[Document | None]) -> Document | None:
+    """Merges the live accuracies of replicas that measure it."""
+    some = [part for part in parts if part is not None]
+    if not some:
+        return None
+    if len({part["k"] for part in some}) > 1:
+        raise MergeError("the replicas' settings live_accuracy differ")
+    spans = ("since_start", "recent")
+    names = ("judged", "hits", "reciprocal_ranks", "unjudged")
+    return {
+        "k": some[0]["k"],
+        **{span: live_counts(*(sum(part[span][name] for part in some) for name in names)) for span in spans},
     }
 
 

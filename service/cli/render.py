@@ -171,7 +171,25 @@ def report_tables(report: Document) -> list[Table]:
         sessions.add_row(
             name, model["model_version"], *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt"))
         )
-    return [latency, *([windows] if windows.rows else []), agreement, sessions]
+    some = [windows, *_live_tables(report["models"])]
+    return [latency, *(table for table in some if table.rows), agreement, sessions]
+
+
+def _live_tables(models: Sequence[Document]) -> list[Table]:
+    """Returns the tables of live accuracy, one for each K."""
+    tables: dict[int, Table] = {}
+    for model in models:
+        if (live := model["live_accuracy"]) is None:
+            continue
+        k = live["k"]
+        if k not in tables:
+            title = "Next tokens among those that the answer before listed"
+            columns = ("steps judged", f"recall@{k}", f"MRR@{k}", "unjudged")
+            tables[k] = _table(title, ("model", "time"), columns)
+        for span, counts in (("since the start", live["since_start"]), ("the last 10 min", live["recent"])):
+            figures = (_number(counts[name], ".4f") for name in ("recall", "mrr"))
+            tables[k].add_row(model["model"], span, f"{counts['judged']:,}", *figures, f"{counts['unjudged']:,}")
+    return list(tables.values())
 
 
 def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:

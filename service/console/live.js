@@ -116,6 +116,14 @@ export function view() {
   `;
 }
 
+// How often the next token of a session was among those that the answer before it listed.
+function accuracy({ k, recent, since_start }) {
+  const shown = recent.judged ? recent : since_start;
+  const span = recent.judged ? "in the last 10 minutes" : "since the start";
+  const about = `MRR ${shown.judged ? small(shown.mrr) : "–"}, ${count(shown.judged)} steps ${span}`;
+  return tile(`Next token in the first ${k}`, shown.judged ? percent(shown.recall) : "–", about);
+}
+
 function numbers(model) {
   const last = here.samples.at(-1);
   const { agreement, sessions } = model;
@@ -126,6 +134,7 @@ function numbers(model) {
       ${tile("Same first token", agreement.compared ? percent(agreement.top1_match_rate) : "–", `of ${count(agreement.compared)} comparisons`)}
       ${tile("Largest distance", agreement.compared ? small(agreement.total_variation.max) : "–", `${count(agreement.bound_violations)} over their bound`)}
       ${tile("Sessions", count(sessions.resident + sessions.parked), `${count(sessions.resident)} resident, ${count(sessions.parked)} parked`)}
+      ${model.live_accuracy ? accuracy(model.live_accuracy) : nothing}
       ${tile("States rebuilt", count(sessions.rebuilt), "from a session’s last tokens")}
     </dl>
     <div class="two">

@@ -10,6 +10,7 @@ pending     holds a submitted request's result and deadline
 answer      builds answers from runs; top1_proof proves their most probable tokens
 forward     runs sequences in batches; chunked runs long sequences as parallel chunks
 backlog     admits long requests that can finish by their deadlines
+live_accuracy  counts how often the next token was among those that the answer before it listed
 shadow      repeats a sample of answers in the other mode, while the runner is idle
 """
 
@@ -44,6 +45,7 @@ from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
+from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Item, Scorer
@@ -184,6 +186,9 @@ class Engine:
             clock=clock,
         )
         self._stats = Stats(metrics, name)
+        self._live: LiveAccuracy | None = None
+        if settings.live_accuracy:
+            self._live = LiveAccuracy(settings.live_accuracy, pool.capacity, metrics, name, self.version)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         places = TopPlaces(
             self.batcher,
@@ -237,6 +242,7 @@ class Engine:
             self._stats,
             self.identity,
             most_predictions,
+            self._live,
         )
         self.columns = StepColumns(
             vocabulary,
@@ -265,6 +271,7 @@ class Engine:
             self.answer_builder,
             self._cost_model,
             metrics,
+            self._live,
             has_radius_output=has_radius_output,
         )
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
@@ -275,6 +282,7 @@ class Engine:
             name,
             lambda: not self.admission.active and self.batcher.idle,
             checks=settings.check_invariants,
+            live=self._live,
         )
         self._keeping: asyncio.Task[None] | None = None
         self._metrics = metrics
@@ -631,6 +639,8 @@ class Engine:
             self._limits.tokens(history.tokens, "history")
         with self.admission.admitted():
             record, created = await self.sessions.create(session, mode, owner, history)
+            if created and self._live is not None:
+                self._live.forget(record.session)
             view = self.steps.view(record, self.identity)
             return NewSession(**asdict(view)) if created else view
 
@@ -672,6 +682,7 @@ class Engine:
             "model_version": self.version,
             "device": self.device,
             **self._stats.document(),
+            "live_accuracy": None if self._live is None else self._live.document(),
             "sessions": await self.sessions.counts(),
             "costs": self.cost_model,
         }
@@ -736,5 +747,7 @@ class Engine:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after
         `close`."""
         self._stats.end()
+        if self._live is not None:
+            self._live.count()
         self._runner.close()
         self.state_cache.close()

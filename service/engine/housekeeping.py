@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.sessions.sessions import Sessions
 from wane.service.state.cache import StateCache
 
@@ -26,6 +27,7 @@ class Housekeeper:
         is_idle: Callable[[], bool],
         *,
         checks: bool,
+        live: LiveAccuracy | None = None,
     ) -> None:
         """`is_idle` returns whether no request is in flight. `checks` is the setting `check_invariants`."""
         self._state_cache = state_cache
@@ -33,12 +35,15 @@ class Housekeeper:
         self._is_idle = is_idle
         self._checks = checks
         self._model = model
+        self._live = live
         self.parked = 0  # the number of this model's sessions without a state in memory, after the last pass
 
     async def run(self) -> None:
         """Calls `look` every second, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
+            if self._live is not None:
+                self._live.passed(EVERY_S)
             try:
                 await self.look()
             except Exception:  # housekeeping continues, because an unreachable store may become reachable again

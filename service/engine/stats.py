@@ -15,6 +15,7 @@ from typing_extensions import TypedDict  # pydantic requires `typing_extensions.
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
+from wane.service.engine.live_accuracy import LiveReport
 from wane.service.observability.metrics import Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
 from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
@@ -107,8 +108,10 @@ class StatsReport(TypedDict):
 
 
 class ModelReport(ModelDocument, StatsReport):
-    """One model's statistics since the start. `operations` counts the answers of each kind of request."""
+    """One model's statistics since the start. `operations` counts the answers of each kind of request.
+    `live_accuracy` is null without the setting of this name."""
 
+    live_accuracy: LiveReport | None
     sessions: SessionsReport
     costs: Costs
 

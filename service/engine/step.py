@@ -21,6 +21,7 @@ from wane.service.engine.bounds import Bound, expected, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
+from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.logits import Ranking, log_softmax
 from wane.service.engine.steps.columns import StepColumns
 from wane.service.engine.steps.rows import Conflict, StoredStep
@@ -67,10 +68,12 @@ class SessionSteps:
         answer_builder: AnswerBuilder,
         cost_model: CostModel,
         metrics: Metrics,
+        live: LiveAccuracy | None = None,
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
+        """`live` counts the accuracy of the answers; None without the setting `live_accuracy`. `has_radius_output` says
+        whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -80,6 +83,7 @@ class SessionSteps:
         self._resident = resident
         self._answer_builder = answer_builder
         self._cost_model = cost_model
+        self._live = live
         self._has_radius_output = has_radius_output
         self.share_found = 1.0
         self._replayed = metrics.steps_replayed.labels(manifest.name)
@@ -332,6 +336,8 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
+        if self._live is not None:
+            self._live.judge(record.session, record.position, request.tokens[0])
         # A proof is searched only after the commit, so that the step is committed even if the client cancels the
         # request during a long search.
         if request.prove:
@@ -355,6 +361,8 @@ class SessionSteps:
             unknown=request.unknown + wanted.unknown,
         )
         answer.created = True if kind is StepKind.FIRST else None
+        if self._live is not None and not ticket.abandoned:
+            self._live.answered(record.session, position, answer)
         return answer
 
     async def _append_row(

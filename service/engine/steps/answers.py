@@ -22,6 +22,7 @@ from wane.service.engine import bounds
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound
 from wane.service.engine.forward import RunResult
+from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.logits import Ranking, listed
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.stats import Stats
@@ -121,10 +122,12 @@ class Single(NamedTuple):
 
 class Prepared(NamedTuple):
     """The answers to the steps of one batch, before the steps are committed. `singles` has the rows that are answered
-    alone, or the error of the attempt, and `results` the answers by arrays; None if no row has one."""
+    alone, or the error of the attempt, and `results` the answers by arrays; None if no row has one. positions: the
+    sessions' positions after the steps, int64 (B)."""
 
     results: StepResults | None
     singles: dict[int, Single | Exception]
+    positions: NDArray[np.int64]
 
 
 class StepAnswers:
@@ -141,9 +144,10 @@ class StepAnswers:
         stats: Stats,
         identity: Identity,
         most_predictions: int,
+        live: LiveAccuracy | None = None,
     ) -> None:
         """`most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no row is
-        answered by arrays."""
+        answered by arrays. `live` counts the accuracy of the answers; None without the setting `live_accuracy`."""
         self._identity = identity
         self._vocabulary = vocabulary
         self._starts_with_tokens = bool(manifest.start_tokens)
@@ -155,6 +159,7 @@ class StepAnswers:
         self._admission = admission
         self._stats = stats
         self._most_predictions = most_predictions
+        self._live = live
         self._certificate = certificate = manifest.certificate
         # The bound of an answer from a state that has read the whole sequence.
         self._bound_of_all = bounds.bound(certificate, 1, 1)
@@ -222,7 +227,7 @@ class StepAnswers:
                 request = batch.request(row)
                 waits = request.prove or request.logits or self._builder.work(plan, request.top_k) > 0
                 made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
-        return Prepared(results, made)
+        return Prepared(results, made, positions)
 
     def extend(self, prepared: Prepared, rows: Sequence[int]) -> None:
         """Keeps the requests of rows whose answers wait counted as active."""
@@ -234,8 +239,11 @@ class StepAnswers:
         self, batch: StepBatch, prepared: Prepared, rows: Sequence[int], durable: Sequence[bool | None] | None = None
     ) -> None:
         """Answers the committed `rows`. durable: see `SessionRecord`, for each row of the batch."""
-        results, singles = prepared
-        receivers, numbers = batch.receivers, batch.numbers
+        results, singles, positions = prepared
+        receivers, numbers, live = batch.receivers, batch.numbers, self._live
+        if live is not None:
+            for row in rows:
+                live.judge(batch.sessions[row], *batch.first(row, positions.item(row)))
         if results is not None:
             by_array = [row for row in rows if row not in singles] if singles else rows
             if durable is not None and by_array:
@@ -252,6 +260,9 @@ class StepAnswers:
                 except Exception as error:  # the step is committed, but has no answer
                     receivers[row].step_failed(error, numbers[row])
                 else:
+                    if live is not None:
+                        session, listed = batch.sessions[row], results.ids[row][: results.top_k[row]]
+                        live.listed(session, results.positions[row], listed)
                     _notify(receivers[row], answer, numbers[row])
         for row in rows if singles else ():
             single = singles.get(row)
@@ -343,6 +354,8 @@ class StepAnswers:
                 made.created = True
             if stored is None or stored.ticket is None:  # otherwise the general procedure counts the step
                 self._stats.made(made, None if receiver.done() else "step")
+            if self._live is not None and not receiver.done():
+                self._live.answered(session, plan.position, made)
             return made
 
         async def finish() -> Answer:

@@ -235,6 +235,14 @@ class StepBatch(ColumnBatch):
         details = self.details[row]
         return None if details is None or details.request is None else details.request.idempotency_key
 
+    def first(self, row: int, position: int) -> tuple[int, int]:
+        """Returns the position of a row's session before its step, and the step's first token. `position`: the
+        position after the step."""
+        details = self.details[row]
+        if details is not None and details.stored is not None:
+            return details.stored.record.position, details.stored.tokens[0]
+        return position - 1, self.tokens.item(row)
+
     def request(self, row: int) -> StepRequest:
         """Returns the step of a row as a request."""
         details = self.details[row]

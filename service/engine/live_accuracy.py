@@ -1,0 +1,149 @@
+"""Counts how often a session's next token was among the tokens that the answer before it listed (`WANE_LIVE_ACCURACY`).
+
+Every token of a session is the label of the answer before it. The first K tokens of each answer to a step are kept
+until the session's next step. That step's first token is then judged by its rank among them. A step's other tokens
+follow no answer, and neither does a session's first token, so they are not counted. A step is unjudged if the answer
+before it is not kept: another replica or version gave it, its client had gone, it was not the answer to a step, or the
+session was rewound.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
+
+from wane.service.observability.metrics import Metrics
+from wane.service.types import Answer
+
+SPAN_S = 600
+"""The length of the sliding window in seconds."""
+SNAPSHOTS = 10
+"""The number of equal parts of the sliding window."""
+
+
+class LiveCounts(TypedDict):
+    """Counts of steps. `judged`: those whose first token was looked up in the list of the answer before it. `hits`:
+    those whose token was in this list. `reciprocal_ranks`: the sum of 1 / rank over the hits. `recall` and `mrr` are
+    `hits` and `reciprocal_ranks` divided by `judged`, null without a judged step. `unjudged`: the steps whose earlier
+    answer is not kept."""
+
+    judged: int
+    hits: int
+    reciprocal_ranks: float
+    recall: float | None
+    mrr: float | None
+    unjudged: int
+
+
+class LiveReport(TypedDict):
+    """The live accuracy of one version of a model. `k`: the largest number of tokens of an answer that are compared.
+    `recent`: the counts of the last 10 to 11 minutes."""
+
+    k: int
+    since_start: LiveCounts
+    recent: LiveCounts
+
+
+def live_counts(judged: int, hits: int, reciprocal_ranks: float, unjudged: int) -> LiveCounts:
+    """Returns counts as a document."""
+    return {
+        "judged": judged,
+        "hits": hits,
+        "reciprocal_ranks": reciprocal_ranks,
+        "recall": hits / judged if judged else None,
+        "mrr": reciprocal_ranks / judged if judged else None,
+        "unjudged": unjudged,
+    }
+
+
+class LiveAccuracy:
+    """Keeps the first tokens of the answers to one model's steps, and the counts of their ranks. All methods must be
+    called on the event loop's thread."""
+
+    def __init__(self, k: int, most_sessions: int, metrics: Metrics, model: str, version: str) -> None:
+        """k: the number of tokens that are kept of each answer. most_sessions: the largest number of sessions whose
+        answers are kept; those of the longest idle sessions are dropped."""
+        self.k = k
+        self._most_sessions = most_sessions
+        # For each session, the position of its latest answer and the answer's first tokens, longest idle session first.
+        self._kept: dict[str, tuple[int, array[int]]] = {}
+        # The number of judged steps by rank, from 1; at index 0 those whose token was not listed. The last entry is the
+        # number of unjudged steps.
+        self._ranks = [0] * (k + 2)
+        self._snapshots = deque([list(self._ranks)], SNAPSHOTS + 1)
+        self._age_s = 0.0  # seconds since the latest snapshot
+        self._counted = list(self._ranks)  # what the metrics have
+        self._metrics = [
+            counter.labels(model, version)
+            for counter in (
+                metrics.live_judged,
+                metrics.live_hits,
+                metrics.live_reciprocal_ranks,
+                metrics.live_unjudged,
+            )
+        ]
+
+    def judge(self, session: str, position: int, token: int) -> None:
+        """Counts a committed step. `position`: the session's position before the step; `token`: its first token."""
+        if not position:
+            return
+        kept = self._kept.get(session)
+        if kept is None or kept[0] != position:
+            self._ranks[-1] += 1
+            return
+        try:
+            rank = kept[1].index(token) + 1
+        except ValueError:
+            rank = 0
+        self._ranks[rank] += 1
+
+    def listed(self, session: str, position: int, tokens: Sequence[int]) -> None:
+        """Keeps the first K of the listed tokens, most probable first, of an answer to a step. `position`: the
+        session's position after the step."""
+        kept = self._kept
+        kept.pop(session, None)
+        kept[session] = position, array("I", tokens[: self.k])
+        if len(kept) > self._most_sessions:
+            del kept[next(iter(kept))]
+
+    def answered(self, session: str, position: int, answer: Answer) -> None:
+        """Like `listed`, for the tokens of an answer."""
+        self.listed(session, position, [one.token_id for one in answer.predictions[: self.k]])
+
+    def forget(self, session: str) -> None:
+        """Drops what is kept of a session whose id now names another session."""
+        self._kept.pop(session, None)
+
+    def passed(self, seconds: float) -> None:
+        """Updates the sliding window and the metrics after some seconds."""
+        self.count()
+        self._age_s += seconds
+        if self._age_s >= SPAN_S / SNAPSHOTS:
+            self._age_s = 0.0
+            self._snapshots.append(list(self._ranks))
+
+    def count(self) -> None:
+        """Adds the latest counts to the metrics."""
+        found = _document(self._ranks, self._counted)
+        self._counted = list(self._ranks)
+        added = found["judged"], found["hits"], found["reciprocal_ranks"], found["unjudged"]
+        for counter, value in zip(self._metrics, added, strict=True):
+            counter.inc(value)
+
+    def document(self) -> LiveReport:
+        """Returns the counts."""
+        return {
+            "k": self.k,
+            "since_start": _document(self._ranks, [0] * len(self._ranks)),
+            "recent": _document(self._ranks, self._snapshots[0]),
+        }
+
+
+def _document(ranks: Sequence[int], before: Sequence[int]) -> LiveCounts:
+    """Returns the difference of two lists of counts as a document. See `LiveAccuracy`."""
+    missed, *found, unjudged = (count - earlier for count, earlier in zip(ranks, before, strict=True))
+    reciprocal_ranks = sum(count / rank for rank, count in enumerate(found, 1))
+    return live_counts(missed + sum(found), sum(found), reciprocal_ranks, unjudged)
