@@ -252,7 +252,9 @@ def _label_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> Non
     """Writes the name of each point (name, x, y) beside it, at the nearest place where it covers no name or point."""
     from matplotlib.transforms import Bbox
 
-    axes.figure.draw_without_rendering()  # The data's coordinates are final only after the layout.
+    figure = axes.get_figure(root=True)
+    assert figure is not None, "the axes are in no figure: this is a bug"
+    figure.draw_without_rendering()  # The data's coordinates are final only after the layout.
     taken = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in axes.transData.transform([at[1:] for at in points])]
     for name, x, y in points:
         for up, across in itertools.product((8, -8, 16, -16, 24, -24, 32, -32, 40, -40), (8, -8)):
