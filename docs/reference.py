@@ -48,7 +48,7 @@ GROUPS: dict[str, list[str]] = {
         "The shared store": "store_password_file store_namespace store_timeout_ms store_policy "
         "state_checkpoint_interval_tokens",
         "Shutdown": "shutdown_delay_ms drain_timeout_ms",
-        "Observation": "shadow_rate log_level check_invariants",
+        "Observation": "shadow_rate live_accuracy log_level check_invariants",
     }.items()
 }
 """Groups of settings. Each setting is in one group."""

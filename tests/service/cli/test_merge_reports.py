@@ -13,6 +13,7 @@ from hypothesis import strategies as some
 
 from wane.service.cli.merge_reports import MergeError, merge
 from wane.service.engine.agreement import Source
+from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.stats import Stats
 from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, quantile
 from wane.service.types import Agreement, Latency, Mode
@@ -41,10 +42,11 @@ reached = some.tuples(where, some.integers(1, 600), some.booleans(), share, some
 shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"]))
 
 
-def document(report: Stats, sessions: int = 0) -> dict[str, Any]:
+def document(report: Stats, sessions: int = 0, live: LiveAccuracy | None = None) -> dict[str, Any]:
     """Returns a report document with one model, like the answer of /v1/report."""
     counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
     known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
+    known["live_accuracy"] = None if live is None else live.document()
     return {"device": "cpu", "models": [{**known, **report.document()}]}
 
 
@@ -96,6 +98,25 @@ def test_merged_reports_equal_the_report_of_a_single_process(
         assert found["models"][0]["modes"][mode]["requests"] == measured["requests"]
         for phase, durations in measured["latency"].items():
             assert found["models"][0]["modes"][mode]["latency"][phase]["buckets"] == durations["buckets"]
+
+
+@given(some.lists(some.tuples(where, some.integers(0, 5))))
+def test_merged_live_accuracy_equals_that_of_a_single_process(steps: list[tuple[int, int]]) -> None:
+    parts, whole = [LiveAccuracy(3, 9, Metrics(), "m", "1") for _ in range(REPLICAS)], LiveAccuracy(3, 9, Metrics(), "m", "1")
+    for replica, token in steps:
+        for live in (parts[replica], whole):
+            live.listed("a", 1, [1, 2, 3])
+            live.judge("a", 1 if token else 2, token)
+    (found,) = merge([document(Stats(Metrics(), "m"), live=live) for live in parts])["models"]
+    assert_same(found["live_accuracy"], whole.document())
+    reports = [document(Stats(Metrics(), "m"), live=live) for live in (None, whole)]
+    assert_same(merge(reports)["models"][0]["live_accuracy"], whole.document())
+
+
+def test_live_accuracies_of_different_k_are_not_merged() -> None:
+    lives = [LiveAccuracy(k, 9, Metrics(), "m", "1") for k in (3, 4)]
+    with pytest.raises(MergeError, match="live_accuracy"):
+        merge([document(Stats(Metrics(), "m"), live=live) for live in lives])
 
 
 @settings(deadline=None)

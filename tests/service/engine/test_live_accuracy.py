@@ -1,0 +1,179 @@
+"""Tests of live accuracy: its counts equal those of the answers that the clients got."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.service.engine_harness import EngineHarness, MakeHarness
+from wane.service.engine.live_accuracy import SNAPSHOTS, SPAN_S, LiveAccuracy, LiveCounts
+from wane.service.observability.metrics import Metrics
+from wane.service.types import ANYBODY, Answer, Filter, History, Mode, PredictRequest, StepRequest
+
+K = 4
+NOTHING = {"judged": 0, "hits": 0, "reciprocal_ranks": 0.0, "recall": None, "mrr": None, "unjudged": 0}
+
+
+def counts(harness: EngineHarness) -> LiveCounts:
+    live = harness.engine._live
+    assert live is not None
+    return live.document()["since_start"]
+
+
+class Client:
+    """Counts the ranks of the tokens that it sends in the answers that it got before."""
+
+    def __init__(self, harness: EngineHarness) -> None:
+        self.engine = harness.engine
+        self.answers: dict[str, tuple[int, list[int]]] = {}
+        self.ranks: list[int] = []
+        self.unjudged = 0
+
+    async def step(self, session: str, tokens: Sequence[int], **asked: Any) -> Answer:
+        answer = await self.engine.submit(StepRequest(session, tuple(tokens), **asked))
+        assert answer.position is not None
+        if answer.replayed:
+            return answer
+        before = answer.position - len(tokens)
+        position, listed = self.answers.get(session, (-1, []))
+        if before and position == before:
+            self.ranks.append(listed.index(tokens[0]) + 1 if tokens[0] in listed else 0)
+        elif before:
+            self.unjudged += 1
+        self.answers[session] = answer.position, [one.token_id for one in answer.predictions][:K]
+        return answer
+
+    def check(self, harness: EngineHarness) -> None:
+        hits = [rank for rank in self.ranks if rank]
+        found = counts(harness)
+        assert (found["judged"], found["hits"], found["unjudged"]) == (len(self.ranks), len(hits), self.unjudged)
+        assert found["reciprocal_ranks"] == pytest.approx(sum(1 / rank for rank in hits))
+        assert found["recall"] == (len(hits) / len(self.ranks) if self.ranks else None)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 9},
+    {"prove": True},
+    {"logits": True},
+    {"token_logprobs": True},
+    {"filter": Filter(exclude=(3, 4, 5))},
+    {"filter": Filter(exclude_seen=True)},
+    {"filter": Filter(candidates=(2, 3, 4, 5, 6))},
+    {"mode": Mode.WINDOW},
+    {"mode": Mode.BOTH},
+]
+
+
+@pytest.mark.parametrize("changes", [{}, {"state_budget_bytes": 4096}, {"puts_out_top": False}], ids=str)
+async def test_the_counts_equal_those_of_the_client(make_harness: MakeHarness, changes: dict[str, Any]) -> None:
+    harness = make_harness(live_accuracy=K, certified=True, **changes)
+    client, random = Client(harness), Random(1)
+    names = [f"s{number}" for number in range(12)]
+    for name in names:
+        await harness.engine.create_session(name, random.choice([None, Mode.WINDOW]))
+        await client.step(name, [random.randrange(2, 20)])
+    for _ in range(60):
+        some = random.sample(names, 5)
+        lengths = random.choices([1, 3], [5, 1], k=5)
+        sent = [(name, [random.randrange(2, 9) for _ in range(n)]) for name, n in zip(some, lengths, strict=True)]
+        await asyncio.gather(*(client.step(*one, **random.choice(OPTIONS)) for one in sent))
+    assert len({*client.ranks}) == K + 1
+    client.check(harness)
+    assert counts(harness)["unjudged"] == 0 or "state_budget_bytes" in changes
+
+
+async def test_what_has_no_answer_before_it_is_not_judged(make_harness: MakeHarness) -> None:
+    harness = make_harness(live_accuracy=K)
+    client, engine = Client(harness), harness.engine
+    await client.step("a", [5], creator=ANYBODY)
+    assert counts(harness) == NOTHING  # the first token has no answer before it
+    await client.step("a", [6], idempotency_key="k", expected_position=1)
+    replayed = await client.step("a", [6], idempotency_key="k", expected_position=1)
+    assert replayed.replayed
+    await engine.submit(PredictRequest((), session="a"))
+    await client.step("a", [7])
+    client.check(harness)
+    assert counts(harness)["judged"] == 2
+    await engine.rewind("a", 2)
+    await client.step("a", [8])
+    assert counts(harness)["unjudged"] == 1
+    await engine.delete_session("a")
+    await engine.create_session("a", history=History((1, 2, 3), 3))
+    client.answers.clear()
+    await client.step("a", [9])  # the deleted session had an answer at position 3, too
+    client.check(harness)
+    assert counts(harness)["unjudged"] == 2
+
+
+async def test_an_answer_that_nobody_got_judges_nothing(make_harness: MakeHarness) -> None:
+    harness = make_harness(live_accuracy=K)
+    client = Client(harness)
+    await client.step("a", [5], creator=ANYBODY)
+    await client.step("a", [6])
+    harness.runner.gate.clear()
+    harness.runner.busy.clear()
+    pending = harness.engine.submit(StepRequest("a", (7,)))
+    await harness.runner.until_busy()
+    pending.cancel()
+    harness.runner.gate.set()
+    for _ in range(1000):
+        if (await harness.engine.get_session("a")).position == 3:
+            break
+        await asyncio.sleep(0.01)
+    assert counts(harness)["judged"] == 2  # the step was committed, and its token follows an answer
+    await harness.engine.submit(StepRequest("a", (8,)))
+    assert (counts(harness)["judged"], counts(harness)["unjudged"]) == (2, 1)
+
+
+async def test_nothing_is_kept_without_the_setting(harness: EngineHarness) -> None:
+    assert harness.engine._live is None
+    assert (await harness.engine.report())["live_accuracy"] is None
+
+
+def live(k: int = 3, most: int = 10) -> tuple[LiveAccuracy, Metrics]:
+    metrics = Metrics()
+    return LiveAccuracy(k, most, metrics, "m", "1"), metrics
+
+
+def test_the_sliding_window_forgets_what_is_older() -> None:
+    found, metrics = live()
+    found.listed("a", 1, [7, 8, 9])
+    found.judge("a", 1, 8)
+    for second in range(SPAN_S):
+        assert found.document()["recent"]["hits"] == 1, second
+        found.passed(1.0)
+    found.listed("a", 2, [7, 8, 9])
+    found.judge("a", 2, 6)
+    for _ in range(SPAN_S // SNAPSHOTS):
+        found.passed(1.0)
+    report = found.document()
+    assert report["recent"] == {**NOTHING, "judged": 1, "recall": 0.0, "mrr": 0.0}
+    assert report["since_start"] == {
+        **NOTHING,
+        "judged": 2,
+        "hits": 1,
+        "reciprocal_ranks": 0.5,
+        "recall": 0.5,
+        "mrr": 0.25,
+    }
+    values = {
+        name: metrics.registry.get_sample_value(f"wane_live_{name}_total", {"model": "m", "version": "1"})
+        for name in ("judged", "hits", "reciprocal_ranks", "unjudged")
+    }
+    assert values == {"judged": 2, "hits": 1, "reciprocal_ranks": 0.5, "unjudged": 0}
+
+
+def test_only_the_latest_sessions_are_kept() -> None:
+    found, _ = live(most=2)
+    for session in ("a", "b", "a", "c"):
+        found.listed(session, 1, [7])
+    for session in ("a", "b", "c"):
+        found.judge(session, 1, 7)
+    assert found.document()["since_start"]["hits"] == 2
+    assert found.document()["since_start"]["unjudged"] == 1
