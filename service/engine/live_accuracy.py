@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
@@ -22,6 +22,10 @@ SPAN_S = 600
 """The length of the sliding window in seconds."""
 SNAPSHOTS = 10
 """The number of equal parts of the sliding window."""
+
+
+Step = tuple[str, int, int]
+"""A session, its position before a step, and the step's first token."""
 
 
 class LiveCounts(TypedDict):
@@ -86,32 +90,30 @@ class LiveAccuracy:
             )
         ]
 
-    def judge(self, session: str, position: int, token: int) -> None:
-        """Counts a committed step. `position`: the session's position before the step; `token`: its first token."""
-        if not position:
-            return
-        kept = self._kept.get(session)
-        if kept is None or kept[0] != position:
-            self._ranks[-1] += 1
-            return
-        try:
-            rank = kept[1].index(token) + 1
-        except ValueError:
-            rank = 0
-        self._ranks[rank] += 1
+    def judge(self, steps: Iterable[Step]) -> None:
+        """Counts committed steps."""
+        find, ranks = self._kept.get, self._ranks
+        for session, position, token in steps:
+            kept = find(session)
+            if kept is not None and kept[0] == position:
+                listed = kept[1]
+                ranks[listed.index(token) + 1 if token in listed else 0] += 1
+            elif position:
+                ranks[-1] += 1
 
-    def listed(self, session: str, position: int, tokens: Sequence[int]) -> None:
-        """Keeps the first K of the listed tokens, most probable first, of an answer to a step. `position`: the
-        session's position after the step."""
-        kept = self._kept
-        kept.pop(session, None)
-        kept[session] = position, array("I", tokens[: self.k])
-        if len(kept) > self._most_sessions:
+    def keep(self, answers: Iterable[tuple[str, int, Sequence[int]]]) -> None:
+        """Keeps the first K listed tokens of answers to steps: the session, its position after the step, and the
+        tokens, most probable first."""
+        kept, k = self._kept, self.k
+        for session, position, tokens in answers:
+            kept.pop(session, None)
+            kept[session] = position, array("I", tokens[:k])
+        while len(kept) > self._most_sessions:
             del kept[next(iter(kept))]
 
     def answered(self, session: str, position: int, answer: Answer) -> None:
-        """Like `listed`, for the tokens of an answer."""
-        self.listed(session, position, [one.token_id for one in answer.predictions[: self.k]])
+        """Like `keep`, for one answer."""
+        self.keep([(session, position, [one.token_id for one in answer.predictions[: self.k]])])
 
     def forget(self, session: str) -> None:
         """Drops what is kept of a session whose id now names another session."""

@@ -337,7 +337,7 @@ class SessionSteps:
         if own is Mode.RECURRENT:
             self._resident.add(committed)
         if self._live is not None:
-            self._live.judge(record.session, record.position, request.tokens[0])
+            self._live.judge([(record.session, record.position, request.tokens[0])])
         # A proof is searched only after the commit, so that the step is committed even if the client cancels the
         # request during a long search.
         if request.prove:

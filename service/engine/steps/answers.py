@@ -242,8 +242,7 @@ class StepAnswers:
         results, singles, positions = prepared
         receivers, numbers, live = batch.receivers, batch.numbers, self._live
         if live is not None:
-            for row in rows:
-                live.judge(batch.sessions[row], *batch.first(row, positions.item(row)))
+            live.judge(batch.first_tokens(rows, positions))
         if results is not None:
             by_array = [row for row in rows if row not in singles] if singles else rows
             if durable is not None and by_array:
@@ -252,6 +251,10 @@ class StepAnswers:
                 self._count(results, batch, by_array)
             except Exception as error:  # the steps are answered
                 _report("the answers of a batch of steps were not counted", error)
+            if live is not None:
+                sessions, after, ids, top_k = batch.sessions, results.positions, results.ids, results.top_k
+                read = by_array if batch.all_wait else filter(batch.waits, by_array)
+                live.keep([(sessions[row], after[row], ids[row][: top_k[row]]) for row in read])
             for row in by_array:
                 if receivers[row].done():
                     continue
@@ -260,9 +263,6 @@ class StepAnswers:
                 except Exception as error:  # the step is committed, but has no answer
                     receivers[row].step_failed(error, numbers[row])
                 else:
-                    if live is not None:
-                        session, listed = batch.sessions[row], results.ids[row][: results.top_k[row]]
-                        live.listed(session, results.positions[row], listed)
                     _notify(receivers[row], answer, numbers[row])
         for row in rows if singles else ():
             single = singles.get(row)
@@ -354,7 +354,7 @@ class StepAnswers:
                 made.created = True
             if stored is None or stored.ticket is None:  # otherwise the general procedure counts the step
                 self._stats.made(made, None if receiver.done() else "step")
-            if self._live is not None and not receiver.done():
+            if self._live is not None and batch.waits(row):
                 self._live.answered(session, plan.position, made)
             return made
 

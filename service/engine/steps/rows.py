@@ -235,13 +235,26 @@ class StepBatch(ColumnBatch):
         details = self.details[row]
         return None if details is None or details.request is None else details.request.idempotency_key
 
-    def first(self, row: int, position: int) -> tuple[int, int]:
-        """Returns the position of a row's session before its step, and the step's first token. `position`: the
-        position after the step."""
+    @property
+    def all_wait(self) -> bool:
+        """Whether the caller of every row certainly still waits for its answer."""
+        return not self.has_details and True not in [receiver.done() for receiver in self.receivers]
+
+    def waits(self, row: int) -> bool:
+        """Returns whether the caller of a row still waits for its answer."""
         details = self.details[row]
-        if details is not None and details.stored is not None:
-            return details.stored.record.position, details.stored.tokens[0]
-        return position - 1, self.tokens.item(row)
+        ticket = None if details is None else details.ticket
+        return not self.receivers[row].done() and not (ticket is not None and ticket.abandoned)
+
+    def first_tokens(self, rows: Sequence[int], positions: NDArray[np.int64]) -> list[tuple[str, int, int]]:
+        """Returns, for each of the rows, the session, its position before the step, and the step's first token.
+        positions: the sessions' positions after the steps, int64 (B)."""
+        found = [*zip(self.sessions, (positions - 1).tolist(), self.tokens.tolist(), strict=True)]
+        if self.has_details:
+            for row, details in enumerate(self.details):
+                if details is not None and (stored := details.stored) is not None:
+                    found[row] = self.sessions[row], stored.record.position, stored.tokens[0]
+        return found if len(rows) == len(found) else [found[row] for row in rows]
 
     def request(self, row: int) -> StepRequest:
         """Returns the step of a row as a request."""

@@ -45,7 +45,7 @@ shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"
 def document(report: Stats, sessions: int = 0, live: LiveAccuracy | None = None) -> dict[str, Any]:
     """Returns a report document with one model, like the answer of /v1/report."""
     counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
-    known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
+    known: dict[str, Any] = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
     known["live_accuracy"] = None if live is None else live.document()
     return {"device": "cpu", "models": [{**known, **report.document()}]}
 
@@ -102,11 +102,14 @@ def test_merged_reports_equal_the_report_of_a_single_process(
 
 @given(some.lists(some.tuples(where, some.integers(0, 5))))
 def test_merged_live_accuracy_equals_that_of_a_single_process(steps: list[tuple[int, int]]) -> None:
-    parts, whole = [LiveAccuracy(3, 9, Metrics(), "m", "1") for _ in range(REPLICAS)], LiveAccuracy(3, 9, Metrics(), "m", "1")
+    parts, whole = (
+        [LiveAccuracy(3, 9, Metrics(), "m", "1") for _ in range(REPLICAS)],
+        LiveAccuracy(3, 9, Metrics(), "m", "1"),
+    )
     for replica, token in steps:
         for live in (parts[replica], whole):
-            live.listed("a", 1, [1, 2, 3])
-            live.judge("a", 1 if token else 2, token)
+            live.keep([("a", 1, [1, 2, 3])])
+            live.judge([("a", 1 if token else 2, token)])
     (found,) = merge([document(Stats(Metrics(), "m"), live=live) for live in parts])["models"]
     assert_same(found["live_accuracy"], whole.document())
     reports = [document(Stats(Metrics(), "m"), live=live) for live in (None, whole)]

@@ -143,13 +143,13 @@ def live(k: int = 3, most: int = 10) -> tuple[LiveAccuracy, Metrics]:
 
 def test_the_sliding_window_forgets_what_is_older() -> None:
     found, metrics = live()
-    found.listed("a", 1, [7, 8, 9])
-    found.judge("a", 1, 8)
+    found.keep([("a", 1, [7, 8, 9])])
+    found.judge([("a", 1, 8)])
     for second in range(SPAN_S):
         assert found.document()["recent"]["hits"] == 1, second
         found.passed(1.0)
-    found.listed("a", 2, [7, 8, 9])
-    found.judge("a", 2, 6)
+    found.keep([("a", 2, [7, 8, 9])])
+    found.judge([("a", 2, 6)])
     for _ in range(SPAN_S // SNAPSHOTS):
         found.passed(1.0)
     report = found.document()
@@ -172,8 +172,8 @@ def test_the_sliding_window_forgets_what_is_older() -> None:
 def test_only_the_latest_sessions_are_kept() -> None:
     found, _ = live(most=2)
     for session in ("a", "b", "a", "c"):
-        found.listed(session, 1, [7])
+        found.keep([(session, 1, [7])])
     for session in ("a", "b", "c"):
-        found.judge(session, 1, 7)
+        found.judge([(session, 1, 7)])
     assert found.document()["since_start"]["hits"] == 2
     assert found.document()["since_start"]["unjudged"] == 1
