@@ -21,7 +21,7 @@ from wane.models.manifest import Role
 from wane.service.batching import batch
 from wane.service.batching.batch import ColumnBatch, Row, Work
 from wane.service.batching.cost_model import CostModel, RunTimeModel
-from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler, Scheduler
+from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler
 from wane.service.batching.ticket import Ticket, WorkItem, enter
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
@@ -127,7 +127,7 @@ class Batcher:
         self._cost_model = cost_model
         self._inline_s = inline_s
         self._times = RunTimeModel()
-        self._queue: Scheduler[WorkItem] = FairScheduler(max_batch_size, cost_model)
+        self._queue = FairScheduler[WorkItem](max_batch_size, cost_model)
         self.sequence_s = 0.0  # average run time per item of the latest batches of sequences
         self._starting = False
         self._taken = 0  # the number of batches handed to the runner
@@ -140,7 +140,7 @@ class Batcher:
         self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
-        self._room = pool.room(max_batch_size)
+        self._room = pool.memory.room(max_batch_size)
         self._observers = {
             role: _Observers(
                 metrics.batch_items.labels(model, role).observe,

@@ -187,36 +187,18 @@ def padded(values: NDArray[np.int64], size: int, fill: int = 0) -> NDArray[np.in
     return found
 
 
-class FreeBuffers:
-    """The buffers of one graph and one padded size that no result uses. Runs of one graph do not overlap."""
-
-    def __init__(self) -> None:
-        self._free: list[Buffers] | None = []
-
-    def take(self) -> Buffers | None:
-        """Returns free buffers, which are then in use. Returns None if there are none."""
-        return self._free.pop() if self._free else None
-
-    def give_back(self, buffers: Buffers) -> None:
-        """Keeps buffers for a later run, unless SPARE_BUFFERS buffers are already free."""
-        if self._free is not None and len(self._free) < SPARE_BUFFERS:
-            self._free.append(buffers)
-
-    def close(self) -> None:
-        """Frees the buffers. Buffers that are in use are freed with their results."""
-        self._free = None
-
-
 class Lease:
     """The use of buffers by the outputs of one run. When the last of these outputs is freed, another run may use the
     buffers."""
 
-    def __init__(self, buffers: Buffers, free: FreeBuffers) -> None:
+    def __init__(self, buffers: Buffers, free: list[Buffers]) -> None:
+        """free: the free buffers of the same graph and padded size. At most SPARE_BUFFERS of them are kept."""
         self._buffers = buffers
         self._free = free
 
     def __del__(self) -> None:
-        self._free.give_back(self._buffers)
+        if len(self._free) < SPARE_BUFFERS:
+            self._free.append(self._buffers)
 
 
 class TakeSessions(NamedTuple):
@@ -230,7 +212,7 @@ class DeviceOutputs(Outputs):
     """The outputs of one run on a device. The names are those of the bundle's graph.
 
     Reading an output copies it to the host: all rows of the batch's items with `outputs[name]`, and one row with `row`.
-    The outputs of COPIED are already on the host.
+    The outputs of COPIED are already on the host. `part` and `only` copy nothing.
     """
 
     def __init__(
@@ -309,30 +291,25 @@ class DeviceOutputs(Outputs):
         return ids, logits
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
-        """See `Outputs`. Copies nothing."""
         return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take, self._lease, self._places)
 
     def only(self, names: Collection[str]) -> Outputs:
-        """See `Outputs`. Copies nothing."""
         values = {name: value for name, value in self.on_device.items() if name in names}
         copied = {name: value for name, value in self._copied.items() if name in names or name in ADDED}
         return DeviceOutputs(values, copied, self.rows, self._take, self._lease, self._places)
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
-        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
         return found
 
     @cached_property
     def lengths(self) -> NDArray[np.float64]:
-        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.float64] = self._copied[LENGTH][self.rows]
         return found
 
     @property
     def most(self) -> int:
-        """See `Outputs`."""
         return int(self.on_device[TOP_IDS].shape()[1]) if TOP_IDS in self.on_device else 0
 
     def top(self, count: int) -> TopColumns:
@@ -359,8 +336,9 @@ class SlotSessions:
         )
 
 
-class DeviceMemory:
-    """A `StateMemory` on a device."""
+class DeviceMemory(StateMemory):
+    """States on a device. The graphs gather, write and compare them there, so only what `read`, `differences` and
+    `unit_differences` return is copied to the host."""
 
     def __init__(self, values: Mapping[str, onnxruntime.OrtValue], device: Device, sessions: SlotSessions) -> None:
         """values: for each name, all slots on the device, float32 (capacity, *shape)."""
@@ -369,22 +347,18 @@ class DeviceMemory:
         self._sessions = sessions
 
     def room(self, rows: int) -> Mapping[str, Array]:  # noqa: ARG002
-        """See `StateMemory`. The graphs gather the states themselves and need no buffers."""
         return {}
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:  # noqa: ARG002
-        """See `StateMemory`. Copies nothing: the graphs gather the states."""
         return self._feeds(slots, [name for name in self._values if name not in KEPT])
 
     def gather_hidden(self, slots: Slots) -> Feeds:
-        """See `StateMemory`. Copies nothing."""
         return self._feeds(slots, [HIDDEN])
 
     def _feeds(self, slots: Slots, names: Sequence[str]) -> Feeds:
         return {SLOTS: np.asarray(slots, np.int64), **{IN_SLOTS + name: self._values[name] for name in names}}
 
     def read(self, slots: Slots) -> dict[str, Array]:
-        """See `StateMemory`. Copies only the values of these slots."""
         binding = self._sessions.read.io_binding()
         bind_array(binding, SLOTS, np.asarray(slots, np.int64))
         for name, value in self._values.items():
@@ -394,7 +368,6 @@ class DeviceMemory:
         return {name: value.numpy() for name, value in zip(self._values, binding.get_outputs(), strict=True)}
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
-        """See `StateMemory`. Outputs of a run on this device are not copied to the host."""
         found = np.arange(len(slots)) if rows is None else np.array(rows)
         results: Mapping[str, Any] = outputs
         if isinstance(outputs, DeviceOutputs):
@@ -402,22 +375,18 @@ class DeviceMemory:
         self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, found)
 
     def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
-        """See `StateMemory`. Copies nothing between the devices."""
         assert isinstance(source, DeviceMemory)
         self._write_rows(np.asarray(slots), source._values, np.asarray(rows))
 
     def scratch(self, capacity: int) -> DeviceMemory:
-        """See `StateMemory`."""
         values = {name: self._device.empty((capacity, *value.shape()[1:])) for name, value in self._values.items()}
         return DeviceMemory(values, self._device, self._sessions)
 
     def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
-        """See `StateMemory`. Copies only the result."""
         pairs: NDArray[np.float32] = self._differences(slots, others, ["pairs"])[0]
         return pairs
 
     def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
-        """See `StateMemory`. Copies only the result."""
         names = [name for name in self._values if name not in KEPT]
         return dict(zip(names, self._differences(slots, others, names), strict=True))
 
@@ -449,7 +418,6 @@ class DeviceMemory:
         self._sessions.write.run_with_iobinding(binding)
 
     def close(self) -> None:
-        """See `StateMemory`."""
         self._values.clear()
 
 
@@ -481,7 +449,8 @@ class DeviceRunner(OnnxSessions):
         self._on = Device(self.device, threads)
         self._padded = self.device == "cuda" if padded is None else padded
         self._take = TakeSessions(self._on.open(rows_graph()), self._on.open(top_graph()))
-        self._free = defaultdict[tuple[Role, int], FreeBuffers](FreeBuffers)
+        # the buffers that no result uses, by graph and padded size; runs of one graph do not overlap
+        self._free = defaultdict[tuple[Role, int], list[Buffers]](list)
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         graph = self._graph(bundle, role)
@@ -559,7 +528,7 @@ class DeviceRunner(OnnxSessions):
         """Runs a graph of CAPTURED with padded inputs, in buffers that no earlier result uses."""
         size, session = bucket(count), self._sessions[role]
         free = self._free[role, size]
-        buffers = free.take() or Buffers(session, size, self._on, self._numbers[role])
+        buffers = free.pop() if free else Buffers(session, size, self._on, self._numbers[role])
         buffers.run(session, inputs)
         outputs = buffers.outputs
         copied = {name: value.numpy() for name, value in outputs.items() if name in COPIED}
@@ -567,10 +536,8 @@ class DeviceRunner(OnnxSessions):
         return DeviceOutputs(on_device, copied, np.arange(count), self._take, Lease(buffers, free))
 
     def close(self) -> None:
-        """See `OnnxSessions`."""
         super().close()
-        for free in self._free.values():
-            free.close()
+        self._free.clear()  # buffers that are in use are freed with their results
 
 
 def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:

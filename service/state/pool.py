@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
-from wane.service.runners.runner import HIDDEN, NORMS, Array, Feeds, MakeMemory, Slots, StateMemory
+from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory, StateMemory
 
 ZERO: Final = 0  # the slot that holds the zero state
 # The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
@@ -143,22 +143,6 @@ class StatePool:
 
     # Values
 
-    def room(self, rows: int) -> Mapping[str, Array]:
-        """See `StateMemory`."""
-        return self.memory.room(rows)
-
-    def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
-        """See `StateMemory`."""
-        return self.memory.gather(slots, room)
-
-    def gather_hidden(self, slots: Slots) -> Feeds:
-        """See `StateMemory`."""
-        return self.memory.gather_hidden(slots)
-
-    def read(self, slots: Slots) -> dict[str, Array]:
-        """See `StateMemory`."""
-        return self.memory.read(slots)
-
     def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
         """Writes the rows of a run's outputs `next.<name>` and `hidden` to B slots. A row is skipped if its slot is
         None."""
@@ -168,7 +152,7 @@ class StatePool:
             self.write(to, outputs, kept if len(kept) < len(slots) else None)
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
-        """See `StateMemory`."""
+        """See `StateMemory.write`."""
         assert slots.min() != ZERO, "the slot of the zero state is written to: this is a bug"
         self.memory.write(slots, outputs, rows)
 
@@ -179,7 +163,7 @@ class StatePool:
 
     def pack(self, slot: int) -> bytes:
         """Returns a slot's values as bytes."""
-        return b"".join([values.tobytes() for values in self.read([slot]).values()])
+        return b"".join([values.tobytes() for values in self.memory.read([slot]).values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
         """Writes the result of `pack` to a slot. Raises ValueError if the result does not have the size of this model's
@@ -216,6 +200,6 @@ class StatePool:
             "a slot is both in use and free": (users[is_free] > 0).any(),
             "a slot is neither in use nor free": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
             "the number of used slots is wrong": np.count_nonzero(users) != self.used,
-            "the zero state was written to": any(values.any() for values in self.read([ZERO]).values()),
+            "the zero state was written to": any(values.any() for values in self.memory.read([ZERO]).values()),
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]
