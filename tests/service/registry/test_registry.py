@@ -31,8 +31,8 @@ from wane.service.errors import (
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
-from wane.service.registry.registry import ModelRegistry, RegistryError
-from wane.service.registry.repository import FoundBundle
+from wane.service.registry.registry import ModelRegistry
+from wane.service.registry.repository import FoundBundle, RegistryError
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.runner import Array
 from wane.service.settings import Settings
@@ -323,8 +323,8 @@ async def test_sessions_are_saved_before_close_waits_for_an_unfinished_load(
         closed.set()
 
     monkeypatch.setattr(store, "close", close)
-    monkeypatch.setattr(registry.lifecycle, "read", slow)
-    registry.lifecycle.digests[registry.default] = "another"
+    monkeypatch.setattr(registry, "_read", slow)
+    registry._digests[registry.default] = "another"
     monkeypatch.setattr(registry.get(), "version", "0")
     load = asyncio.create_task(registry.load_model(registry.default))
     await asyncio.to_thread(opening.wait)

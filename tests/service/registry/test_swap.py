@@ -31,7 +31,8 @@ from wane.service.errors import (
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
-from wane.service.registry.registry import IndexEntry, ModelRegistry, RegistryError
+from wane.service.registry.registry import IndexEntry, ModelRegistry
+from wane.service.registry.repository import RegistryError
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
@@ -216,7 +217,7 @@ async def test_a_load_from_a_disk_that_does_not_answer_is_abandoned(folder: Path
 async def test_the_registry_closes_while_a_disk_does_not_answer(
     registry: ModelRegistry, folder: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wane.service.registry.swap.LAST_LOAD_S", 0.1)
+    monkeypatch.setattr("wane.service.registry.registry.LAST_LOAD_S", 0.1)
     put(folder, "2", "lstm")
     load = asyncio.create_task(registry.load_model(MODEL))
     assert await asyncio.to_thread(blocked.wait, TIMEOUT_S)
@@ -401,7 +402,7 @@ async def test_a_second_load_waits_and_finds_the_model_loaded(registry: ModelReg
 async def test_a_server_that_stops_while_loading_closes_the_new_engine(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm")
     loading = asyncio.create_task(registry.load_model(MODEL))
-    while registry.lifecycle.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
+    while registry._opening is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
         await asyncio.sleep(0)
     await registry.close()
     with pytest.raises(Unavailable, match="stopping"):
