@@ -7,7 +7,6 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
 from typing import Literal
 
 from msgspec.structs import asdict
@@ -134,30 +133,18 @@ def durations(seconds: Observed) -> DurationsReport:
     }
 
 
-class WindowStats:
-    """Counts the error bounds of windows of similar length."""
-
-    def __init__(self) -> None:
-        self._variations = Observed(REACHED)
-        self._proved = 0
-
-    def reached(self, variation: float, proved: bool) -> None:
-        """Counts one answer, with its error bound."""
-        self._variations.observe(variation)
-        self._proved += proved
-
-    def document(self, k: int, prove: bool) -> WindowReport:
-        """Returns the counts."""
-        cumulative = self._variations.cumulative()
-        return {
-            "k": k,
-            "prove": prove,
-            "answers": cumulative[-1][1],
-            "top1_proved": self._proved,
-            "p50": quantile(cumulative, 0.5),
-            "p90": quantile(cumulative, 0.9),
-            "buckets": [{"le": None if math.isinf(le) else le, "count": count} for le, count in cumulative],
-        }
+def window_report(k: int, prove: bool, variations: Observed, proved: int) -> WindowReport:
+    """Returns the error bounds of the windows of about `k` tokens. proved: see `WindowReport.top1_proved`."""
+    cumulative = variations.cumulative()
+    return {
+        "k": k,
+        "prove": prove,
+        "answers": cumulative[-1][1],
+        "top1_proved": proved,
+        "p50": quantile(cumulative, 0.5),
+        "p90": quantile(cumulative, 0.9),
+        "buckets": [{"le": None if math.isinf(le) else le, "count": count} for le, count in cumulative],
+    }
 
 
 class ModeStats:
@@ -174,11 +161,6 @@ class ModeStats:
         """Returns the durations of each phase."""
         queue, compute, total = map(durations, self._phases)
         return {"queue": queue, "compute": compute, "total": total}
-
-    def took(self, latency: Latency) -> None:
-        """Counts the latency of one prediction."""
-        for seconds, value_ms in zip(self._phases, latency.phases(), strict=True):
-            seconds.observe(value_ms / 1e3)
 
     def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
         """Counts answers. phases: the durations of the answers in milliseconds, for each phase; variations: the error
@@ -205,7 +187,9 @@ class Stats:
         self._requests: Counter[Mode] = Counter()
         self._operations: Counter[str] = Counter()
         self._modes: dict[Mode, ModeStats] = {}
-        self._windows: defaultdict[tuple[int, bool], WindowStats] = defaultdict(WindowStats)
+        # by the number of tokens, a power of two, and whether the proof was searched for
+        self._windows: defaultdict[tuple[int, bool], Observed] = defaultdict(lambda: Observed(REACHED))
+        self._proved: Counter[tuple[int, bool]] = Counter()
         self._answers: dict[tuple[str, Mode], Callable[[float], object]] = {}
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
@@ -228,7 +212,7 @@ class Stats:
     def took(self, mode: Mode, latency: Latency) -> None:
         """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
         its parts under the part's mode."""
-        self._of(mode).took(latency)
+        self._of(mode).made([[value_ms] for value_ms in latency.phases()], (), 0)
 
     def made(self, answer: Answer, operation: str | None) -> None:
         """Counts an answer. `operation` is None if the caller was cancelled: only the answer's latency and bound are
@@ -269,7 +253,9 @@ class Stats:
     def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
         """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
         proof was searched for. proved: whether the most probable token is proved."""
-        self._windows[1 << (k.bit_length() - 1), prove].reached(variation, proved)
+        key = 1 << (k.bit_length() - 1), prove
+        self._windows[key].observe(variation)
+        self._proved[key] += proved
 
     def shadowed(self, outcome: ShadowOutcome) -> None:
         """Counts one sampled answer under its outcome."""
@@ -311,7 +297,7 @@ class Stats:
                 for mode in Mode
                 if mode in self._modes
             },
-            "windows": [found.document(*key) for key, found in sorted(self._windows.items(), key=itemgetter(0))],
+            "windows": [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)],
             "operations": dict(self._operations),
             "agreement": {
                 **self._agreement.document(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +161,7 @@ class RepositoryPoller:
         self._repository = repository
         self._load = load
         self._seen = self._handled = repository.signatures()
-        self._models = self._by_model(self._seen)
+        self._names = self._named(self._seen)
 
     async def run(self, every_s: float) -> None:
         """Polls every `every_s` seconds until it is cancelled."""
@@ -177,18 +177,16 @@ class RepositoryPoller:
         before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
         if self._seen != before or self._seen == self._handled:
             return
-        self._handled = self._seen
-        earlier, self._models = self._models, await asyncio.to_thread(self._by_model, self._seen)
-        for name, bundles in sorted(self._models.items()):
-            if bundles != earlier.get(name):
-                try:
-                    await self._load(name)
-                except WaneError as error:
-                    logger.warning("the bundles of model %s have changed, but: %s", name, error.message)
+        handled, self._handled = self._handled, self._seen
+        earlier, self._names = self._names, await asyncio.to_thread(self._named, self._seen)
+        paths = {path for path, _ in handled.items() ^ self._seen.items()}
+        changed = {names[path] for names in (earlier, self._names) for path in paths & names.keys()}
+        for name in sorted(changed & {*self._names.values()}):
+            try:
+                await self._load(name)
+            except WaneError as error:
+                logger.warning("the bundles of model %s have changed, but: %s", name, error.message)
 
-    def _by_model(self, signatures: Mapping[Path, Signature]) -> dict[str, dict[Path, Signature]]:
-        """Returns the bundles of each model. Blocks."""
-        models: dict[str, dict[Path, Signature]] = {}
-        for path, signature in signatures.items():
-            models.setdefault(self._repository.look(path).name, {})[path] = signature
-        return models
+    def _named(self, paths: Iterable[Path]) -> dict[Path, str]:
+        """Returns the name of each bundle's model. Blocks."""
+        return {path: self._repository.look(path).name for path in paths}

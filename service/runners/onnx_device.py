@@ -227,14 +227,13 @@ class DeviceOutputs(Outputs):
         """on_device and copied: the outputs on the device and on the host, with padding. rows: int64 (B), the rows of
         the batch's items. lease: the lease of the outputs' memory; None if each run allocates its own memory. places:
         the number T of tokens without padding, for the outputs (B, T, ...)."""
-        super().__init__({})
+        super().__init__({}, [*on_device, *(name for name in copied if name not in ADDED)])
         self._lease = lease
         self._places = places
         self.on_device = on_device
         self.rows = rows
         self._copied = copied
         self._take = take
-        self._names = [*on_device, *(name for name in copied if name not in ADDED)]
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
@@ -246,15 +245,6 @@ class DeviceOutputs(Outputs):
                 values = self._taken(name, self.rows)
             self._arrays = {**self._arrays, name: values}
         return self._arrays[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def row(self, name: str, row: int) -> Array:
         """See `Outputs`. Copies only this row to the host."""

@@ -29,7 +29,7 @@ from wane.models.parity import log_softmax
 from wane.models.reference import Reference
 from wane.service.batching import batch
 from wane.service.batching.batch import ColumnBatch, Row, Work
-from wane.service.batching.warm_up import warm_up
+from wane.service.batching.cost_model import warm_up
 from wane.service.engine.engine import Engine
 from wane.service.engine.score import RESIDUAL
 from wane.service.engine.top1_proof import MarginProof
