@@ -107,12 +107,6 @@ class Backlog:
         self._turn_s = 0.0
         self._divided_s = 0.0  # until when the elapsed time is divided among the shares
 
-    @property
-    def seconds(self) -> float:
-        """The expected seconds until all long requests have ended, if no new request arrives."""
-        now = self._clock()
-        return self.pace * sum(share.left_s for share in self.shares if share.deadline > now)
-
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
         """Admits a request with an expected work of `seconds`. If the request ends early, its unfinished work does not

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Literal
 
 from msgspec.structs import asdict
@@ -184,13 +185,12 @@ class Stats:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._model = model
-        self._requests: Counter[Mode] = Counter()
-        self._operations: Counter[str] = Counter()
+        self._answered: Counter[tuple[str, Mode]] = Counter()
         self._modes: dict[Mode, ModeStats] = {}
         # by the number of tokens, a power of two, and whether the proof was searched for
         self._windows: defaultdict[tuple[int, bool], Observed] = defaultdict(lambda: Observed(REACHED))
         self._proved: Counter[tuple[int, bool]] = Counter()
-        self._answers: dict[tuple[str, Mode], Callable[[float], object]] = {}
+        self._metric = cache(lambda operation, mode: metrics.answers.labels(model, operation, mode.value))
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
@@ -200,14 +200,8 @@ class Stats:
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
         """Counts answered requests of one kind, `operation`, under the mode that answered them."""
-        self._operations[operation] += requests
-        if operation in ("predict", "step"):
-            self._requests[mode] += requests
-        count = self._answers.get((operation, mode))
-        if count is None:
-            count = self._metrics.answers.labels(self._model, operation, mode.value).inc
-            self._answers[operation, mode] = count
-        count(requests)
+        self._answered[operation, mode] += requests
+        self._metric(operation, mode).inc(requests)
 
     def took(self, mode: Mode, latency: Latency) -> None:
         """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
@@ -291,14 +285,20 @@ class Stats:
     def document(self) -> StatsReport:
         """Returns the report's fields `modes`, `windows`, `operations`, `agreement` and `shadow`."""
         self._count_made()
+        operations: Counter[str] = Counter()
+        for (operation, _), requests in self._answered.items():
+            operations[operation] += requests
         return {
             "modes": {
-                mode: {"requests": self._requests[mode], "latency": self._modes[mode].document()}
+                mode: {
+                    "requests": self._answered["predict", mode] + self._answered["step", mode],
+                    "latency": self._modes[mode].document(),
+                }
                 for mode in Mode
                 if mode in self._modes
             },
             "windows": [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)],
-            "operations": dict(self._operations),
+            "operations": dict(operations),
             "agreement": {
                 **self._agreement.document(),
                 "sources": {source: found.document() for source, found in self._by_source.items()},

@@ -443,10 +443,6 @@ class ModelRegistry:
                 entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
         return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
 
-    async def settled(self) -> None:
-        """Waits until replaced and unloaded engines are closed."""
-        await self.retired_engines.settled()
-
     # Shutdown
 
     def leave(self) -> None:

@@ -29,9 +29,9 @@ FIRST_REGION_BYTES = 64 * 2**20
 _sharing = threading.Lock()
 
 
-class OnnxSessions(Runner):
-    """One onnxruntime inference session for each graph of a bundle. The graphs refer to offsets in the bundle's weights
-    file, so the runs use exactly the verified bytes."""
+class OnnxRunner(Runner):
+    """Runs a bundle's graphs from states in the memory of the host. There is one onnxruntime inference session for each
+    graph. The graphs refer to offsets in the bundle's weights file, so the runs use exactly the verified bytes."""
 
     def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
         """Opens every graph of `bundle`. `threads` is the number of threads that one run uses.
@@ -90,14 +90,10 @@ class OnnxSessions(Runner):
     def close(self) -> None:
         self._sessions.clear()
 
-
-class OnnxRunner(OnnxSessions):
-    """Runs a bundle's graphs from states in the memory of the host."""
-
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
         return HostMemory(shapes, capacity)
 
-    def run(self, role: Role, feeds: Feeds) -> dict[str, Array]:
+    def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
         names = self._outputs[role]
         return dict(zip(names, self._sessions[role].run(names, dict(feeds)), strict=True))
 

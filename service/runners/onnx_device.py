@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.runners.memory import output_name
-from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, OnnxSessions, open_session
+from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, open_session
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
     EVERY_NORMS,
@@ -411,7 +411,7 @@ class DeviceMemory(StateMemory):
         self._values.clear()
 
 
-class DeviceRunner(OnnxSessions):
+class DeviceRunner(OnnxRunner):
     """Runs a bundle's graphs from states that stay on the device."""
 
     cuda_options: Mapping[str, str] = MappingProxyType({})
@@ -426,7 +426,7 @@ class DeviceRunner(OnnxSessions):
         padded: bool | None = None,
         captured: bool = True,
     ) -> None:
-        """See `OnnxSessions`. padded: whether batches are padded to a power of two, and sequences to a `length_bucket`.
+        """See `OnnxRunner`. padded: whether batches are padded to a power of two, and sequences to a `length_bucket`.
         By default they are padded on CUDA only, because the padding takes time on a CPU. captured: whether the padded
         runs of the graphs of CAPTURED are captured as CUDA graphs, one for each size of a batch. The CPU never captures
         a run."""
@@ -530,10 +530,10 @@ class DeviceRunner(OnnxSessions):
         self._free.clear()  # buffers that are in use are freed with their results
 
 
-def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:
+def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner:
     """Returns the fastest runner of a bundle: on CUDA a `DeviceRunner`, and on the CPU an `OnnxRunner`.
 
-    See `OnnxSessions` for the arguments. Raises DeviceError.
+    See `OnnxRunner` for the arguments. Raises DeviceError.
     """
     if device != "cpu" and CUDA in onnxruntime.get_available_providers():
         if find_spec("onnx") is None:

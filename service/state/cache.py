@@ -59,18 +59,12 @@ class StateCache(StatePool):
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
         """Called with a session and its slot before the session's state is dropped."""
 
-    def acquire(self) -> int:
-        """Returns a slot whose only user is the caller. If no slot is free, evicts the least recently used state that
-        no request uses. Raises Overloaded if requests use every slot."""
-        if not self.free and self._untouched == self.capacity:
-            self._evict_one()
-        return super().acquire()
-
     def _add_slot(self) -> None:
         super()._add_slot()
         self.sessions.append(None)
 
-    def _evict_one(self) -> None:
+    def _make_room(self) -> None:
+        """Evicts the least recently used state that no request uses."""
         for session, slot in self.order.items():
             if self.users[slot] == 1:
                 self.drop(session)

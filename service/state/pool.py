@@ -68,7 +68,9 @@ class StatePool:
     # Counting
 
     def acquire(self) -> int:
-        """Returns a slot whose only user is the caller. Raises Overloaded if every slot is in use."""
+        """Returns a slot whose only user is the caller. Raises Overloaded if requests use every slot."""
+        if not self.free and self._untouched == self.capacity:
+            self._make_room()
         if self.free:
             slot = self.free.pop()
         elif self._untouched < self.capacity:
@@ -82,6 +84,9 @@ class StatePool:
         self.users[slot] = 1
         return slot
 
+    def _make_room(self) -> None:
+        """Frees a slot if possible, because every slot is in use."""
+
     def _add_slot(self) -> None:
         """Extends the lists of slots for a slot that is used for the first time."""
         self.users.append(0)
@@ -94,11 +99,7 @@ class StatePool:
 
     def release(self, slot: int) -> None:
         """Removes a user from a slot. Frees the slot if it has no other user."""
-        if slot >= RESERVED:
-            users = self.users[slot] = self.users[slot] - 1
-            assert users >= 0, "a slot was released once too often: this is a bug"
-            if not users:
-                self.free.append(slot)
+        self.release_all((slot,))
 
     def release_all(self, slots: Iterable[int]) -> None:
         """Releases each of the slots: see `release`."""

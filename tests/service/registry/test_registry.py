@@ -505,7 +505,7 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
     run = OnnxRunner.run
 
     def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        outputs = run(self, role, feeds)
+        outputs = dict(run(self, role, feeds))
         return outputs if role != "advance" else outputs | {"hidden": outputs["hidden"] + 1}
 
     monkeypatch.setattr(OnnxRunner, "run", wrong)
@@ -605,7 +605,7 @@ async def test_a_graph_of_other_weights_is_fatal_even_with_an_invalid_certificat
     run = OnnxRunner.run
 
     def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        outputs = run(self, role, feeds)
+        outputs = dict(run(self, role, feeds))
         return outputs if role != "head" else {"logits": outputs["logits"] + outputs["logits"] ** 2}
 
     monkeypatch.setattr(OnnxRunner, "run", wrong)
