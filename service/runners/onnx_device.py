@@ -119,10 +119,26 @@ class Device(NamedTuple):
         return onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.name, CUDA_DEVICE)
 
 
-def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None:
-    """Binds an array of the host as an input of a run. onnxruntime copies the array to the device if the graph reads it
-    there."""
-    binding.bind_cpu_input(name, np.ascontiguousarray(values))
+def bind_input(binding: onnxruntime.IOBinding, name: str, value: Any) -> None:
+    """Binds a value on the device, or an array of the host, as an input of a run. onnxruntime copies the array to the
+    device if the graph reads it there."""
+    if isinstance(value, onnxruntime.OrtValue):
+        binding.bind_ortvalue_input(name, value)
+    else:
+        binding.bind_cpu_input(name, np.ascontiguousarray(value))
+
+
+def run_to_host(
+    session: onnxruntime.InferenceSession, inputs: Mapping[str, Any], outputs: Sequence[str]
+) -> list[Array]:
+    """Runs a graph and copies these outputs to the host. inputs: see `bind_input`."""
+    binding = session.io_binding()
+    for name, value in inputs.items():
+        bind_input(binding, name, value)
+    for name in outputs:
+        binding.bind_output(name, "cpu")
+    session.run_with_iobinding(binding)
+    return [value.numpy() for value in binding.get_outputs()]
 
 
 class Buffers:
@@ -256,12 +272,8 @@ class DeviceOutputs(Outputs):
 
     def _taken(self, name: str, rows: NDArray[np.int64]) -> Array:
         """Copies rows of a float32 output to the host."""
-        binding = self._take.rows.io_binding()
-        binding.bind_ortvalue_input("values", self.on_device[name])
-        bind_array(binding, "rows", rows)
-        binding.bind_output("found", "cpu")
-        self._take.rows.run_with_iobinding(binding)
-        return self._unpadded(name, binding.get_outputs()[0].numpy())
+        (values,) = run_to_host(self._take.rows, {"values": self.on_device[name], "rows": rows}, ["found"])
+        return self._unpadded(name, values)
 
     def _unpadded(self, name: str, values: Array) -> Array:
         """Returns rows of an output without the places that are padding."""
@@ -269,15 +281,9 @@ class DeviceOutputs(Outputs):
 
     def _taken_top(self, count: int) -> tuple[Array, Array]:
         """Copies the ids and the logits of the `count` largest logits of every row to the host."""
-        binding = self._take.top.io_binding()
-        for name in (TOP_IDS, TOP_LOGITS):
-            binding.bind_ortvalue_input(name, self.on_device[name])
-        bind_array(binding, "rows", self.rows)
-        bind_array(binding, "count", np.array([count]))
-        for name in ("ids", "logits"):
-            binding.bind_output(name, "cpu")
-        self._take.top.run_with_iobinding(binding)
-        ids, logits = (value.numpy() for value in binding.get_outputs())
+        inputs = {name: self.on_device[name] for name in (TOP_IDS, TOP_LOGITS)}
+        inputs |= {"rows": self.rows, "count": np.array([count])}
+        ids, logits = run_to_host(self._take.top, inputs, ["ids", "logits"])
         return ids, logits
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
@@ -349,13 +355,8 @@ class DeviceMemory(StateMemory):
         return {SLOTS: np.asarray(slots, np.int64), **{IN_SLOTS + name: self._values[name] for name in names}}
 
     def read(self, slots: Slots) -> dict[str, Array]:
-        binding = self._sessions.read.io_binding()
-        bind_array(binding, SLOTS, np.asarray(slots, np.int64))
-        for name, value in self._values.items():
-            binding.bind_ortvalue_input(IN_SLOTS + name, value)
-            binding.bind_output(name, "cpu")
-        self._sessions.read.run_with_iobinding(binding)
-        return {name: value.numpy() for name, value in zip(self._values, binding.get_outputs(), strict=True)}
+        names = [*self._values]
+        return dict(zip(names, run_to_host(self._sessions.read, self._feeds(slots, names), names), strict=True))
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
         found = np.arange(len(slots)) if rows is None else np.array(rows)
@@ -382,29 +383,20 @@ class DeviceMemory(StateMemory):
 
     def _differences(self, slots: Slots, others: Slots, outputs: Sequence[str]) -> list[Array]:
         """Returns outputs of the graph that compares states (`differences_graph`)."""
-        binding = self._sessions.differences.io_binding()
-        bind_array(binding, SLOTS, np.asarray(slots, np.int64))
-        bind_array(binding, "others", np.asarray(others, np.int64))
-        for name, value in self._values.items():
-            if name not in KEPT:
-                binding.bind_ortvalue_input(IN_SLOTS + name, value)
-        for name in outputs:
-            binding.bind_output(name, "cpu")
-        self._sessions.differences.run_with_iobinding(binding)
-        return [value.numpy() for value in binding.get_outputs()]
+        inputs = {**self.gather(slots), "others": np.asarray(others, np.int64)}
+        return run_to_host(self._sessions.differences, inputs, outputs)
 
     def _write_rows(self, slots: NDArray[np.intp], values: Mapping[str, Any], rows: NDArray[np.intp]) -> None:
         """Writes rows of `values` to slots. The values are arrays of the host or values on the device."""
         binding = self._sessions.write.io_binding()
-        bind_array(binding, "rows", rows.astype(np.int64))
-        bind_array(binding, "to", slots.astype(np.int64).reshape(-1, 1))
+        bind_input(binding, "rows", rows.astype(np.int64))
+        bind_input(binding, "to", slots.astype(np.int64).reshape(-1, 1))
         for name, value in self._values.items():
             binding.bind_ortvalue_input(IN_SLOTS + name, value)
             binding.bind_ortvalue_output(f"written.{name}", value)
-            if isinstance(values[name], onnxruntime.OrtValue):
-                binding.bind_ortvalue_input(f"next.{name}", values[name])
-            else:
-                bind_array(binding, f"next.{name}", np.asarray(values[name], np.float32))
+            source = values[name]
+            is_on_device = isinstance(source, onnxruntime.OrtValue)
+            bind_input(binding, f"next.{name}", source if is_on_device else np.asarray(source, np.float32))
         self._sessions.write.run_with_iobinding(binding)
 
     def close(self) -> None:
@@ -499,10 +491,7 @@ class DeviceRunner(OnnxRunner):
         session = self._sessions[role]
         binding = session.io_binding()
         for name, value in inputs.items():
-            if isinstance(value, onnxruntime.OrtValue):
-                binding.bind_ortvalue_input(name, value)
-            else:
-                bind_array(binding, name, value)
+            bind_input(binding, name, value)
         names = self._outputs[role]
         for name in names:
             if name in COPIED:

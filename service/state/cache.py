@@ -105,19 +105,17 @@ class StateCache(StatePool):
 
     def find(self, session: str, now_s: float) -> CachedState | None:
         """Returns the session's resident state, or None, and makes it the most recently used."""
-        slot = self.order.get(session)
-        if slot is None:
-            return None
-        self.touched_s[slot] = now_s
-        self.order.move_to_end(session)
-        return self._cached(slot)
+        cached = self.peek(session)
+        if cached is not None:
+            self.touched_s[cached.slot] = now_s
+            self.order.move_to_end(session)
+        return cached
 
     def peek(self, session: str) -> CachedState | None:
         """Returns the session's resident state, or None. Does not count as a use of the state."""
         slot = self.order.get(session)
-        return None if slot is None else self._cached(slot)
-
-    def _cached(self, slot: int) -> CachedState:
+        if slot is None:
+            return None
         return CachedState(slot, self._revisions.item(slot), self.dropped_tokens.item(slot), self.positions.item(slot))
 
     def drop(self, session: str) -> None:
