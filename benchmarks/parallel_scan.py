@@ -251,7 +251,7 @@ class Subject:
                 async with aclosing(pieces):
                     async for piece in pieces:
                         tell(piece.plan)
-                self._keep(kind, name, dict(self.pool.gather([slot])))
+                self._keep(kind, name, dict(self.pool.memory.gather([slot])))
 
         async def score() -> None:
             request = ScoreRequest(tuple(self.tokens[1:].tolist()), ScoreMethod.PARALLEL, tolerance)

@@ -37,7 +37,7 @@ from benchmarks.summary import Spread, provenance, write_json
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.batching import batch
-from wane.service.batching.scheduler import COLUMNS, FairScheduler, Scheduler
+from wane.service.batching.scheduler import COLUMNS, FairScheduler
 from wane.service.batching.ticket import WorkItem
 from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import MarginProof
@@ -69,12 +69,12 @@ TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
 
 
-class FirstCome(Scheduler[WorkItem]):
+class FirstCome(FairScheduler[WorkItem]):
     """A scheduler with one queue. A batch is the oldest item and the later items of the same role that fit into the
     batch. All steps of a request in the columns format are one item, which forms a batch alone."""
 
     def __init__(self, max_batch_size: int) -> None:
-        self._max_batch = max_batch_size
+        super().__init__(max_batch_size)
         self._line: deque[WorkItem] = deque()
 
     def __len__(self) -> int:

@@ -44,13 +44,13 @@ def _parity(bundle: Bundle, runner: DeviceRunner, part: Part) -> Figures:
     hidden = bundle.manifest.architecture.hidden
     pool = StatePool(bundle.manifest.state, hidden, 2**22, runner.memory)
     slots = np.array([pool.acquire() for _ in range(BATCH)])
-    states = {name: value for name, value in pool.gather(slots).items() if name.startswith(IN_SLOTS)}
+    states = {name: value for name, value in pool.memory.gather(slots).items() if name.startswith(IN_SLOTS)}
     found["states_on"] = sorted(
         {value.device_name() for value in states.values() if isinstance(value, onnxruntime.OrtValue)}
     )
-    runner.run("step", {"tokens": np.zeros(BATCH, np.int64), **pool.gather([ZERO] * BATCH)})
+    runner.run("step", {"tokens": np.zeros(BATCH, np.int64), **pool.memory.gather([ZERO] * BATCH)})
     with Copies() as copies:
-        outputs = runner.run("step", {"tokens": np.zeros(BATCH, np.int64), **pool.gather(slots)})
+        outputs = runner.run("step", {"tokens": np.zeros(BATCH, np.int64), **pool.memory.gather(slots)})
         pool.write(slots, outputs)
         to_device, to_host = copies.take()
     found |= {"batch": BATCH, "bytes_to_device": to_device, "bytes_to_host": to_host, "state_bytes": pool.slot_bytes}

@@ -38,7 +38,7 @@ from research.scaling.replica import Item, Replica
 from research.scaling.worker import Cores, Then, after
 from tests.stack.harness.load_generator import failures, open_clients, stepping
 from wane.service.batching.cost_model import CostModel
-from wane.service.batching.scheduler import FairScheduler, Scheduler
+from wane.service.batching.scheduler import FairScheduler
 
 FILE = FIGURES / "scaling_check.json"
 PORTS = 2  # the number of processors of the measured machine
@@ -166,7 +166,7 @@ def simulated_storm(costs: Costs, engine_step_s: float, way: str, within_s: floa
     each. tail: the number of last tokens that the service keeps of each session."""
     env, random = simpy.Environment(), np.random.default_rng(seed)
     own = replace(costs, loop_step_s=engine_step_s, loop_batch_s=0.0, loop_rebuilt_s=0.0, max_queue=16 * PARKED)
-    queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler
+    queue: Callable[[int, CostModel], FairScheduler[Item]] = FairScheduler
     if way == "first come":
         queue = lambda most, _: FirstCome(most)  # type: ignore[return-value,assignment]  # noqa: E731
 

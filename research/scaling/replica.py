@@ -23,7 +23,7 @@ from research.scaling.worker import Cores, Then, Worker
 from wane.models.manifest import Role
 from wane.service.batching.batch import Work
 from wane.service.batching.cost_model import CostModel
-from wane.service.batching.scheduler import FairScheduler, Scheduler
+from wane.service.batching.scheduler import FairScheduler
 from wane.service.engine.routing import COST_TOLERANCE
 from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
@@ -64,7 +64,7 @@ class Replica:
         store: Store,
         *,
         held: int,
-        queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler,
+        queue: Callable[[int, CostModel], FairScheduler[Item]] = FairScheduler,
         cores: Cores | None = None,
         turns: bool = False,
     ) -> None:

@@ -26,7 +26,7 @@ from research.scaling.record import Record
 from research.scaling.replica import Item, Replica
 from research.scaling.worker import Then, after
 from wane.service.batching.cost_model import CostModel
-from wane.service.batching.scheduler import FairScheduler, Scheduler
+from wane.service.batching.scheduler import FairScheduler
 
 
 class Sample:
@@ -45,7 +45,7 @@ class Sample:
         trips_s: NDArray[np.float64],
         shards: int = 1,
         seed: int = 0,
-        queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler,
+        queue: Callable[[int, CostModel], FairScheduler[Item]] = FairScheduler,
     ) -> None:
         """sessions: the number of the replica's sessions.
         away: the number of these sessions that are new to the replica.

@@ -81,15 +81,9 @@ class InferenceStatistics:
         }
 
 
-class InferenceCounter:
+class InferenceCounter(WeakKeyDictionary[Engine, InferenceStatistics]):
     """The statistics of all model versions. The statistics of a version are deleted together with its engine."""
-
-    def __init__(self) -> None:
-        self._found: WeakKeyDictionary[Engine, InferenceStatistics] = WeakKeyDictionary()
 
     def of(self, engine: Engine) -> InferenceStatistics:
         """Returns the statistics of a model version."""
-        found = self._found.get(engine)
-        if found is None:
-            found = self._found[engine] = InferenceStatistics()
-        return found
+        return self.setdefault(engine, InferenceStatistics())

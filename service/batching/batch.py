@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,18 +35,6 @@ from wane.service.runners.runner import (
     Runner,
 )
 from wane.service.state.pool import ZERO, StatePool
-
-
-class Top(NamedTuple):
-    """The largest logits of one row, from the graph's outputs."""
-
-    outputs: Outputs
-    row: int
-
-    def first(self, count: int) -> Largest | None:
-        """Returns at least the `count` largest logits. Returns None if the graph outputs fewer."""
-        return self.outputs.largest(self.row, count)
-
 
 # A batch of sequences is padded to the longest sequence. Two limits bound a batch. At most half of its positions are
 # padding. The number of its positions (items times padded length) is so small that the graph's intermediate values take
@@ -162,10 +149,6 @@ class Row:
         return self.output("logprobs")
 
     @property
-    def top(self) -> Top | None:
-        return Top(self._outputs, self._row) if TOP_IDS in self._outputs else None
-
-    @property
     def most(self) -> int:
         """The number of largest logits that the graph outputs."""
         return self._outputs.most
@@ -218,7 +201,9 @@ class ColumnBatch:
 def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Mapping[str, Array]) -> None:
     """Runs a batch in columns. Does not write the next states to the pool. `room`: see `run`."""
     try:
-        columns.outputs = Outputs.of(runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)}))
+        columns.outputs = Outputs.of(
+            runner.run("step", {"tokens": columns.tokens, **pool.memory.gather(columns.slots, room)})
+        )
         _ = columns.outputs.finite  # computed here, so that outputs without logits are an error of the run
     except Exception as error:  # the steps run again one by one, to find the one that fails
         columns.failure = error
@@ -260,7 +245,7 @@ def _run(
         if HIDDEN not in outputs:
             outputs = Outputs({**outputs, HIDDEN: feeds[HIDDEN], **kept})
     else:
-        states = {} if role == "window" else pool.gather(reads, room)
+        states = {} if role == "window" else pool.memory.gather(reads, room)
         outputs = Outputs.of(runner.run(role, {**_tokens(works), **states}))
         pool.scatter([work.write for work in works], outputs)
     radii = _radii(outputs, len(works))
@@ -287,8 +272,8 @@ def _answers(outputs: Outputs) -> set[str]:
 def _hidden(works: Sequence[Work], pool: StatePool) -> Feeds:
     """Returns the input of the output layer for each item of a batch of role head."""
     if all(work.hidden is None for work in works):
-        return pool.gather_hidden([work.read for work in works])
-    rows = [pool.read([work.read])[HIDDEN][0] if work.hidden is None else work.hidden for work in works]
+        return pool.memory.gather_hidden([work.read for work in works])
+    rows = [pool.memory.read([work.read])[HIDDEN][0] if work.hidden is None else work.hidden for work in works]
     return {HIDDEN: np.stack(rows)}
 
 

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from wane.models.bundle_checks import ROLES
@@ -21,7 +20,7 @@ from wane.models.manifest import Role
 from wane.service.batching import batch
 from wane.service.batching.batch import ColumnBatch, Row, Work
 from wane.service.batching.cost_model import CostModel, RunTimeModel
-from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler, Scheduler
+from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler
 from wane.service.batching.ticket import Ticket, WorkItem, enter
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
@@ -46,17 +45,6 @@ IDLE_WAIT_S, IDLE_POLL_S = 0.02, 0.002
 checks the runner."""
 
 T = TypeVar("T")
-Observe = Callable[[float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Observers:
-    """The metrics of one role's batches."""
-
-    items: Observe
-    padding: Observe
-    seconds: Observe
-    waited: Observe
 
 
 class Columns(Protocol):
@@ -127,7 +115,7 @@ class Batcher:
         self._cost_model = cost_model
         self._inline_s = inline_s
         self._times = RunTimeModel()
-        self._queue: Scheduler[WorkItem] = FairScheduler(max_batch_size, cost_model)
+        self._queue = FairScheduler[WorkItem](max_batch_size, cost_model)
         self.sequence_s = 0.0  # average run time per item of the latest batches of sequences
         self._starting = False
         self._taken = 0  # the number of batches handed to the runner
@@ -140,16 +128,12 @@ class Batcher:
         self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
-        self._room = pool.room(max_batch_size)
-        self._observers = {
-            role: _Observers(
-                metrics.batch_items.labels(model, role).observe,
-                metrics.batch_padding_share.labels(model, role).observe,
-                metrics.batch_seconds.labels(model, role).observe,
-                metrics.queue_wait_seconds.labels(model, role).inc,
-            )
-            for role in ROLES
-        }
+        self._room = pool.memory.room(max_batch_size)
+        self._items, self._padding, self._seconds = (
+            {role: histogram.labels(model, role) for role in ROLES}
+            for histogram in (metrics.batch_items, metrics.batch_padding_share, metrics.batch_seconds)
+        )
+        self._waited = {role: metrics.queue_wait_seconds.labels(model, role) for role in ROLES}
         self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
         self._late = metrics.queue_dropped.labels(model, "deadline")
         self._refused = metrics.queue_rejected.labels(model)
@@ -384,7 +368,7 @@ class Batcher:
         """Counts, traces and drops an item that will not run."""
         (self._late if late else self._abandoned).inc()
         skipped_s = time.perf_counter()
-        self._observers[item.work.role].waited(skipped_s - item.queued_s)
+        self._waited[item.work.role].inc(skipped_s - item.queued_s)
         if item.ticket.traced is not None:
             item.ticket.traced.skipped(item.queued_s, skipped_s, "deadline" if late else "abandoned")
         self._drop(item, error)
@@ -449,11 +433,10 @@ class Batcher:
     def _observe(self, role: Role, lengths: Sequence[int], waited_s: float, compute_s: float) -> None:
         """Records a batch in the metrics and the cost model. `waited_s`: the total queue time of its items."""
         items, tokens = len(lengths), sum(lengths)
-        observer = self._observers[role]
-        observer.items(items)
-        observer.padding(1 - tokens / (max(lengths) * items))
-        observer.seconds(compute_s)
-        observer.waited(waited_s)
+        self._items[role].observe(items)
+        self._padding[role].observe(1 - tokens / (max(lengths) * items))
+        self._seconds[role].observe(compute_s)
+        self._waited[role].inc(waited_s)
         if self._cost_model is not None:
             self._cost_model.observe(role, items, tokens, compute_s)
 

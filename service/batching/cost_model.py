@@ -7,7 +7,7 @@ length. In a batch each item costs an equal share of the run's time, because und
 adds about that share to the time.
 
 `RunTimeModel` estimates the run time of a batch of steps or heads from its size. A short batch needs no separate
-thread.
+thread. `warm_up` runs every graph before the first request.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.models.manifest import Role
+from wane.models.manifest import Manifest, Role
 from wane.service.batching import batch
 from wane.service.batching.batch import Work
 from wane.service.runners.runner import Runner
-from wane.service.state.pool import START, StatePool
+from wane.service.state.pool import START, ZERO, StatePool
 
 RUN_EMA_ALPHA = 1 / 8
 """Weight of the latest run in the average run time of a batch (`RunTimeModel`)."""
@@ -182,3 +182,31 @@ class CostModel:
             ]
             for role, points in self._points.items()
         }
+
+
+def warm_up(runner: Runner, pool: StatePool, manifest: Manifest, *, max_batch_size: int) -> None:
+    """Computes the state in which every sequence starts. Runs the graphs `step` and `head` with batches of 1, 2, 4, ...
+    items up to the largest batch, and the other graphs with one item and with the largest batch. With a zero start,
+    sequences start in the zero state, which is already in the slot START.
+
+    The first run of a graph allocates memory and plans kernels, and no request should wait for that. A runner that pads
+    batches allocates memory for each padded size. Blocks, so call it outside the event loop's thread. Raises the
+    runner's errors.
+    """
+    eos = np.array([manifest.vocabulary.eos_id], np.int64)
+    some = np.repeat(eos, manifest.window)
+    if manifest.start_tokens:
+        run_seconds([Work("advance", np.array(manifest.start_tokens), read=ZERO, write=START)], pool, runner)
+    for work in (
+        Work("step", eos, read=START),
+        Work("window", some),
+        Work("advance", some, read=START),
+        Work("scan", some, some, read=START),
+        Work("head", read=START),
+    ):
+        sizes = {1, max_batch_size}
+        if work.length == 1:
+            sizes |= {2**exponent for exponent in range(max_batch_size.bit_length())}
+        for size in sorted(sizes):
+            if batch.fits(work.role, work.length, work.length * size, size):
+                run_seconds([work] * size, pool, runner)

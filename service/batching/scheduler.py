@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from wane.models.manifest import Role
 from wane.service.batching import batch
@@ -52,37 +52,7 @@ class Queued(Protocol):
 I = TypeVar("I", bound=Queued)  # noqa: E741  (an item)
 
 
-class Scheduler(Protocol[I]):
-    """The queue of a batcher."""
-
-    def __len__(self) -> int:
-        """Returns the number of queued items."""
-
-    def before(self, role: Role) -> int:
-        """Returns the number of items in this role's queue."""
-
-    def put(self, item: I) -> None:
-        """Adds an item."""
-
-    def take(self, runs: Callable[[I], bool]) -> list[I]:
-        """Removes and returns the next batch, whose items have the same role. Returns an empty list if nothing is
-        queued. Also removes items for which `runs` returns False."""
-
-    @property
-    def full(self) -> bool:
-        """Whether the next batch has its largest size, so that waiting cannot make it larger."""
-
-    def put_back(self, items: Sequence[I]) -> None:
-        """Moves a batch of sequences back to the front of their queue, because the batch did not run."""
-
-    def ran(self, role: Role, seconds: float) -> None:
-        """Records the run time of the last batch taken."""
-
-    def clear(self) -> list[I]:
-        """Removes and returns all items."""
-
-
-class FairScheduler(Scheduler[I]):
+class FairScheduler(Generic[I]):
     """The policy that the module's docstring describes. A batch consists of the oldest item of a queue and later items
     of the same role."""
 
@@ -98,12 +68,15 @@ class FairScheduler(Scheduler[I]):
         self._ahead_s = 0.0  # the first queue's run time minus the second queue's, while both had work
 
     def __len__(self) -> int:
+        """Returns the number of queued items."""
         return len(self._steps) + len(self._sequences)
 
     def before(self, role: Role) -> int:
+        """Returns the number of items in this role's queue."""
         return len(self._steps if role in ONE_TOKEN else self._sequences)
 
     def put(self, item: I) -> None:
+        """Adds an item."""
         if item.work.role in ONE_TOKEN:
             self._stepped = True
             self._steps.append(item)
@@ -111,6 +84,8 @@ class FairScheduler(Scheduler[I]):
             self._sequences.append(item)
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
+        """Removes and returns the next batch, whose items have the same role. Returns an empty list if nothing is
+        queued. Also removes items for which `runs` returns False."""
         self._contended = bool(self._steps) and bool(self._sequences)
         if self._steps and (not self._sequences or self._ahead_s <= 0):
             return self._take_steps(runs) or self._take_sequences(runs)
@@ -118,12 +93,15 @@ class FairScheduler(Scheduler[I]):
 
     @property
     def full(self) -> bool:
+        """Whether the next batch has its largest size, so that waiting cannot make it larger."""
         return len(self._sequences) >= self._latest_most and not self._steps
 
     def put_back(self, items: Sequence[I]) -> None:
+        """Moves a batch of sequences back to the front of their queue, because the batch did not run."""
         self._sequences.extendleft(reversed(items))
 
     def ran(self, role: Role, seconds: float) -> None:
+        """Records the run time of the last batch taken."""
         if not self._contended:
             self._ahead_s = 0.0
         elif role in ONE_TOKEN:
@@ -132,6 +110,7 @@ class FairScheduler(Scheduler[I]):
             self._ahead_s -= seconds
 
     def clear(self) -> list[I]:
+        """Removes and returns all items."""
         items = [*self._steps, *self._sequences]
         self._steps.clear()
         self._sequences.clear()

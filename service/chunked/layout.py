@@ -91,7 +91,7 @@ class ThroughputProfile:
                 yield
             self._paces[role] = paces
         random, size = np.random.default_rng(4), manifest.vocabulary.size
-        zeros = pool.read([ZERO] * ROWS)
+        zeros = pool.memory.read([ZERO] * ROWS)
         for name in KEPT:
             zeros.pop(name, None)
         past = _advance(runner, random.integers(size, size=(ROWS, PAST)), zeros)

@@ -12,10 +12,10 @@ import os
 from collections.abc import Sequence
 
 from wane.arguments import Parser
-from wane.service.registry.repository import Repository, RepositoryError
+from wane.service.registry.repository import RegistryError, Repository
 from wane.service.settings import Settings, SettingsError
 
-FAILURES = (RepositoryError, SettingsError, OSError)
+FAILURES = (RegistryError, SettingsError, OSError)
 
 
 def main(arguments: Sequence[str]) -> int:

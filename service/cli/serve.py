@@ -13,7 +13,7 @@ from wane.arguments import Parser, printable
 from wane.models.bundle import BundleError
 from wane.service import server
 from wane.service.auth.keys import KeysError
-from wane.service.registry.registry import RegistryError
+from wane.service.registry.repository import RegistryError
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.store import StoreError, UnsavedSessions
 from wane.service.settings import Settings, SettingsError

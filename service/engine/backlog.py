@@ -60,15 +60,14 @@ def loop_time() -> float:
 class Share:
     """One request's entry in the backlog. It takes turns until it is paused, has no work left, or has ended."""
 
-    __slots__ = ("_backlog", "_since_s", "_spent_s", "deadline", "left_s", "seconds", "takes_turns")
+    __slots__ = ("_backlog", "deadline", "left_s", "seconds", "takes_turns", "turn_s")
 
     def __init__(self, backlog: Backlog | None, seconds: float, deadline: float | None) -> None:
         self._backlog = backlog
         self.seconds = self.left_s = seconds
         self.deadline = math.inf if deadline is None else deadline
         self.takes_turns = False
-        self._since_s = 0.0  # `Backlog.turn_s` when this share was resumed or last made progress
-        self._spent_s = 0.0  # turn time from the last progress to the last pause
+        self.turn_s = 0.0  # turn time since the last progress
 
     def progress(self, part: float) -> None:
         """Records that the fraction `part` of the request's work, from 0 to 1, is done."""
@@ -76,26 +75,22 @@ class Share:
         worked_s, self.left_s = self.left_s - left_s, left_s
         if self._backlog is None or not worked_s:
             return
-        turn_s = self._backlog.turn_s()
-        if self.takes_turns:
-            self._spent_s += turn_s - self._since_s
-        spent_s, self._spent_s, self._since_s = self._spent_s, 0.0, turn_s
-        self._backlog.worked(worked_s, spent_s)
+        self._backlog.divide_time()
+        self._backlog.worked(worked_s, self.turn_s)
+        self.turn_s = 0.0
         if not left_s:
             self.pause()
 
     def pause(self) -> None:
         """Stops taking turns, because the request waits for its client or has ended."""
-        if self._backlog is not None and self.takes_turns:
-            self._spent_s += self._backlog.turn_s() - self._since_s
-            self._backlog.taking -= 1
+        if self._backlog is not None:
+            self._backlog.divide_time()
             self.takes_turns = False
 
     def resume(self) -> None:
         """Takes turns again, if work remains."""
-        if self._backlog is not None and not self.takes_turns and self.left_s:
-            self._since_s = self._backlog.turn_s()
-            self._backlog.taking += 1
+        if self._backlog is not None and self.left_s:
+            self._backlog.divide_time()
             self.takes_turns = True
 
 
@@ -109,18 +104,8 @@ class Backlog:
         self.shares: list[Share] = []
         self.pace = 1.0
         self._worked_s = 0.0
-        self._spent_s = 0.0
         self._turn_s = 0.0
-        self._at = 0.0  # time when `_turn_s` was last updated
-        self.taking = 0
-        """Number of shares that take turns. A share calls `turn_s` before it changes this number, because `turn_s`
-        divides the time since its last call by this number."""
-
-    @property
-    def seconds(self) -> float:
-        """The expected seconds until all long requests have ended, if no new request arrives."""
-        now = self._clock()
-        return self.pace * sum(share.left_s for share in self.shares if share.deadline > now)
+        self._divided_s = 0.0  # until when the elapsed time is divided among the shares
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
@@ -142,24 +127,23 @@ class Backlog:
             share.left_s = 0.0  # prevents a later resume
             self.shares.remove(share)
 
-    def turn_s(self) -> float:
-        """Returns the turn time since the start: the sum of the elapsed seconds, each divided by the number of shares
-        that took turns in that second."""
-        now = self._clock()
-        if self.taking:
-            self._turn_s += (now - self._at) / self.taking
-        self._at = now
-        return self._turn_s
+    def divide_time(self) -> None:
+        """Divides the time since the last call among the shares that take turns. A share calls this before it begins or
+        ends to take turns."""
+        before_s, self._divided_s = self._divided_s, self._clock()
+        taking = [share for share in self.shares if share.takes_turns]
+        for share in taking:
+            share.turn_s += (self._divided_s - before_s) / len(taking)
 
-    def worked(self, seconds: float, spent_s: float) -> None:
-        """Updates the pace: `seconds` of expected work were done in `spent_s` of turn time."""
+    def worked(self, seconds: float, turn_s: float) -> None:
+        """Updates the pace: `seconds` of expected work were done in `turn_s` of turn time."""
         self._worked_s += seconds
-        self._spent_s += spent_s
+        self._turn_s += turn_s
         if self._worked_s < MEASURED_S:
             return
-        measured = self._spent_s / self._worked_s
+        measured = self._turn_s / self._worked_s
         self.pace += EMA_ALPHA * (min(max(measured, FASTEST), SLOWEST) - self.pace)
-        self._worked_s = self._spent_s = 0.0
+        self._worked_s = self._turn_s = 0.0
 
     def _check(self, new: Share) -> None:
         """Raises Overloaded if the new request would miss its deadline, or would make an admitted request miss its

@@ -31,9 +31,8 @@ from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import TooManyTokens, Vocabulary
 from wane.service.batching.batcher import Batcher
-from wane.service.batching.cost_model import CostModel, Costs
+from wane.service.batching.cost_model import CostModel, Costs, warm_up
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.warm_up import warm_up
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.chunked.layout import ThroughputProfile
 from wane.service.deadline import until

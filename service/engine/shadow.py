@@ -89,18 +89,12 @@ class Shadow:
         self._window = window
         self._random = random
         self._cases: deque[Case] = deque()
-        self._tokens = 0
         self._working: asyncio.Task[None] | None = None
         self._running: asyncio.Future[tuple[Agreement | None, float]] | None = None
         self._is_idle = asyncio.Event()
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow")
         batcher.on_idle = self._is_idle.set
-
-    @property
-    def idle(self) -> bool:
-        """Whether no shadow is queued or running."""
-        return self._working is None
 
     def chosen(self) -> bool:
         """Returns whether the next answer is sampled."""
@@ -109,11 +103,11 @@ class Shadow:
     def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
         """Queues a copy of a sampled answer, or drops it if the queue is full."""
         case = self._case(plan, input_ids, live)
-        if len(self._cases) == MOST_CASES or self._tokens + len(case.tokens) > MOST_TOKENS:
+        tokens = sum(len(queued.tokens) for queued in (*self._cases, case))
+        if len(self._cases) == MOST_CASES or tokens > MOST_TOKENS:
             self._report.shadowed("dropped")
             return
         self._cases.append(case)
-        self._tokens += len(case.tokens)
         if self._working is None:
             self._working = asyncio.create_task(self._work())
 
@@ -156,7 +150,6 @@ class Shadow:
         try:
             while self._cases:
                 case = self._cases.popleft()
-                self._tokens -= len(case.tokens)
                 try:
                     agreement = await self._compare(case)
                 except asyncio.CancelledError:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Literal
 
 from msgspec.structs import asdict
@@ -137,30 +137,18 @@ def durations(seconds: Observed) -> DurationsReport:
     }
 
 
-class WindowStats:
-    """Counts the error bounds of windows of similar length."""
-
-    def __init__(self) -> None:
-        self._variations = Observed(REACHED)
-        self._proved = 0
-
-    def reached(self, variation: float, proved: bool) -> None:
-        """Counts one answer, with its error bound."""
-        self._variations.observe(variation)
-        self._proved += proved
-
-    def document(self, k: int, prove: bool) -> WindowReport:
-        """Returns the counts."""
-        cumulative = self._variations.cumulative()
-        return {
-            "k": k,
-            "prove": prove,
-            "answers": cumulative[-1][1],
-            "top1_proved": self._proved,
-            "p50": quantile(cumulative, 0.5),
-            "p90": quantile(cumulative, 0.9),
-            "buckets": [{"le": None if math.isinf(le) else le, "count": count} for le, count in cumulative],
-        }
+def window_report(k: int, prove: bool, variations: Observed, proved: int) -> WindowReport:
+    """Returns the error bounds of the windows of about `k` tokens. proved: see `WindowReport.top1_proved`."""
+    cumulative = variations.cumulative()
+    return {
+        "k": k,
+        "prove": prove,
+        "answers": cumulative[-1][1],
+        "top1_proved": proved,
+        "p50": quantile(cumulative, 0.5),
+        "p90": quantile(cumulative, 0.9),
+        "buckets": [{"le": None if math.isinf(le) else le, "count": count} for le, count in cumulative],
+    }
 
 
 class ModeStats:
@@ -177,11 +165,6 @@ class ModeStats:
         """Returns the durations of each phase."""
         queue, compute, total = map(durations, self._phases)
         return {"queue": queue, "compute": compute, "total": total}
-
-    def took(self, latency: Latency) -> None:
-        """Counts the latency of one prediction."""
-        for seconds, value_ms in zip(self._phases, latency.phases(), strict=True):
-            seconds.observe(value_ms / 1e3)
 
     def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
         """Counts answers. phases: the durations of the answers in milliseconds, for each phase; variations: the error
@@ -205,11 +188,12 @@ class Stats:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._model = model
-        self._requests: Counter[Mode] = Counter()
-        self._operations: Counter[str] = Counter()
+        self._answered: Counter[tuple[str, Mode]] = Counter()
         self._modes: dict[Mode, ModeStats] = {}
-        self._windows: defaultdict[tuple[int, bool], WindowStats] = defaultdict(WindowStats)
-        self._answers: dict[tuple[str, Mode], Callable[[float], object]] = {}
+        # by the number of tokens, a power of two, and whether the proof was searched for
+        self._windows: defaultdict[tuple[int, bool], Observed] = defaultdict(lambda: Observed(REACHED))
+        self._proved: Counter[tuple[int, bool]] = Counter()
+        self._metric = cache(lambda operation, mode: metrics.answers.labels(model, operation, mode.value))
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
@@ -219,19 +203,13 @@ class Stats:
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
         """Counts answered requests of one kind, `operation`, under the mode that answered them."""
-        self._operations[operation] += requests
-        if operation in ("predict", "step"):
-            self._requests[mode] += requests
-        count = self._answers.get((operation, mode))
-        if count is None:
-            count = self._metrics.answers.labels(self._model, operation, mode.value).inc
-            self._answers[operation, mode] = count
-        count(requests)
+        self._answered[operation, mode] += requests
+        self._metric(operation, mode).inc(requests)
 
     def took(self, mode: Mode, latency: Latency) -> None:
         """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
         its parts under the part's mode."""
-        self._of(mode).took(latency)
+        self._of(mode).made([[value_ms] for value_ms in latency.phases()], (), 0)
 
     def made(self, answer: Answer, operation: str | None) -> None:
         """Counts an answer. `operation` is None if the caller was cancelled: only the answer's latency and bound are
@@ -272,7 +250,9 @@ class Stats:
     def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
         """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
         proof was searched for. proved: whether the most probable token is proved."""
-        self._windows[1 << (k.bit_length() - 1), prove].reached(variation, proved)
+        key = 1 << (k.bit_length() - 1), prove
+        self._windows[key].observe(variation)
+        self._proved[key] += proved
 
     def shadowed(self, outcome: ShadowOutcome) -> None:
         """Counts one sampled answer under its outcome."""
@@ -308,14 +288,20 @@ class Stats:
     def document(self) -> StatsReport:
         """Returns the report's fields `modes`, `windows`, `operations`, `agreement` and `shadow`."""
         self._count_made()
+        operations: Counter[str] = Counter()
+        for (operation, _), requests in self._answered.items():
+            operations[operation] += requests
         return {
             "modes": {
-                mode: {"requests": self._requests[mode], "latency": self._modes[mode].document()}
+                mode: {
+                    "requests": self._answered["predict", mode] + self._answered["step", mode],
+                    "latency": self._modes[mode].document(),
+                }
                 for mode in Mode
                 if mode in self._modes
             },
-            "windows": [found.document(*key) for key, found in sorted(self._windows.items(), key=itemgetter(0))],
-            "operations": dict(self._operations),
+            "windows": [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)],
+            "operations": dict(operations),
             "agreement": {
                 **self._agreement.document(),
                 "sources": {source: found.document() for source, found in self._by_source.items()},

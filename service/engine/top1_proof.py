@@ -59,7 +59,7 @@ from wane.models.certificate.top1 import Top1, variation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
-from wane.service.batching.batch import Row, Top, WindowTrace
+from wane.service.batching.batch import Row, WindowTrace
 from wane.service.runners.outputs import Largest
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
@@ -90,13 +90,10 @@ class MarginProof:
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
 
-    def proves(
-        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
-    ) -> bool:
+    def proves(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
         """Returns whether the most probable token of `logits` (V), computed from `hidden` (H), is the most probable
-        token for every h within `error` of `hidden`, in any float32 run of the output layer. `top` holds the largest
-        values of `logits`."""
-        settled = self.at_a_look(logits, hidden, error, top)
+        token for every h within `error` of `hidden`, in any float32 run of the output layer."""
+        settled = self.at_a_look(logits, hidden, error)
         return self.has_no_rival(logits, hidden, error, int(logits.argmax())) if settled is None else settled
 
     def proves_of_row(self, row: Row, error: float) -> bool:
@@ -158,9 +155,7 @@ class MarginProof:
             found[rows[beats]] = np.where(ahead[rows[beats], -1] > 0, 1, -1)
         return found
 
-    def at_a_look(
-        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
-    ) -> bool | None:
+    def at_a_look(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool | None:
         """Like `proves`, but compares only the two most probable tokens. Returns None if the other tokens must be
         checked.
 
@@ -168,14 +163,10 @@ class MarginProof:
         token can be first. For nearly all answers the two tokens are enough if `error` is a rounding error. Returns
         False if the second token is a rival, because the proof fails with one rival.
         """
-        largest = None if top is None else top.first(2)
-        if largest is not None:
-            first, second = largest.ids[:2]
-        else:
-            first = int(logits.argmax())
-            others = logits.copy()
-            others[first] = -np.inf
-            second = int(others.argmax())
+        first = int(logits.argmax())
+        others = logits.copy()
+        others[first] = -np.inf
+        second = int(others.argmax())
         if first == second:  # the vocabulary has one token
             return math.isfinite(error)
         exact = hidden.astype(np.float64)

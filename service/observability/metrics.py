@@ -389,16 +389,13 @@ class Metrics:
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     async def scrape(self, accept: str = "") -> tuple[bytes, str]:
-        """Like `render`, but encodes on another thread: eight models take 20 ms."""
+        """Like `render`, with all requests of this iteration of the event loop. Encodes on another thread: eight models
+        take 20 ms."""
         self._count_requests()  # the event loop's thread alone changes what is not counted yet
-        return await asyncio.to_thread(self._encoded, accept)
+        return await asyncio.to_thread(self.render, accept)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Returns all metrics as text, and the content type. The format is OpenMetrics with exemplars if `accept`
         allows it, and the Prometheus text format otherwise."""
-        self._count_requests()
-        return self._encoded(accept)
-
-    def _encoded(self, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

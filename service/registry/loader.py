@@ -12,6 +12,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ class LoadedBundle:
     bundle: Bundle
     margin: MarginProof
     direction: DirectionProof | None
-    runner: OnnxRunner | DeviceRunner
+    runner: OnnxRunner
     shadow: OnnxRunner | None
     bits: bytes
 
@@ -63,34 +64,30 @@ async def read_and_open(load: Callable[[], LoadedBundle], name: str) -> LoadedBu
     """Runs `load` on a thread of its own, and returns the result. If the caller is cancelled, the thread is abandoned:
     nothing waits for it, not even the end of the process, and a later result is closed. A disk may block a thread
     forever. `name`: the model's name, for the name of the thread."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[LoadedBundle] = loop.create_future()
-
-    def settle(opened: LoadedBundle | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            if opened is not None:
-                opened.close()
-        elif error is not None:
-            done.set_exception(error)
-        elif opened is not None:
-            done.set_result(opened)
+    loading: Future[LoadedBundle] = Future()
+    loading.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only abandoned
 
     def run() -> None:
-        opened, failure = None, None
         try:
-            opened = load()
+            loading.set_result(load())
         except BaseException as error:
-            failure = error
-        with suppress(RuntimeError):  # the event loop is closed if the process is ending
-            loop.call_soon_threadsafe(settle, opened, failure)
+            loading.set_exception(error)
 
     thread = threading.Thread(target=run, name=f"load-{name}", daemon=True)
     thread.start()
     try:
-        return await done
+        return await asyncio.wrap_future(loading)
+    except asyncio.CancelledError:
+        loading.add_done_callback(_close_result)
+        raise
     finally:
-        if not done.cancelled():
+        if loading.done():
             thread.join()  # it has delivered its result, so it ends now
+
+
+def _close_result(loading: Future[LoadedBundle]) -> None:
+    if loading.exception() is None:
+        loading.result().close()
 
 
 def read(path: Path) -> Bundle:
@@ -138,7 +135,7 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
         direction = DirectionProof.of(bundle.manifest, weights, bundle.request_bound, margin, runner)
         shadow = None
         if settings.shadow_rate:
-            shadow = runner if isinstance(runner, OnnxRunner) else OnnxRunner(bundle, "cpu", threads=1)
+            shadow = OnnxRunner(bundle, "cpu", threads=1) if isinstance(runner, DeviceRunner) else runner
     except BaseException:
         runner.close()
         raise

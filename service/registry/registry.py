@@ -1,7 +1,12 @@
-"""The models that this process serves, by name. They are loaded at start. `swap.py` replaces and unloads them later.
+"""The models that this process serves, by name. They are loaded at start, and loaded again, replaced and unloaded while
+the process runs.
 
 The default model is loaded first, and answers requests while the other models load. A request for another model waits
 until that model is loaded.
+
+A model's new version is loaded, verified and warmed up while the old version serves. Then the new version replaces the
+old version between two iterations of the event loop. If the load fails, the old version stays. `swap.py` closes
+replaced engines.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from wane.models.bundle import BundleError
 from wane.service.deadline import until
@@ -26,8 +32,10 @@ from wane.service.errors import (
     truncate_repr,
 )
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.repository import FoundBundle, Repository, RepositoryError, RepositoryPoller
-from wane.service.registry.swap import Epochs, ModelLifecycle, RetiredEngines
+from wane.service.registry import loader
+from wane.service.registry.loader import LoadedBundle
+from wane.service.registry.repository import FoundBundle, RegistryError, Repository, RepositoryPoller, tell
+from wane.service.registry.swap import Epochs, RetiredEngines
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store, StoreHealth, UnsavedSessions
@@ -49,8 +57,8 @@ class IndexEntry:
 logger = logging.getLogger("wane.engine")
 
 
-class RegistryError(Exception):
-    """A required model was not loaded. The message is for the operator. The process exits after this error."""
+LAST_LOAD_S = 5
+"""The time in seconds that a stopping process waits for unfinished loads."""
 
 
 def other_model(session: str, own: str, given: str) -> InvalidRequest:
@@ -61,7 +69,8 @@ def other_model(session: str, own: str, given: str) -> InvalidRequest:
 
 
 class ModelRegistry:
-    """Loads, lists and closes engines, and finds the engine of a session."""
+    """Loads, replaces, lists, unloads and closes engines, and finds the engine of a session. One model is loaded or
+    unloaded at a time."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings
@@ -79,11 +88,13 @@ class ModelRegistry:
         self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
         self.retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
-        self.lifecycle = ModelLifecycle(self._repository, self.retired_engines, settings, metrics)
-        self._engines = self.lifecycle.engines
-        # by model name: the error of the model's last load, if that load failed
-        self.failures: Mapping[str, LoadFailed] = self.lifecycle.failures
-        self._watching: asyncio.Task[None] | None = None
+        self._engines: dict[str, Engine] = {}  # the served engines, by model name
+        self._digests: dict[str, str] = {}  # the digests of their bundles
+        self.failures: dict[str, LoadFailed] = {}  # by model name: the error of the model's last load, if it failed
+        self._lock = asyncio.Lock()  # held by every load, unload and measurement
+        self._opening: FoundBundle | None = None  # the bundle that is being loaded
+        self._unfinished: set[asyncio.Task[Engine]] = set()  # all unfinished loads
+        self._background: set[asyncio.Task[None]] = set()  # measurements, and the poll of the folder of bundles
 
     @property
     def ready(self) -> bool:
@@ -137,8 +148,7 @@ class ModelRegistry:
         await store.open()
         if self._status != "loading":
             return
-        self.lifecycle.store = store
-        self._loads = {name: asyncio.create_task(self.lifecycle.load(name)) for name in self._found}
+        self._loads = {name: asyncio.create_task(self.load_model(name)) for name in self._found}
         self._open.set()
         for name, task in [*self._loads.items()]:
             await asyncio.wait([task])
@@ -150,7 +160,7 @@ class ModelRegistry:
             self._status = "ready"
             self._metrics.ready.set(1)
             if self._settings.model_poll_interval_s is not None:
-                self._watching = asyncio.create_task(poller.run(self._settings.model_poll_interval_s))
+                self._background.add(asyncio.create_task(poller.run(self._settings.model_poll_interval_s)))
 
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
         """Raises the error of a finished load at start if the server requires the model."""
@@ -278,12 +288,122 @@ class ModelRegistry:
         """Serves the current bundle of a model. Replaces another loaded version. Does nothing if this bundle is loaded
         already.
 
-        The load continues if the caller disconnects or its deadline passes. One model is loaded at a time. Raises
-        UnknownModel if there is no such bundle, LoadFailed if the load fails, DeadlineExceeded and Unavailable. After
-        LoadFailed the earlier version is still served.
+        The load continues if the caller disconnects or its deadline passes. Raises UnknownModel if there is no such
+        bundle, LoadFailed if the load fails, DeadlineExceeded and Unavailable. After LoadFailed the earlier version is
+        still served.
         """
         self.check_ready()
-        return await self.lifecycle.load(name, deadline)
+        task = asyncio.create_task(self._load(name))
+        self._unfinished.add(task)
+        task.add_done_callback(self._load_ended)
+        async with until(
+            deadline, "the deadline passed, but the load continues: the index of models shows when the load has ended"
+        ):
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():
+                    self.check_ready()  # `close` has cancelled the load, not the caller
+                raise
+
+    def _load_ended(self, task: asyncio.Task[Engine]) -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks the error as retrieved, because the caller may have disconnected
+
+    async def _load(self, name: str) -> Engine:
+        async with self._lock:
+            self.check_ready()
+            current = self._engines.get(name)
+            try:
+                found = await asyncio.to_thread(self._repository.find, name)
+                if current is not None and found.digest == self._digests[name]:
+                    self.failures.pop(name, None)
+                    self._metrics.model_loads.labels("same").inc()
+                    return current
+                if current is not None and found.version == current.version:
+                    why = f"its bundle has changed, but its version is still {found.version}"
+                    raise LoadFailed(name, why)
+                engine = await self._start(found)
+            except LoadFailed as error:
+                self.failures[name] = error
+                self._metrics.model_loads.labels("failed").inc()
+                logger.warning("%s", error.message)
+                raise
+            try:
+                self.check_ready()
+            except Unavailable:
+                await engine.close()
+                raise
+            self.failures.pop(name, None)
+            self._metrics.model_loads.labels("loaded").inc()
+            self._serve(engine, found.digest)
+            return engine
+
+    async def _start(self, found: FoundBundle) -> Engine:
+        """Loads a bundle and returns its engine. Raises LoadFailed."""
+        assert self.session_store is not None, "a model is loaded before the store is open: this is a bug"
+        self._opening = found
+        try:
+            limit_s = self._settings.load_timeout_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    opened = await loader.read_and_open(partial(self._read, found), found.name)
+            except TimeoutError as error:
+                why = f"its bundle was not read within load_timeout_s, {limit_s:g} s"
+                raise LoadFailed(found.name, why) from error
+            longest = opened.bundle.manifest.history_tokens
+            self.session_store.session_history_tokens = max(self.session_store.session_history_tokens, longest)
+            return await loader.start(opened, self.session_store, self._settings, self._metrics)
+        except (BundleError, DeviceError, ValueError) as error:
+            raise LoadFailed(found.name, tell(error, found.path, found.folder)) from error
+        except Exception as error:
+            if isinstance(error, WaneError):
+                raise
+            logger.exception("model %s was not loaded", found.name)
+            raise LoadFailed(found.name, "unexpected error, see the server's log") from error
+        finally:
+            self._opening = None
+
+    def _read(self, found: FoundBundle) -> LoadedBundle:
+        """Reads a bundle and opens its graphs. Blocks. Raises LoadFailed if the bundle changes meanwhile."""
+        opened = loader.open_graphs(loader.read(found.path), self._settings)
+        if self._repository.look(found.path).digest != found.digest:
+            opened.close()
+            raise LoadFailed(found.name, "its bundle changed while it was read: try again")
+        return opened
+
+    def _serve(self, engine: Engine, digest: str) -> None:
+        """Serves `engine` instead of the model's other version, if one is served. Does not await, so no request sees an
+        intermediate state."""
+        before, older = self._engines.get(engine.name), self.retired_engines.of(engine.name, engine.tokenizer)
+        self._engines[engine.name] = engine
+        self._digests[engine.name] = digest
+        if older is not None:  # the older version has the same tokenizer, so its sessions continue on the new engine
+            self.retired_engines.retire(older)
+        if before is not None:
+            before.unpublish()
+            if before.tokenizer == engine.tokenizer:
+                self.retired_engines.retire(before)
+            else:
+                logger.info("version %s of model %s is kept for its sessions", before.version, before.name)
+                self.retired_engines.linger(before)
+        engine.publish()
+        engine.keep()
+        # The measurement runs after the loads that were requested already, because requests wait for these loads.
+        task = asyncio.create_task(self._measure(engine))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _measure(self, engine: Engine) -> None:
+        async with self._lock:
+            if not engine.retired:
+                try:
+                    await engine.measure()
+                except Exception:  # without measurements, long sequences run piece by piece
+                    logger.exception(
+                        "the measurement of model %s failed, so its long sequences run without chunks", engine.name
+                    )
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
         """Stops serving a model. Its sessions continue if the model is loaded again before they expire.
@@ -293,8 +413,14 @@ class ModelRegistry:
         if self._open.is_set():
             await self.wait_for(name, deadline)
         self.check_ready()
-        async with self.lifecycle.lock:
-            self.lifecycle.unload(self.get(name))
+        async with self._lock:
+            engine = self.get(name)
+            del self._engines[name], self._digests[name]
+            self.failures.pop(name, None)  # removes the error of a version that failed to replace this version
+            engine.unpublish()
+            for one in (engine, *(other for other in self.retired_engines.lingering if other.name == name)):
+                self.retired_engines.retire(one)
+            logger.info("model %s was unloaded", name)
 
     async def index(self) -> Sequence[IndexEntry]:
         """Returns every model version that is served, loading, unloading or in the folder of bundles, sorted by name.
@@ -306,7 +432,7 @@ class ModelRegistry:
         entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in self.list()]
         entries += [IndexEntry(one.name, one.version, "READY", sessions_only) for one in retired.lingering]
         entries += [IndexEntry(one.name, one.version, "UNLOADING", last_requests) for one in retired.leaving]
-        coming = [*(self._found[name] for name in self.loading), *filter(None, [self.lifecycle.loading])]
+        coming = [*(self._found[name] for name in self.loading), *filter(None, [self._opening])]
         named = {(found.name, found.version) for found in coming if found.reason is None}
         entries += [IndexEntry(name, version, "LOADING", "") for name, version in named]
         told = {(entry.name, entry.version) for entry in entries if entry.state in ("READY", "LOADING")}
@@ -316,10 +442,6 @@ class ModelRegistry:
                 reason = found.reason or ("not loaded" if failure is None else failure.reason)
                 entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
         return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
-
-    async def settled(self) -> None:
-        """Waits until replaced and unloaded engines are closed."""
-        await self.retired_engines.settled()
 
     # Shutdown
 
@@ -339,9 +461,8 @@ class ModelRegistry:
             self._open.set()
             for load in self._loads.values():  # requests that wait for this load fail immediately
                 load.cancel()
-            self.lifecycle.stop()
-            if self._watching is not None:
-                self._watching.cancel()
+            for task in self._background:
+                task.cancel()
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
@@ -359,7 +480,13 @@ class ModelRegistry:
                 await self.session_store.close()
             except UnsavedSessions as error:
                 self.unsaved = error
-        await self.lifecycle.end_loads()
+        # A disk that does not answer must not keep the process alive.
+        if unfinished := [*self._unfinished]:
+            _, late = await asyncio.wait(unfinished, timeout=LAST_LOAD_S)
+            for task in late:
+                logger.warning("shutdown: a load has not ended within %d s, and is abandoned", LAST_LOAD_S)
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
         for engine in engines:
             engine.discard()
 
@@ -390,11 +517,8 @@ class ModelRegistry:
 
     def _find(self) -> dict[str, FoundBundle]:
         """Returns the latest bundle of every model, by model name. Raises RegistryError."""
-        try:
-            paths = self._repository.paths()
-        except RepositoryError as error:
-            raise RegistryError(str(error)) from error
-        bundles = sorted(map(self._repository.look, paths), key=lambda one: (one.name, int(one.version or 0)))
+        self._repository.paths()  # raises RegistryError if there is no bundle
+        bundles = self._repository.list()
         found = {one.name: one for one in bundles}
         for one in bundles:
             # The name of an unreadable bundle is the name of its folder. `found` does not contain the unreadable bundle

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ Signature = frozenset[tuple[str, int, int, int]]
 WITHDRAWN = ".withdrawn"
 
 
-class RepositoryError(Exception):
-    """The folder contains no bundle, or a version cannot be withdrawn. The message is for the operator."""
+class RegistryError(Exception):
+    """The folder contains no bundle, a version cannot be withdrawn, or a required model was not loaded. The message is
+    for the operator. A server exits after this error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,16 @@ class Repository:
         self._root = root
 
     def paths(self) -> Sequence[Path]:
-        """Returns the folder of every bundle. Raises RepositoryError if there is no bundle."""
+        """Returns the folder of every bundle. Raises RegistryError if there is no bundle."""
         if (self._root / MANIFEST).is_file():
             return [self._root]
         if not self._root.is_dir():
-            raise RepositoryError(f"bundles: {self._root} is not a folder")
+            raise RegistryError(f"bundles: {self._root} is not a folder")
         paths = {path.parent for path in self._root.glob(f"*/{MANIFEST}")}
         paths |= {path.parent for path in self._root.glob(f"*/*/{MANIFEST}") if path.parents[1] not in paths}
         used = sorted(path for path in paths if not path.name.endswith(WITHDRAWN))
         if not used:
-            raise RepositoryError(f"bundles: {self._root} contains no bundle (a folder with a {MANIFEST})")
+            raise RegistryError(f"bundles: {self._root} contains no bundle (a folder with a {MANIFEST})")
         return used
 
     def signatures(self) -> dict[Path, Signature]:
@@ -115,16 +116,16 @@ class Repository:
 
     def withdraw(self, name: str) -> tuple[FoundBundle, FoundBundle, str]:
         """Renames the folder of a model's highest version, so that servers use the version before it. Returns the
-        withdrawn bundle, the bundle before it, and the folder's new name. Raises RepositoryError if there is no version
+        withdrawn bundle, the bundle before it, and the folder's new name. Raises RegistryError if there is no version
         before it."""
         of_model = [one for one in self.list() if one.name == name and one.reason is None]
         if not of_model:
-            raise RepositoryError(f"there is no bundle of model {name!r} in {self._root}")
+            raise RegistryError(f"there is no bundle of model {name!r} in {self._root}")
         last, earlier = of_model[-1], [one for one in of_model if one.version != of_model[-1].version]
         if not earlier:
-            raise RepositoryError(f"model {name!r} has no version before {last.version} in {self._root}")
+            raise RegistryError(f"model {name!r} has no version before {last.version} in {self._root}")
         if sum(one.version == last.version for one in of_model) > 1:
-            raise RepositoryError(f"several bundles of model {name!r} have version {last.version}: remove all but one")
+            raise RegistryError(f"several bundles of model {name!r} have version {last.version}: remove all but one")
         withdrawn, number = last.path.with_name(last.path.name + WITHDRAWN), 1
         while withdrawn.exists():  # an earlier bundle of this version was withdrawn, too
             number += 1
@@ -135,7 +136,7 @@ class Repository:
     def _present(self) -> Sequence[Path]:
         try:
             return self.paths()
-        except RepositoryError:
+        except RegistryError:
             return []
 
 
@@ -160,7 +161,7 @@ class RepositoryPoller:
         self._repository = repository
         self._load = load
         self._seen = self._handled = repository.signatures()
-        self._models = self._by_model(self._seen)
+        self._names = self._named(self._seen)
 
     async def run(self, every_s: float) -> None:
         """Polls every `every_s` seconds until it is cancelled."""
@@ -176,18 +177,16 @@ class RepositoryPoller:
         before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
         if self._seen != before or self._seen == self._handled:
             return
-        self._handled = self._seen
-        earlier, self._models = self._models, await asyncio.to_thread(self._by_model, self._seen)
-        for name, bundles in sorted(self._models.items()):
-            if bundles != earlier.get(name):
-                try:
-                    await self._load(name)
-                except WaneError as error:
-                    logger.warning("the bundles of model %s have changed, but: %s", name, error.message)
+        handled, self._handled = self._handled, self._seen
+        earlier, self._names = self._names, await asyncio.to_thread(self._named, self._seen)
+        paths = {path for path, _ in handled.items() ^ self._seen.items()}
+        changed = {names[path] for names in (earlier, self._names) for path in paths & names.keys()}
+        for name in sorted(changed & {*self._names.values()}):
+            try:
+                await self._load(name)
+            except WaneError as error:
+                logger.warning("the bundles of model %s have changed, but: %s", name, error.message)
 
-    def _by_model(self, signatures: Mapping[Path, Signature]) -> dict[str, dict[Path, Signature]]:
-        """Returns the bundles of each model. Blocks."""
-        models: dict[str, dict[Path, Signature]] = {}
-        for path, signature in signatures.items():
-            models.setdefault(self._repository.look(path).name, {})[path] = signature
-        return models
+    def _named(self, paths: Iterable[Path]) -> dict[Path, str]:
+        """Returns the name of each bundle's model. Blocks."""
+        return {path: self._repository.look(path).name for path in paths}

@@ -25,8 +25,8 @@ def _differences(one: Array, other: Array) -> Array:
     return found
 
 
-class HostMemory:
-    """A `StateMemory` in numpy arrays. A run copies the states to buffers and back."""
+class HostMemory(StateMemory):
+    """States in numpy arrays. A run copies the states to buffers and back."""
 
     def __init__(self, shapes: Shapes, capacity: int) -> None:
         # The operating system commits zeroed memory only when it is first written. A server with few states therefore
@@ -38,12 +38,10 @@ class HostMemory:
         self._outputs = {output_name(name): name for name in shapes}
 
     def room(self, rows: int) -> Mapping[str, Array]:
-        """See `StateMemory`."""
         return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
-        """See `StateMemory`. The inputs are copies of the states. Copying into `room` is faster, because allocating new
-        memory takes longer than copying the states."""
+        """See `StateMemory`. Copying into `room` is faster, because allocating memory takes longer than copying."""
         rows = np.asarray(slots, np.intp)
         if room is None:
             return {name: self.arrays[name].take(rows, 0) for name in self._names}
@@ -54,39 +52,32 @@ class HostMemory:
         return states
 
     def gather_hidden(self, slots: Slots) -> Feeds:
-        """See `StateMemory`."""
         rows = np.asarray(slots, np.intp)
         return {name: self.arrays[name].take(rows, 0) for name in KEPT if name in self.arrays}
 
     def read(self, slots: Slots) -> dict[str, Array]:
-        """See `StateMemory`."""
         rows = np.asarray(slots, np.intp)
         return {name: values.take(rows, 0) for name, values in self.arrays.items()}
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
-        """See `StateMemory`."""
         for output, name in self._outputs.items():
             self.arrays[name][slots] = outputs[output] if rows is None else outputs[output][rows]
 
     def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
-        """See `StateMemory`."""
         assert isinstance(source, HostMemory)
         to, row = np.asarray(slots, np.intp), np.asarray(rows, np.intp)
         for name, values in self.arrays.items():
             values[to] = source.arrays[name][row]
 
     def scratch(self, capacity: int) -> HostMemory:
-        """See `StateMemory`."""
         return HostMemory({name: values.shape[1:] for name, values in self.arrays.items()}, capacity)
 
     def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
-        """See `StateMemory`."""
         largest = [found.reshape(len(slots), -1).max(axis=1) for _, found in self._differences(slots, others)]
         pairs: NDArray[np.float32] = np.max(largest, axis=0)
         return pairs
 
     def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
-        """See `StateMemory`."""
         return {name: found.max(axis=0) for name, found in self._differences(slots, others)}
 
     def _differences(self, slots: Slots, others: Slots) -> Iterator[tuple[str, Array]]:
@@ -97,5 +88,4 @@ class HostMemory:
             yield name, _differences(self.arrays[name][one], self.arrays[name][other])
 
     def close(self) -> None:
-        """See `StateMemory`."""
         self.arrays.clear()

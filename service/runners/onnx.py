@@ -15,7 +15,7 @@ import onnxruntime
 from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Role
 from wane.service.runners.memory import HostMemory
-from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Shapes, StateMemory
+from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Runner, Shapes, StateMemory
 
 logger = logging.getLogger("wane.runner")
 
@@ -29,9 +29,9 @@ FIRST_REGION_BYTES = 64 * 2**20
 _sharing = threading.Lock()
 
 
-class OnnxSessions:
-    """One onnxruntime inference session for each graph of a bundle. The graphs refer to offsets in the bundle's weights
-    file, so the runs use exactly the verified bytes."""
+class OnnxRunner(Runner):
+    """Runs a bundle's graphs from states in the memory of the host. There is one onnxruntime inference session for each
+    graph. The graphs refer to offsets in the bundle's weights file, so the runs use exactly the verified bytes."""
 
     def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
         """Opens every graph of `bundle`. `threads` is the number of threads that one run uses.
@@ -78,33 +78,22 @@ class OnnxSessions:
 
     @property
     def device(self) -> str:
-        """The device that the graphs run on, `cpu` or `cuda`."""
         return self._device
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the names of a graph's outputs."""
         return self._outputs[role]
 
     @property
     def top(self) -> int:
-        """The number of largest logits that `step` outputs for each row; 0 if it does not output them."""
         return self._top
 
     def close(self) -> None:
-        """Frees the graphs. `run` must not be called afterwards."""
         self._sessions.clear()
 
-
-class OnnxRunner(OnnxSessions):
-    """Runs a bundle's graphs from states in the memory of the host."""
-
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
-        """Returns memory for `capacity` states. The memory is numpy arrays, and every run copies states from and to
-        these arrays."""
         return HostMemory(shapes, capacity)
 
-    def run(self, role: Role, feeds: Feeds) -> dict[str, Array]:
-        """Runs one graph and returns its outputs by name. See `Runner` for the shapes."""
+    def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
         names = self._outputs[role]
         return dict(zip(names, self._sessions[role].run(names, dict(feeds)), strict=True))
 

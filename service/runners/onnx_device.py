@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.runners.memory import output_name
-from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, OnnxSessions, open_session
+from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, open_session
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
     EVERY_NORMS,
@@ -119,10 +119,26 @@ class Device(NamedTuple):
         return onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.name, CUDA_DEVICE)
 
 
-def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None:
-    """Binds an array of the host as an input of a run. onnxruntime copies the array to the device if the graph reads it
-    there."""
-    binding.bind_cpu_input(name, np.ascontiguousarray(values))
+def bind_input(binding: onnxruntime.IOBinding, name: str, value: Any) -> None:
+    """Binds a value on the device, or an array of the host, as an input of a run. onnxruntime copies the array to the
+    device if the graph reads it there."""
+    if isinstance(value, onnxruntime.OrtValue):
+        binding.bind_ortvalue_input(name, value)
+    else:
+        binding.bind_cpu_input(name, np.ascontiguousarray(value))
+
+
+def run_to_host(
+    session: onnxruntime.InferenceSession, inputs: Mapping[str, Any], outputs: Sequence[str]
+) -> list[Array]:
+    """Runs a graph and copies these outputs to the host. inputs: see `bind_input`."""
+    binding = session.io_binding()
+    for name, value in inputs.items():
+        bind_input(binding, name, value)
+    for name in outputs:
+        binding.bind_output(name, "cpu")
+    session.run_with_iobinding(binding)
+    return [value.numpy() for value in binding.get_outputs()]
 
 
 class Buffers:
@@ -187,36 +203,18 @@ def padded(values: NDArray[np.int64], size: int, fill: int = 0) -> NDArray[np.in
     return found
 
 
-class FreeBuffers:
-    """The buffers of one graph and one padded size that no result uses. Runs of one graph do not overlap."""
-
-    def __init__(self) -> None:
-        self._free: list[Buffers] | None = []
-
-    def take(self) -> Buffers | None:
-        """Returns free buffers, which are then in use. Returns None if there are none."""
-        return self._free.pop() if self._free else None
-
-    def give_back(self, buffers: Buffers) -> None:
-        """Keeps buffers for a later run, unless SPARE_BUFFERS buffers are already free."""
-        if self._free is not None and len(self._free) < SPARE_BUFFERS:
-            self._free.append(buffers)
-
-    def close(self) -> None:
-        """Frees the buffers. Buffers that are in use are freed with their results."""
-        self._free = None
-
-
 class Lease:
     """The use of buffers by the outputs of one run. When the last of these outputs is freed, another run may use the
     buffers."""
 
-    def __init__(self, buffers: Buffers, free: FreeBuffers) -> None:
+    def __init__(self, buffers: Buffers, free: list[Buffers]) -> None:
+        """free: the free buffers of the same graph and padded size. At most SPARE_BUFFERS of them are kept."""
         self._buffers = buffers
         self._free = free
 
     def __del__(self) -> None:
-        self._free.give_back(self._buffers)
+        if len(self._free) < SPARE_BUFFERS:
+            self._free.append(self._buffers)
 
 
 class TakeSessions(NamedTuple):
@@ -230,7 +228,7 @@ class DeviceOutputs(Outputs):
     """The outputs of one run on a device. The names are those of the bundle's graph.
 
     Reading an output copies it to the host: all rows of the batch's items with `outputs[name]`, and one row with `row`.
-    The outputs of COPIED are already on the host.
+    The outputs of COPIED are already on the host. `part` and `only` copy nothing.
     """
 
     def __init__(
@@ -245,14 +243,13 @@ class DeviceOutputs(Outputs):
         """on_device and copied: the outputs on the device and on the host, with padding. rows: int64 (B), the rows of
         the batch's items. lease: the lease of the outputs' memory; None if each run allocates its own memory. places:
         the number T of tokens without padding, for the outputs (B, T, ...)."""
-        super().__init__({})
+        super().__init__({}, [*on_device, *(name for name in copied if name not in ADDED)])
         self._lease = lease
         self._places = places
         self.on_device = on_device
         self.rows = rows
         self._copied = copied
         self._take = take
-        self._names = [*on_device, *(name for name in copied if name not in ADDED)]
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
@@ -265,15 +262,6 @@ class DeviceOutputs(Outputs):
             self._arrays = {**self._arrays, name: values}
         return self._arrays[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
     def row(self, name: str, row: int) -> Array:
         """See `Outputs`. Copies only this row to the host."""
         if name in self._arrays or name not in self.on_device or name == TOP_IDS:
@@ -284,12 +272,8 @@ class DeviceOutputs(Outputs):
 
     def _taken(self, name: str, rows: NDArray[np.int64]) -> Array:
         """Copies rows of a float32 output to the host."""
-        binding = self._take.rows.io_binding()
-        binding.bind_ortvalue_input("values", self.on_device[name])
-        bind_array(binding, "rows", rows)
-        binding.bind_output("found", "cpu")
-        self._take.rows.run_with_iobinding(binding)
-        return self._unpadded(name, binding.get_outputs()[0].numpy())
+        (values,) = run_to_host(self._take.rows, {"values": self.on_device[name], "rows": rows}, ["found"])
+        return self._unpadded(name, values)
 
     def _unpadded(self, name: str, values: Array) -> Array:
         """Returns rows of an output without the places that are padding."""
@@ -297,42 +281,31 @@ class DeviceOutputs(Outputs):
 
     def _taken_top(self, count: int) -> tuple[Array, Array]:
         """Copies the ids and the logits of the `count` largest logits of every row to the host."""
-        binding = self._take.top.io_binding()
-        for name in (TOP_IDS, TOP_LOGITS):
-            binding.bind_ortvalue_input(name, self.on_device[name])
-        bind_array(binding, "rows", self.rows)
-        bind_array(binding, "count", np.array([count]))
-        for name in ("ids", "logits"):
-            binding.bind_output(name, "cpu")
-        self._take.top.run_with_iobinding(binding)
-        ids, logits = (value.numpy() for value in binding.get_outputs())
+        inputs = {name: self.on_device[name] for name in (TOP_IDS, TOP_LOGITS)}
+        inputs |= {"rows": self.rows, "count": np.array([count])}
+        ids, logits = run_to_host(self._take.top, inputs, ["ids", "logits"])
         return ids, logits
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
-        """See `Outputs`. Copies nothing."""
         return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take, self._lease, self._places)
 
     def only(self, names: Collection[str]) -> Outputs:
-        """See `Outputs`. Copies nothing."""
         values = {name: value for name, value in self.on_device.items() if name in names}
         copied = {name: value for name, value in self._copied.items() if name in names or name in ADDED}
         return DeviceOutputs(values, copied, self.rows, self._take, self._lease, self._places)
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
-        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
         return found
 
     @cached_property
     def lengths(self) -> NDArray[np.float64]:
-        """See `Outputs`. The graph outputs these values."""
         found: NDArray[np.float64] = self._copied[LENGTH][self.rows]
         return found
 
     @property
     def most(self) -> int:
-        """See `Outputs`."""
         return int(self.on_device[TOP_IDS].shape()[1]) if TOP_IDS in self.on_device else 0
 
     def top(self, count: int) -> TopColumns:
@@ -359,8 +332,9 @@ class SlotSessions:
         )
 
 
-class DeviceMemory:
-    """A `StateMemory` on a device."""
+class DeviceMemory(StateMemory):
+    """States on a device. The graphs gather, write and compare them there, so only what `read`, `differences` and
+    `unit_differences` return is copied to the host."""
 
     def __init__(self, values: Mapping[str, onnxruntime.OrtValue], device: Device, sessions: SlotSessions) -> None:
         """values: for each name, all slots on the device, float32 (capacity, *shape)."""
@@ -369,32 +343,22 @@ class DeviceMemory:
         self._sessions = sessions
 
     def room(self, rows: int) -> Mapping[str, Array]:  # noqa: ARG002
-        """See `StateMemory`. The graphs gather the states themselves and need no buffers."""
         return {}
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:  # noqa: ARG002
-        """See `StateMemory`. Copies nothing: the graphs gather the states."""
         return self._feeds(slots, [name for name in self._values if name not in KEPT])
 
     def gather_hidden(self, slots: Slots) -> Feeds:
-        """See `StateMemory`. Copies nothing."""
         return self._feeds(slots, [HIDDEN])
 
     def _feeds(self, slots: Slots, names: Sequence[str]) -> Feeds:
         return {SLOTS: np.asarray(slots, np.int64), **{IN_SLOTS + name: self._values[name] for name in names}}
 
     def read(self, slots: Slots) -> dict[str, Array]:
-        """See `StateMemory`. Copies only the values of these slots."""
-        binding = self._sessions.read.io_binding()
-        bind_array(binding, SLOTS, np.asarray(slots, np.int64))
-        for name, value in self._values.items():
-            binding.bind_ortvalue_input(IN_SLOTS + name, value)
-            binding.bind_output(name, "cpu")
-        self._sessions.read.run_with_iobinding(binding)
-        return {name: value.numpy() for name, value in zip(self._values, binding.get_outputs(), strict=True)}
+        names = [*self._values]
+        return dict(zip(names, run_to_host(self._sessions.read, self._feeds(slots, names), names), strict=True))
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
-        """See `StateMemory`. Outputs of a run on this device are not copied to the host."""
         found = np.arange(len(slots)) if rows is None else np.array(rows)
         results: Mapping[str, Any] = outputs
         if isinstance(outputs, DeviceOutputs):
@@ -402,58 +366,44 @@ class DeviceMemory:
         self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, found)
 
     def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
-        """See `StateMemory`. Copies nothing between the devices."""
         assert isinstance(source, DeviceMemory)
         self._write_rows(np.asarray(slots), source._values, np.asarray(rows))
 
     def scratch(self, capacity: int) -> DeviceMemory:
-        """See `StateMemory`."""
         values = {name: self._device.empty((capacity, *value.shape()[1:])) for name, value in self._values.items()}
         return DeviceMemory(values, self._device, self._sessions)
 
     def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
-        """See `StateMemory`. Copies only the result."""
         pairs: NDArray[np.float32] = self._differences(slots, others, ["pairs"])[0]
         return pairs
 
     def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
-        """See `StateMemory`. Copies only the result."""
         names = [name for name in self._values if name not in KEPT]
         return dict(zip(names, self._differences(slots, others, names), strict=True))
 
     def _differences(self, slots: Slots, others: Slots, outputs: Sequence[str]) -> list[Array]:
         """Returns outputs of the graph that compares states (`differences_graph`)."""
-        binding = self._sessions.differences.io_binding()
-        bind_array(binding, SLOTS, np.asarray(slots, np.int64))
-        bind_array(binding, "others", np.asarray(others, np.int64))
-        for name, value in self._values.items():
-            if name not in KEPT:
-                binding.bind_ortvalue_input(IN_SLOTS + name, value)
-        for name in outputs:
-            binding.bind_output(name, "cpu")
-        self._sessions.differences.run_with_iobinding(binding)
-        return [value.numpy() for value in binding.get_outputs()]
+        inputs = {**self.gather(slots), "others": np.asarray(others, np.int64)}
+        return run_to_host(self._sessions.differences, inputs, outputs)
 
     def _write_rows(self, slots: NDArray[np.intp], values: Mapping[str, Any], rows: NDArray[np.intp]) -> None:
         """Writes rows of `values` to slots. The values are arrays of the host or values on the device."""
         binding = self._sessions.write.io_binding()
-        bind_array(binding, "rows", rows.astype(np.int64))
-        bind_array(binding, "to", slots.astype(np.int64).reshape(-1, 1))
+        bind_input(binding, "rows", rows.astype(np.int64))
+        bind_input(binding, "to", slots.astype(np.int64).reshape(-1, 1))
         for name, value in self._values.items():
             binding.bind_ortvalue_input(IN_SLOTS + name, value)
             binding.bind_ortvalue_output(f"written.{name}", value)
-            if isinstance(values[name], onnxruntime.OrtValue):
-                binding.bind_ortvalue_input(f"next.{name}", values[name])
-            else:
-                bind_array(binding, f"next.{name}", np.asarray(values[name], np.float32))
+            source = values[name]
+            is_on_device = isinstance(source, onnxruntime.OrtValue)
+            bind_input(binding, f"next.{name}", source if is_on_device else np.asarray(source, np.float32))
         self._sessions.write.run_with_iobinding(binding)
 
     def close(self) -> None:
-        """See `StateMemory`."""
         self._values.clear()
 
 
-class DeviceRunner(OnnxSessions):
+class DeviceRunner(OnnxRunner):
     """Runs a bundle's graphs from states that stay on the device."""
 
     cuda_options: Mapping[str, str] = MappingProxyType({})
@@ -468,7 +418,7 @@ class DeviceRunner(OnnxSessions):
         padded: bool | None = None,
         captured: bool = True,
     ) -> None:
-        """See `OnnxSessions`. padded: whether batches are padded to a power of two, and sequences to a `length_bucket`.
+        """See `OnnxRunner`. padded: whether batches are padded to a power of two, and sequences to a `length_bucket`.
         By default they are padded on CUDA only, because the padding takes time on a CPU. captured: whether the padded
         runs of the graphs of CAPTURED are captured as CUDA graphs, one for each size of a batch. The CPU never captures
         a run."""
@@ -481,7 +431,8 @@ class DeviceRunner(OnnxSessions):
         self._on = Device(self.device, threads)
         self._padded = self.device == "cuda" if padded is None else padded
         self._take = TakeSessions(self._on.open(rows_graph()), self._on.open(top_graph()))
-        self._free = defaultdict[tuple[Role, int], FreeBuffers](FreeBuffers)
+        # the buffers that no result uses, by graph and padded size; runs of one graph do not overlap
+        self._free = defaultdict[tuple[Role, int], list[Buffers]](list)
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         graph = self._graph(bundle, role)
@@ -540,10 +491,7 @@ class DeviceRunner(OnnxSessions):
         session = self._sessions[role]
         binding = session.io_binding()
         for name, value in inputs.items():
-            if isinstance(value, onnxruntime.OrtValue):
-                binding.bind_ortvalue_input(name, value)
-            else:
-                bind_array(binding, name, value)
+            bind_input(binding, name, value)
         names = self._outputs[role]
         for name in names:
             if name in COPIED:
@@ -559,7 +507,7 @@ class DeviceRunner(OnnxSessions):
         """Runs a graph of CAPTURED with padded inputs, in buffers that no earlier result uses."""
         size, session = bucket(count), self._sessions[role]
         free = self._free[role, size]
-        buffers = free.take() or Buffers(session, size, self._on, self._numbers[role])
+        buffers = free.pop() if free else Buffers(session, size, self._on, self._numbers[role])
         buffers.run(session, inputs)
         outputs = buffers.outputs
         copied = {name: value.numpy() for name, value in outputs.items() if name in COPIED}
@@ -567,16 +515,14 @@ class DeviceRunner(OnnxSessions):
         return DeviceOutputs(on_device, copied, np.arange(count), self._take, Lease(buffers, free))
 
     def close(self) -> None:
-        """See `OnnxSessions`."""
         super().close()
-        for free in self._free.values():
-            free.close()
+        self._free.clear()  # buffers that are in use are freed with their results
 
 
-def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:
+def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner:
     """Returns the fastest runner of a bundle: on CUDA a `DeviceRunner`, and on the CPU an `OnnxRunner`.
 
-    See `OnnxSessions` for the arguments. Raises DeviceError.
+    See `OnnxRunner` for the arguments. Raises DeviceError.
     """
     if device != "cpu" and CUDA in onnxruntime.get_available_providers():
         if find_spec("onnx") is None:

@@ -48,8 +48,10 @@ class TopColumns(NamedTuple):
 class Outputs(Mapping[str, Array]):
     """The output arrays of one run by name, on the host. Each has the shape (B, ...)."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
+    def __init__(self, arrays: Mapping[str, Array], names: Collection[str] | None = None) -> None:
+        """names: the names of the outputs, if `arrays` holds only those that were read. By default all of `arrays`."""
         self._arrays = arrays
+        self._names: Collection[str] = arrays if names is None else names
         self._largest: dict[int, list[Largest]] = {}
         # `finite` and `lengths`, once they have been read: for a batch of one row, `cached_property` takes longer.
         self._finite: NDArray[np.bool_] | None = None
@@ -64,13 +66,13 @@ class Outputs(Mapping[str, Array]):
         return self._arrays[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._arrays
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._arrays)
+        return len(self._names)
 
     def row(self, name: str, row: int) -> Array:
         """Returns one row of the output `name`."""

@@ -267,7 +267,7 @@ class Sessions:
     def norms(self, cached: CachedState) -> list[float] | None:
         """Returns the LayerNorms after the last token of a resident state (see `Row`). Returns None if the graphs do
         not output them."""
-        found = self._state_cache.read([cached.slot]).get(NORMS)
+        found = self._state_cache.memory.read([cached.slot]).get(NORMS)
         return None if found is None else found[0].tolist()
 
     def kept(self, record: SessionRecord) -> Snapshot | None:

@@ -59,18 +59,12 @@ class StateCache(StatePool):
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
         """Called with a session and its slot before the session's state is dropped."""
 
-    def acquire(self) -> int:
-        """Returns a slot whose only user is the caller. If no slot is free, evicts the least recently used state that
-        no request uses. Raises Overloaded if requests use every slot."""
-        if not self.free and self._untouched == self.capacity:
-            self._evict_one()
-        return super().acquire()
-
     def _add_slot(self) -> None:
         super()._add_slot()
         self.sessions.append(None)
 
-    def _evict_one(self) -> None:
+    def _make_room(self) -> None:
+        """Evicts the least recently used state that no request uses."""
         for session, slot in self.order.items():
             if self.users[slot] == 1:
                 self.drop(session)
@@ -111,19 +105,17 @@ class StateCache(StatePool):
 
     def find(self, session: str, now_s: float) -> CachedState | None:
         """Returns the session's resident state, or None, and makes it the most recently used."""
-        slot = self.order.get(session)
-        if slot is None:
-            return None
-        self.touched_s[slot] = now_s
-        self.order.move_to_end(session)
-        return self._cached(slot)
+        cached = self.peek(session)
+        if cached is not None:
+            self.touched_s[cached.slot] = now_s
+            self.order.move_to_end(session)
+        return cached
 
     def peek(self, session: str) -> CachedState | None:
         """Returns the session's resident state, or None. Does not count as a use of the state."""
         slot = self.order.get(session)
-        return None if slot is None else self._cached(slot)
-
-    def _cached(self, slot: int) -> CachedState:
+        if slot is None:
+            return None
         return CachedState(slot, self._revisions.item(slot), self.dropped_tokens.item(slot), self.positions.item(slot))
 
     def drop(self, session: str) -> None:

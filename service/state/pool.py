@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
-from wane.service.runners.runner import HIDDEN, NORMS, Array, Feeds, MakeMemory, Slots, StateMemory
+from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory, StateMemory
 
 ZERO: Final = 0  # the slot that holds the zero state
 # The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
@@ -68,7 +68,9 @@ class StatePool:
     # Counting
 
     def acquire(self) -> int:
-        """Returns a slot whose only user is the caller. Raises Overloaded if every slot is in use."""
+        """Returns a slot whose only user is the caller. Raises Overloaded if requests use every slot."""
+        if not self.free and self._untouched == self.capacity:
+            self._make_room()
         if self.free:
             slot = self.free.pop()
         elif self._untouched < self.capacity:
@@ -82,6 +84,9 @@ class StatePool:
         self.users[slot] = 1
         return slot
 
+    def _make_room(self) -> None:
+        """Frees a slot if possible, because every slot is in use."""
+
     def _add_slot(self) -> None:
         """Extends the lists of slots for a slot that is used for the first time."""
         self.users.append(0)
@@ -94,11 +99,7 @@ class StatePool:
 
     def release(self, slot: int) -> None:
         """Removes a user from a slot. Frees the slot if it has no other user."""
-        if slot >= RESERVED:
-            users = self.users[slot] = self.users[slot] - 1
-            assert users >= 0, "a slot was released once too often: this is a bug"
-            if not users:
-                self.free.append(slot)
+        self.release_all((slot,))
 
     def release_all(self, slots: Iterable[int]) -> None:
         """Releases each of the slots: see `release`."""
@@ -143,22 +144,6 @@ class StatePool:
 
     # Values
 
-    def room(self, rows: int) -> Mapping[str, Array]:
-        """See `StateMemory`."""
-        return self.memory.room(rows)
-
-    def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
-        """See `StateMemory`."""
-        return self.memory.gather(slots, room)
-
-    def gather_hidden(self, slots: Slots) -> Feeds:
-        """See `StateMemory`."""
-        return self.memory.gather_hidden(slots)
-
-    def read(self, slots: Slots) -> dict[str, Array]:
-        """See `StateMemory`."""
-        return self.memory.read(slots)
-
     def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
         """Writes the rows of a run's outputs `next.<name>` and `hidden` to B slots. A row is skipped if its slot is
         None."""
@@ -168,7 +153,7 @@ class StatePool:
             self.write(to, outputs, kept if len(kept) < len(slots) else None)
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
-        """See `StateMemory`."""
+        """See `StateMemory.write`."""
         assert slots.min() != ZERO, "the slot of the zero state is written to: this is a bug"
         self.memory.write(slots, outputs, rows)
 
@@ -179,7 +164,7 @@ class StatePool:
 
     def pack(self, slot: int) -> bytes:
         """Returns a slot's values as bytes."""
-        return b"".join([values.tobytes() for values in self.read([slot]).values()])
+        return b"".join([values.tobytes() for values in self.memory.read([slot]).values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
         """Writes the result of `pack` to a slot. Raises ValueError if the result does not have the size of this model's
@@ -216,6 +201,6 @@ class StatePool:
             "a slot is both in use and free": (users[is_free] > 0).any(),
             "a slot is neither in use nor free": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
             "the number of used slots is wrong": np.count_nonzero(users) != self.used,
-            "the zero state was written to": any(values.any() for values in self.read([ZERO]).values()),
+            "the zero state was written to": any(values.any() for values in self.memory.read([ZERO]).values()),
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]

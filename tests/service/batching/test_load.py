@@ -15,7 +15,7 @@ import pytest
 
 from tests.service.shipped import PATHS, opened
 from wane.models.manifest import Role
-from wane.service.batching.warm_up import warm_up
+from wane.service.batching.cost_model import warm_up
 from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded, Overloaded, PositionConflict, WaneError

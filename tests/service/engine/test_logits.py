@@ -87,17 +87,16 @@ def test_each_row_of_a_batch_has_its_own_largest_logits() -> None:
         for row in rows:
             assert isinstance(row, batch.Row)
             assert row.logits is not None
-            assert row.top is not None
             logprobs = log_softmax(row.logits)
             for count in (2, TOP):
-                found = row.top.first(count)
+                found = row.largest(count)
                 assert found is not None
                 assert found.ids[:count] == np.argsort(-row.logits, kind="stable")[:count].tolist()
                 assert found.logits == row.logits[found.ids].tolist()
                 assert found.logprobs == pytest.approx(logprobs[found.ids], abs=1e-5)
                 assert found.probabilities == pytest.approx(np.exp(logprobs[found.ids]), abs=1e-5)
-            assert row.top.first(TOP + 1) is None
+            assert row.largest(TOP + 1) is None
     runner.puts_out_top = False
     (alone,) = batch.run([Work("window", np.array([2]))], pool, runner)
     assert isinstance(alone, batch.Row)
-    assert alone.top is None
+    assert alone.most == 0

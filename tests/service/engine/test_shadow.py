@@ -40,7 +40,7 @@ async def turn() -> None:
 
 async def settled(found: Shadow) -> None:
     """Waits until no shadow comparison is queued or running."""
-    while not found.idle:  # noqa: ASYNC110  (there is no event for it)
+    while found._working is not None:  # noqa: ASYNC110  (there is no event for it)
         await asyncio.sleep(0)
 
 

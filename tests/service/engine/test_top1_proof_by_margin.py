@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from wane.service.batching.batch import Row, Top
+from wane.service.batching.batch import Row
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
@@ -128,7 +128,6 @@ def test_the_two_most_probable_tokens_decide_most_answers(seed: int) -> None:
         outputs = {"logits": logits, HIDDEN: hidden, TOP_IDS: ids, TOP_LOGITS: logits[ids], LOG_SUM_EXP: np.float32(0)}
         put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
         settled = margin.at_a_look(logits, hidden, error)
-        assert margin.at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
         assert margin.proves_of_row(Row(put_out, 0), error) is margin.proves(logits, hidden, error)
         assert settled in (None, margin.has_no_rival(logits, hidden, error, int(ids[0])))
         counts[settled] += 1

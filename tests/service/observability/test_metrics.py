@@ -65,13 +65,13 @@ async def test_a_scrape_is_encoded_on_another_thread(monkeypatch: pytest.MonkeyP
     metrics = Metrics()
     metrics.answer_seconds.labels("a", "window", "queue").observe(0.5)
     metrics.count_request("/v1/predict", "POST", 200, 0.1)
-    whole, threads = metrics._encoded, list[int]()
+    whole, threads = metrics.render, list[int]()
 
-    def encoded(accept: str) -> tuple[bytes, str]:
+    def encoded(accept: str = "") -> tuple[bytes, str]:
         threads.append(threading.get_ident())
         return whole(accept)
 
-    monkeypatch.setattr(metrics, "_encoded", encoded)
+    monkeypatch.setattr(metrics, "render", encoded)
     text, content_type = await metrics.scrape(accept)
     assert threads and threading.get_ident() not in threads
     encode, expected = choose_encoder(accept)

@@ -31,8 +31,8 @@ from wane.service.errors import (
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
-from wane.service.registry.registry import ModelRegistry, RegistryError
-from wane.service.registry.repository import FoundBundle
+from wane.service.registry.registry import ModelRegistry
+from wane.service.registry.repository import FoundBundle, RegistryError
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.runner import Array
 from wane.service.settings import Settings
@@ -323,8 +323,8 @@ async def test_sessions_are_saved_before_close_waits_for_an_unfinished_load(
         closed.set()
 
     monkeypatch.setattr(store, "close", close)
-    monkeypatch.setattr(registry.lifecycle, "read", slow)
-    registry.lifecycle.digests[registry.default] = "another"
+    monkeypatch.setattr(registry, "_read", slow)
+    registry._digests[registry.default] = "another"
     monkeypatch.setattr(registry.get(), "version", "0")
     load = asyncio.create_task(registry.load_model(registry.default))
     await asyncio.to_thread(opening.wait)
@@ -505,7 +505,7 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
     run = OnnxRunner.run
 
     def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        outputs = run(self, role, feeds)
+        outputs = dict(run(self, role, feeds))
         return outputs if role != "advance" else outputs | {"hidden": outputs["hidden"] + 1}
 
     monkeypatch.setattr(OnnxRunner, "run", wrong)
@@ -605,7 +605,7 @@ async def test_a_graph_of_other_weights_is_fatal_even_with_an_invalid_certificat
     run = OnnxRunner.run
 
     def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        outputs = run(self, role, feeds)
+        outputs = dict(run(self, role, feeds))
         return outputs if role != "head" else {"logits": outputs["logits"] + outputs["logits"] ** 2}
 
     monkeypatch.setattr(OnnxRunner, "run", wrong)

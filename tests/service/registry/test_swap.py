@@ -31,7 +31,8 @@ from wane.service.errors import (
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
-from wane.service.registry.registry import IndexEntry, ModelRegistry, RegistryError
+from wane.service.registry.registry import IndexEntry, ModelRegistry
+from wane.service.registry.repository import RegistryError
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
@@ -125,7 +126,7 @@ async def test_requests_in_flight_at_a_swap_are_answered_by_the_old_version(
     assert IndexEntry(MODEL, "1", "UNLOADING", "answers its last requests") in await registry.index()
     assert (await old.submit(PredictRequest(TOKENS))).predictions
     epoch.leave()
-    await registry.settled()
+    await registry.retired_engines.settled()
     assert await registry.index() == [IndexEntry(MODEL, "2", "READY", "")]
     with pytest.raises(Unavailable):
         await old.submit(PredictRequest(TOKENS))
@@ -137,7 +138,7 @@ async def test_an_old_version_finishes_requests_of_disconnected_callers(registry
     running = asyncio.ensure_future(old.submit(StepRequest(session, TOKENS)))
     put(folder, "2", "lstm")
     await registry.load_model(MODEL)
-    await registry.settled()
+    await registry.retired_engines.settled()
     assert (await running).position == 4
     assert (await registry.get().get_session(session)).position == 4
 
@@ -216,7 +217,7 @@ async def test_a_load_from_a_disk_that_does_not_answer_is_abandoned(folder: Path
 async def test_the_registry_closes_while_a_disk_does_not_answer(
     registry: ModelRegistry, folder: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wane.service.registry.swap.LAST_LOAD_S", 0.1)
+    monkeypatch.setattr("wane.service.registry.registry.LAST_LOAD_S", 0.1)
     put(folder, "2", "lstm")
     load = asyncio.create_task(registry.load_model(MODEL))
     assert await asyncio.to_thread(blocked.wait, TIMEOUT_S)
@@ -322,7 +323,7 @@ async def test_sessions_continue_when_their_tokenizer_is_served_again(folder: Pa
     put(folder, "3", "lstm")
     third = await registry.load_model(MODEL)
     assert await registry.engine_for(session) is third
-    await registry.settled()
+    await registry.retired_engines.settled()
     assert [entry.version for entry in await registry.index()] == ["2", "3"]
 
 
@@ -335,7 +336,7 @@ async def test_a_version_kept_for_its_sessions_is_closed_when_all_have_expired(f
     async with asyncio.timeout(TIMEOUT_S):
         while not old.retired:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await registry.settled()
+    await registry.retired_engines.settled()
     assert await registry.index() == [IndexEntry(MODEL, "2", "READY", "")]
     await registry.close()
 
@@ -362,7 +363,7 @@ async def test_an_unloaded_model_is_unknown_and_its_sessions_continue_after_a_re
     with pytest.raises(UnknownSession):
         await registry.engine_for(session)
     assert registry.ready and registry.list() == []
-    await registry.settled()
+    await registry.retired_engines.settled()
     assert await registry.index() == [IndexEntry(MODEL, "1", "UNAVAILABLE", "not loaded")]
     await registry.load_model(MODEL)
     again = await step(registry, session, 9, position=4)
@@ -401,7 +402,7 @@ async def test_a_second_load_waits_and_finds_the_model_loaded(registry: ModelReg
 async def test_a_server_that_stops_while_loading_closes_the_new_engine(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm")
     loading = asyncio.create_task(registry.load_model(MODEL))
-    while registry.lifecycle.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
+    while registry._opening is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
         await asyncio.sleep(0)
     await registry.close()
     with pytest.raises(Unavailable, match="stopping"):
@@ -465,7 +466,7 @@ async def swap_by_turns() -> None:
             await step(registry, session, *TOKENS)
             put(folder, str(version), "lstm" if version % 2 else "rnn-stable")
             await registry.load_model(MODEL)
-            await registry.settled()
+            await registry.retired_engines.settled()
             assert live_objects(Engine) == [registry.get()]
             used.append(bytes_in_use())
             running.append(threads())
@@ -501,7 +502,7 @@ async def load_and_unload() -> None:
             put(folder, "1", name=f"model-{number}")
             await registry.load_model(f"model-{number}")
             await registry.unload_model(f"model-{number}")
-            await registry.settled()
+            await registry.retired_engines.settled()
             assert live_objects(Engine) == [registry.get()]
             used.append(bytes_in_use())
         text, _ = metrics.render()

@@ -29,7 +29,7 @@ from wane.models.parity import log_softmax
 from wane.models.reference import Reference
 from wane.service.batching import batch
 from wane.service.batching.batch import ColumnBatch, Row, Work
-from wane.service.batching.warm_up import warm_up
+from wane.service.batching.cost_model import warm_up
 from wane.service.engine.engine import Engine
 from wane.service.engine.score import RESIDUAL
 from wane.service.engine.top1_proof import MarginProof
@@ -91,7 +91,7 @@ def make_pool(bundle: Bundle, runner: Runner) -> StatePool:
 
 def run(works: list[Work], pool: StatePool, runner: Runner) -> list[Row]:
     """Runs a batch. Fails if an item fails."""
-    rows = batch.run(works, pool, runner, pool.room(len(works)))
+    rows = batch.run(works, pool, runner, pool.memory.room(len(works)))
     found = [row for row in rows if isinstance(row, Row)]
     assert len(found) == len(works), rows
     return found
@@ -146,7 +146,7 @@ def test_slots_are_equal_to_those_of_the_host_after_runs_of_every_graph(path: Pa
         rows += run([Work("head", read=slots[1]), Work("head", read=slots[4])], pool, runner)
         pool.copy(slots[2], slots[5])
         found.append(rows)
-    values, others = (pool.read(range(SLOTS)) for pool in pools)
+    values, others = (pool.memory.read(range(SLOTS)) for pool in pools)
     for name, array in values.items():
         np.testing.assert_allclose(others[name], array, rtol=1e-4, atol=1e-4, err_msg=name)
         assert not others[name][ZERO].any() and not others[name][RESERVED + 6 :].any()
@@ -157,7 +157,7 @@ def test_slots_are_equal_to_those_of_the_host_after_runs_of_every_graph(path: Pa
             assert (one is None) == (two is None) or name == HIDDEN
             if one is not None and two is not None:
                 np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-4)
-        if row.top is not None:
+        if row.most:
             for count in (5, 16):
                 one_top, two_top = row.largest(count), other.largest(count)
                 assert one_top is not None and two_top is not None
@@ -171,20 +171,21 @@ def test_padding_changes_neither_an_answer_nor_a_slot() -> None:
     pool, other = make_pool(bundle, padded), make_pool(bundle, bare)
     slots = np.array([pool.acquire() for _ in range(5)])
     for one in (pool, other):
-        ones = {name: np.ones((SLOTS, *values.shape[1:])) for name, values in one.read([ZERO]).items()}
+        ones = {name: np.ones((SLOTS, *values.shape[1:])) for name, values in one.memory.read([ZERO]).items()}
         renamed = {name if name == HIDDEN else NEXT + name: values for name, values in ones.items()}
         one.memory.write(np.arange(SLOTS), renamed)
     tokens = random_tokens(bundle, 5)
     outputs = [
-        runner.run("step", {"tokens": tokens, **one.gather(slots)}) for runner, one in ((padded, pool), (bare, other))
+        runner.run("step", {"tokens": tokens, **one.memory.gather(slots)})
+        for runner, one in ((padded, pool), (bare, other))
     ]
     for name in ("logits", "top_ids", HIDDEN):
         assert outputs[0][name].shape == outputs[1][name].shape
         np.testing.assert_allclose(outputs[0][name], outputs[1][name], rtol=1e-5, atol=1e-5)
     pool.write(slots, outputs[0])
     untouched = [slot for slot in range(SLOTS) if slot not in slots]
-    assert all((values == 1).all() for values in pool.read(untouched).values())
-    assert all((values != 1).any() for values in pool.read(slots).values())
+    assert all((values == 1).all() for values in pool.memory.read(untouched).values())
+    assert all((values != 1).any() for values in pool.memory.read(slots).values())
 
 
 def test_padded_runs_reuse_memory_that_no_result_uses() -> None:
@@ -193,7 +194,7 @@ def test_padded_runs_reuse_memory_that_no_result_uses() -> None:
     tokens = random_tokens(bundle, 2, 3)
 
     def step(row: int) -> DeviceOutputs:
-        found = runner.run("step", {"tokens": tokens[row], **pool.gather([ZERO] * 3)})
+        found = runner.run("step", {"tokens": tokens[row], **pool.memory.gather([ZERO] * 3)})
         assert isinstance(found, DeviceOutputs)
         return found
 
@@ -229,7 +230,7 @@ def test_sequences_are_padded_and_their_outputs_are_not(role: Role, monkeypatch:
     for runner in (padded, bare):
         feeds: dict[str, Any] = {"tokens": tokens, "lengths": lengths}
         if role != "window":
-            feeds |= make_pool(bundle, runner).gather([ZERO] * 3)
+            feeds |= make_pool(bundle, runner).memory.gather([ZERO] * 3)
         if role == "scan":
             feeds["targets"] = tokens
         found.append(runner.run(role, feeds))
@@ -301,7 +302,7 @@ def test_runs_that_repeat_captured_graphs_have_the_answers_and_states_of_other_r
             held = [*held, outputs][-(turn % 4) :] if turn % 4 else []
         found += [outputs["logits"] for outputs in held]
         answers.append(found)
-        ends.append(list(pool.read(slots).values()) + list(scratch.read(range(8)).values()))
+        ends.append(list(pool.memory.read(slots).values()) + list(scratch.read(range(8)).values()))
     for one, other in zip(*answers, strict=True):
         np.testing.assert_array_equal(one, other)
     for one, other in zip(*ends, strict=True):
@@ -356,7 +357,7 @@ def test_a_graph_that_cannot_be_captured_runs_without_cuda_graphs(
 def test_the_inputs_of_a_padded_batch_have_equal_lengths() -> None:
     bundle, runner = on_device(PATHS[0])
     with pytest.raises(ValueError, match="slots has 2 items, but the batch has 3"):
-        runner.run("step", {"tokens": np.arange(3), **make_pool(bundle, runner).gather([ZERO] * 2)})
+        runner.run("step", {"tokens": np.arange(3), **make_pool(bundle, runner).memory.gather([ZERO] * 2)})
 
 
 def test_a_closed_model_s_memory_is_freed_while_a_result_is_held() -> None:
@@ -364,7 +365,9 @@ def test_a_closed_model_s_memory_is_freed_while_a_result_is_held() -> None:
     runner = DeviceRunner(bundle, "cpu", threads=1, padded=True)
     pool = make_pool(bundle, runner)
     (row,) = run([Work("step", (3,), read=ZERO)], pool, runner)
-    kept = [weakref.ref(value) for value in pool.gather([ZERO]).values() if isinstance(value, onnxruntime.OrtValue)]
+    kept = [
+        weakref.ref(value) for value in pool.memory.gather([ZERO]).values() if isinstance(value, onnxruntime.OrtValue)
+    ]
     sessions = [weakref.ref(session) for session in runner._sessions.values()]
     assert kept and sessions
     pool.close()
@@ -378,7 +381,9 @@ def test_a_row_with_a_state_that_is_not_finite_fails_alone() -> None:
     bundle, runner = on_device(PATHS[0])
     pool = make_pool(bundle, runner)
     slots = [pool.acquire() for _ in range(3)]
-    poison = {name if name == HIDDEN else NEXT + name: values + np.nan for name, values in pool.read([ZERO]).items()}
+    poison = {
+        name if name == HIDDEN else NEXT + name: values + np.nan for name, values in pool.memory.read([ZERO]).items()
+    }
     pool.write(np.array([slots[1]]), poison)
     rows = batch.run([Work("step", (3,), read=slot) for slot in slots], pool, runner)
     assert [type(row) for row in rows] == [Row, FloatingPointError, Row]
@@ -389,7 +394,7 @@ def test_a_part_of_a_batch_writes_and_answers_its_own_rows() -> None:
     pool = make_pool(bundle, runner)
     slots = np.array([pool.acquire() for _ in range(3)])
     columns = ColumnBatch(slots, random_tokens(bundle, 3), np.zeros(3))
-    batch.run_columns(columns, pool, runner, pool.room(3))
+    batch.run_columns(columns, pool, runner, pool.memory.room(3))
     assert columns.failure is None
     whole = {name: columns.outputs[name] for name in ("logits", "top_ids", HIDDEN)}
     part = columns.outputs.part(np.array([False, True, True]))
@@ -399,7 +404,9 @@ def test_a_part_of_a_batch_writes_and_answers_its_own_rows() -> None:
     assert (part.lengths == columns.outputs.lengths[1:]).all()
     assert (part.top(2).ids == whole["top_ids"][1:, :2]).all()
     pool.write(slots[1:], part)
-    assert (pool.read(slots)[HIDDEN] == np.concatenate([np.zeros_like(whole[HIDDEN][:1]), whole[HIDDEN][1:]])).all()
+    assert (
+        pool.memory.read(slots)[HIDDEN] == np.concatenate([np.zeros_like(whole[HIDDEN][:1]), whole[HIDDEN][1:]])
+    ).all()
 
 
 def test_a_packed_state_is_unpacked_in_the_memory_of_the_other_kind() -> None:
@@ -550,7 +557,7 @@ def test_only_the_requested_number_of_largest_logits_is_copied() -> None:
     bundle, runner = on_device(PATHS[0])
     pool = make_pool(bundle, runner)
     tokens = random_tokens(bundle, 3)
-    outputs = Outputs.of(runner.run("step", {"tokens": tokens, **pool.gather([ZERO] * 3)}))
+    outputs = Outputs.of(runner.run("step", {"tokens": tokens, **pool.memory.gather([ZERO] * 3)}))
     with Copies() as copies:
         outputs.largest(1, 5)
         copies.take()

@@ -39,10 +39,10 @@ def test_gather_returns_the_rows_that_scatter_wrote() -> None:
             "hidden": np.arange(12, dtype=np.float32).reshape(3, 4),
         },
     )
-    values = pool.gather([first, ZERO, second])
+    values = pool.memory.gather([first, ZERO, second])
     assert values["a"].tolist() == [[5, 6], [0, 0], [1, 2]]
     assert values["b"][:, :, 0].tolist() == [[6, 7, 8], [0, 0, 0], [0, 1, 2]]
-    assert pool.read([second, first])["hidden"].tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert pool.memory.read([second, first])["hidden"].tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
     assert pool.miscounts() == []
 
 
@@ -59,8 +59,8 @@ def test_a_packed_state_is_unpacked_in_another_pool() -> None:
     assert len(packed) == SLOT_BYTES
     other.unpack(there, packed)
     assert other.pack(there) == pool.pack(here)
-    assert all((other.gather([there])[name] == outputs[f"next.{name}"]).all() for name in "ab")
-    assert (other.read([there])["hidden"] == outputs["hidden"]).all()
+    assert all((other.memory.gather([there])[name] == outputs[f"next.{name}"]).all() for name in "ab")
+    assert (other.memory.read([there])["hidden"] == outputs["hidden"]).all()
 
 
 def test_unpacking_a_state_of_another_size_fails() -> None:
