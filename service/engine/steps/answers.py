@@ -170,8 +170,9 @@ class StepAnswers:
         found = {}
         for row, details in enumerate(batch.details):
             sampled = sampler is not None and sampler.chosen()
-            if sampled or (details is not None and (details.has_filter or not details.is_of_arrays(most))):
-                found[row] = self._input_ids(batch, row), sampled
+            is_alone = sampled or (details is not None and not details.is_of_arrays(most))
+            if is_alone or (details is not None and details.has_filter):
+                found[row] = self._input_ids(batch, row, sampled=sampled, is_alone=is_alone), sampled
         return found
 
     def prepare(
@@ -195,6 +196,7 @@ class StepAnswers:
                     rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
                 except Exception as error:  # the other steps are answered
                     made[row] = error
+        filtered = rankings.copy()
         results: StepResults | None = None
         if rankings or len(singles) < len(positions):
             try:
@@ -215,7 +217,13 @@ class StepAnswers:
             answers = batch.outputs.only(ANSWERS) if answers is None else answers
             ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
             try:
-                plan, part = self._part(batch, answers, row, position, dropped, input_ids, ticket)
+                ranking = filtered.get(row)
+                if ranking is None:
+                    ranking = self._ranking(batch, row, position, input_ids)
+                elif self._cache is not None and ((one := batch.details[row]) is None or one.stored is None):
+                    # The graph outputs too few tokens for the filter. The tokens are in order, as the cache needs them.
+                    input_ids = self._read(*self._resident.kept(batch.slots.item(row)), ())
+                plan, part = self._part(batch, answers, row, position, dropped, input_ids, ranking, ticket)
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
@@ -260,21 +268,29 @@ class StepAnswers:
             elif single is not None:
                 receivers[row].step_failed(single, numbers[row])
 
-    def _input_ids(self, batch: StepBatch, row: int) -> NDArray[np.int64]:
-        """Returns the kept part of the model's input: see `SessionSteps`. Returns an empty array if the row's answer
-        does not depend on it."""
-        if self._builder.sampler is None and self._cache is None and not batch.request(row).filter.exclude_seen:
+    def _input_ids(self, batch: StepBatch, row: int, *, sampled: bool, is_alone: bool) -> NDArray[np.int64]:
+        """Returns the kept part of the model's input: see `SessionSteps`. If only the row's filter needs it, returns
+        the sequence's kept tokens in any order. If nothing needs it, returns an empty array."""
+        is_in_order = sampled or (is_alone and self._cache is not None)
+        if not is_in_order and not batch.request(row).filter.exclude_seen:
             return NO_TOKENS
         details = batch.details[row]
         if details is not None and details.stored is not None:
             record = details.stored.record
-            before, position, tokens = record.tail.ids(), record.position, details.stored.tokens
-        else:
-            before, position = self._resident.kept(batch.slots.item(row))
-            tokens = (batch.tokens.item(row),)
-        if position <= len(before) and not self._starts_with_tokens:
-            before = before[1:]  # without <eos>, which the model does not read
-        return np.concatenate([before, np.array(tokens, np.int64)])
+            return self._read(record.tail.ids(), record.position, details.stored.tokens)
+        slot, token = batch.slots.item(row), batch.tokens[row : row + 1]
+        if is_in_order:
+            return self._read(*self._resident.kept(slot), token)
+        return np.concatenate([self._resident.seen(slot), token])
+
+    def _read(
+        self, kept: NDArray[np.int64], position: int, tokens: Sequence[int] | NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Returns a session's kept tokens and the `tokens` after them, as the model reads them: int64. `position` is
+        the session's position before these."""
+        if position <= len(kept) and not self._starts_with_tokens:
+            kept = kept[1:]  # without <eos>, which the model does not read
+        return np.concatenate([kept, np.array(tokens, np.int64)])
 
     def _ticket(self, batch: StepBatch, row: int, times: Times) -> Ticket:
         """Returns the ticket of a row that is answered alone, with its latencies."""
@@ -297,13 +313,13 @@ class StepAnswers:
         position: int,
         dropped_tokens: int,
         input_ids: NDArray[np.int64],
+        ranking: Ranking,
         ticket: Ticket,
     ) -> tuple[AnswerPlan, ModeResult]:
         """Returns the plan and the result of a row that is answered alone. answers: the batch's outputs of ANSWERS."""
         request, outputs, details = batch.request(row), batch.outputs, batch.details[row]
         stored = None if details is None else details.stored
         origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
-        ranking = self._ranking(batch, row, position, input_ids)
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
         result = RunResult(Row(answers, row, norms=norms))
@@ -424,7 +440,7 @@ class StepAnswers:
             if bound is not None and bound.runs is not None:
                 first = Largest(results.ids[row][:2], top.logits[row, :2].tolist(), [], [])
                 logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-                results.proved[row] = self._margin.proves_among(ranking.ids, first, logits, hidden, bound.runs)
+                results.proved[row] = self._margin.proves_among(ranking, first, logits, hidden, bound.runs)
 
     def _largest_of_mixtures(
         self,

@@ -205,6 +205,24 @@ async def test_exclude_seen_knows_only_the_kept_tokens(make_harness: MakeHarness
     assert_lists(answer, distribution(harness, tokens), 60, exclude=tokens[-17:])
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("top_k", [5, 40])
+async def test_a_long_session_lists_no_kept_token(
+    make_harness: MakeHarness, options: dict[str, Any], top_k: int
+) -> None:
+    """Most of the events that the graph outputs are kept tokens, so many lists need all logits."""
+    given = {"vocabulary": name_vocabulary(names=NAMES), "session_history_tokens": 16, **options}
+    harness = make_harness(**given)
+    engine, tokens, wanted = harness.engine, tuple(2 + index % 20 for index in range(60)), Filter(exclude_seen=True)
+    await engine.create_session("s")
+    for position, token in enumerate(tokens):
+        answer = await engine.submit(StepRequest("s", (token,), None, position, top_k=top_k, filter=wanted))
+        seen = tokens[: position + 1]
+        assert answer.seen_tokens == min(len(seen), 17)
+        of = distribution(harness, seen, cache=has_cache(harness))
+        assert_lists(answer, of, top_k, exclude=seen[-17:])
+
+
 @pytest.mark.parametrize("certified", [True, False])
 async def test_the_proof_is_about_the_listed_events(make_harness: MakeHarness, certified: bool) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=NAMES), certified=True, window=16)
