@@ -199,7 +199,7 @@ class StepAnswers:
             try:
                 results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer
-                made |= {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+                made |= {row: error for row in range(len(batch.rows)) if row in rankings or row not in singles}
             else:
                 if not batch.is_plain:
                     results.latencies = {
@@ -391,7 +391,7 @@ class StepAnswers:
                 for known, lost in zip((positions - dropped).tolist(), dropped.tolist(), strict=True)
             ]
         else:
-            results.bounds = [self._bound_of_all] * len(batch)
+            results.bounds = [self._bound_of_all] * len(batch.rows)
         width = outputs.most if rankings else min(max(FEW, batch.top_k + len(self._unlisted)), outputs.most)
         if shares is None or self._cache is None:
             self._largest(results, batch, width, rankings)
@@ -560,7 +560,7 @@ class StepAnswers:
         if not batch.is_plain:
             rows = [row for row in rows if batch.rows[row].waiting is None]
         columns = results.queue_ms, results.total_ms, results.bounds, results.proved
-        if len(rows) < len(batch):
+        if len(rows) < len(batch.rows):
             columns = tuple([column[row] for row in rows] for column in columns)  # type: ignore[assignment]
         queue_ms, total_ms, found, proved = columns
         self._stats.stepped(

@@ -214,7 +214,7 @@ class StepColumns:
             or min([row.deadline or now_s + 1 for row in waiting]) <= now_s
         ):
             batch = self._without_late(batch, now_s)
-            if not len(batch):
+            if not len(batch.rows):
                 return None
         expected = batch.expected
         good = (expected == NO_POSITION) | (expected == self._state_cache.positions[batch.slots])
@@ -229,7 +229,7 @@ class StepColumns:
             # slots of its states are retained. If the general procedure started now, it could evict these states.
             asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
             batch = batch.part(good)
-            if not len(batch):
+            if not len(batch.rows):
                 return None
         if stored is not None:
             for row in batch.rows:
@@ -247,7 +247,7 @@ class StepColumns:
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
         """Returns the batch without the steps that are abandoned or late, and withdraws those steps."""
-        good = np.ones(len(batch), np.bool_)
+        good = np.ones(len(batch.rows), np.bool_)
         for index, row in enumerate(batch.rows):
             deadline, ticket = row.deadline, row.waiting
             if row.runs_alone or (ticket is not None and ticket.entered):
@@ -285,11 +285,11 @@ class StepColumns:
                 good |= stored
             self._conflicts.inc(len(good) - int(np.count_nonzero(good)))
         if (failure := batch.failure) is not None:
-            batch.failed = len(batch)
+            batch.failed = len(batch.rows)
             if good is not None and np.count_nonzero(good) < len(good):
                 asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
                 batch = batch.part(good)
-            if len(batch):
+            if len(batch.rows):
                 self._run_alone(batch, failure)
             return
         finite = batch.outputs.finite
@@ -301,19 +301,19 @@ class StepColumns:
         kept = finite if good is None else good & finite
         if np.count_nonzero(kept) < len(kept):
             batch = batch.part(kept)
-            if not len(batch):
+            if not len(batch.rows):
                 return
             stored = batch.stored
         times = Times(started_s, compute_s, len(ran))
         if stored is not None:
             self._start_commit(batch if stored.all() else batch.part(stored), times)
             batch = batch.part(~stored)
-        if len(batch):
+        if len(batch.rows):
             self._commit_buffered(batch, times)
 
     def _commit_buffered(self, batch: StepBatch, times: Times) -> None:
         """Commits the rows of buffered sessions by arrays, and answers them."""
-        rows, sessions = range(len(batch)), [*map(SESSION, batch.rows)]
+        rows, sessions = range(len(batch.rows)), [*map(SESSION, batch.rows)]
         try:
             singles = self._answers.singles(batch)
             self._resident.commit(batch.slots, sessions, batch.tokens, batch.outputs)
@@ -325,7 +325,8 @@ class StepColumns:
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
             return
-        self._answers.extend(prepared, rows)
+        if singles:
+            self._answers.extend(prepared, rows)
         self._locks.leave_all(sessions)
         self._admission.leave(len(rows))
         self._answers.deliver(batch, prepared, rows)
@@ -370,13 +371,13 @@ class StepColumns:
                         self._resident.add(record)
                     kept.append(row)
         except Exception as error:
-            kept, committed = [], [error] * len(batch)
+            kept, committed = [], [error] * len(batch.rows)
         self._committing.remove(batch)
         self.ran += len(kept)
         self._answers.extend(prepared, kept)
         for row in kept:
             self._leave(batch.rows[row])
-        if len(kept) < len(batch):
+        if len(kept) < len(batch.rows):
             self._uncommitted(batch, committed)
         self._answers.deliver(batch, prepared, kept, durable)
 
@@ -407,7 +408,7 @@ class StepColumns:
 
     def _run_alone(self, batch: StepBatch, failure: Exception) -> None:
         """Queues the rows of a batch whose run failed. Each runs alone, so that only rows with a fault fail."""
-        if len(batch) == 1 or self._closed:
+        if len(batch.rows) == 1 or self._closed:
             self._fail(batch, failure)
             return
         if not self._rows:

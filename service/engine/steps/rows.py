@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter
 
@@ -22,6 +23,7 @@ from wane.service.types import NO_FILTER, Answer, Owner, StepRequest
 NO_POSITION = -1  # the expected position of a step whose request has none
 
 
+@dataclass(slots=True, eq=False)
 class StoredStep:
     """The commit of a row whose session is not buffered, and the slots of its states.
 
@@ -32,28 +34,14 @@ class StoredStep:
     lock and both slots until the row has its result. Otherwise it is None, and the row owns them.
     """
 
-    __slots__ = ("dropped_tokens", "kind", "read", "record", "ticket", "tokens", "was_rebuilt", "write")
-
-    def __init__(
-        self,
-        record: SessionRecord,
-        tokens: tuple[int, ...],
-        kind: StepKind,
-        read: int,
-        write: int,
-        dropped_tokens: int,
-        *,
-        was_rebuilt: bool = False,
-        ticket: Ticket | None = None,
-    ) -> None:
-        self.record = record
-        self.tokens = tokens
-        self.kind = kind
-        self.read = read
-        self.write = write
-        self.dropped_tokens = dropped_tokens
-        self.was_rebuilt = was_rebuilt
-        self.ticket = ticket
+    record: SessionRecord
+    tokens: tuple[int, ...]
+    kind: StepKind
+    read: int
+    write: int
+    dropped_tokens: int
+    was_rebuilt: bool = field(default=False, kw_only=True)
+    ticket: Ticket | None = field(default=None, kw_only=True)
 
     @property
     def position(self) -> int:
