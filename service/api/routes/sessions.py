@@ -203,7 +203,7 @@ async def append(request: Request, session: SessionId) -> Response:
         )
         answer = await engine.submit(wanted)
     note_answer(scope, answer)
-    return encode.Reply(encode.json_bytes(answer))
+    return encode.reply(answer)
 
 
 async def step_request(

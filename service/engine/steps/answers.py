@@ -218,9 +218,8 @@ class StepAnswers:
                 ranking = filtered.get(row)
                 if ranking is None:
                     ranking = self._ranking(step, position, input_ids)
-                elif self._cache is not None and step.stored is None:
-                    # The graph outputs too few tokens for the filter. The tokens are in order, as the cache needs them.
-                    input_ids = self._read(*self._resident.kept(step.slot), ())
+                elif self._cache is not None:  # the graph outputs too few tokens for the filter
+                    input_ids = self._in_order(step, ())
                 plan, part = self._part(batch, answers, row, position, dropped, input_ids, ranking, ticket)
             except Exception as error:  # the other steps are answered
                 made[row] = error
@@ -270,16 +269,17 @@ class StepAnswers:
         is_in_order = sampled or (is_alone and self._cache is not None)
         if not is_in_order and (row.request is None or not row.request.filter.exclude_seen):
             return NO_TOKENS
-        if row.stored is not None:
-            record = row.stored.record
-            return self._read(record.tail.ids(), record.position, row.stored.tokens)
-        if is_in_order:
-            return self._read(*self._resident.kept(row.slot), (row.token,))
+        if is_in_order or row.stored is not None:
+            return self._in_order(row, (row.token,))
         return np.concatenate([self._resident.seen(row.slot), np.array([row.token])])
 
-    def _read(self, kept: NDArray[np.int64], position: int, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Returns a session's kept tokens and the `tokens` after them, as the model reads them: int64. `position` is
-        the session's position before these."""
+    def _in_order(self, row: StepRow, tokens: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the kept part of the model's input in order, up to and including the row's token: int64. `tokens` are
+        those of the step that a buffered session has not appended yet."""
+        if row.stored is None:
+            kept, position = self._resident.kept(row.slot)
+        else:
+            kept, position, tokens = row.stored.record.tail.ids(), row.stored.record.position, row.stored.tokens
         if position <= len(kept) and not self._starts_with_tokens:
             kept = kept[1:]  # without <eos>, which the model does not read
         return np.concatenate([kept, np.array(tokens, np.int64)])
