@@ -209,7 +209,7 @@ class StepColumns:
         batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
         if (
-            not batch.is_plain
+            batch.has_stored
             or True in map(IS_DONE, waiting)
             or min([row.deadline or now_s + 1 for row in waiting]) <= now_s
         ):
@@ -221,7 +221,7 @@ class StepColumns:
         good &= self._resident.alive(batch.slots)
         if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
             good &= self._resident_still(batch)
-        stored = None if batch.is_plain else batch.stored
+        stored = batch.stored if batch.has_stored else None
         if stored is not None:  # their sessions are locked, and their slots retained
             good |= stored
         if np.count_nonzero(good) < len(good):
@@ -275,7 +275,7 @@ class StepColumns:
         """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
         `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "the batch is not a batch of steps in rows: this is a bug"
-        batch, stored = ran, None if ran.is_plain else ran.stored
+        batch, stored = ran, ran.stored if ran.has_stored else None
         good: NDArray[np.bool_] | None = None
         if batch in self._held:
             self._held.remove(batch)

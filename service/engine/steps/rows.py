@@ -158,22 +158,23 @@ class Conflict(Exception):
     """Another writer committed to the session first, so that the row changed nothing."""
 
 
-COLUMNS = attrgetter("slot", "token", "position", "queued_s", "top_k", "is_plain")
+COLUMNS = attrgetter("slot", "token", "position", "queued_s", "top_k", "is_plain", "stored")
 
 
 class StepBatch(ColumnBatch):
     """A batch of B rows. expected: int64 (B), the rows' expected positions. top_k: at least that of each row. is_plain:
-    whether all rows are plain."""
+    whether all rows are plain. has_stored: whether the store may commit a row."""
 
-    __slots__ = ("expected", "is_plain", "rows", "top_k")
+    __slots__ = ("expected", "has_stored", "is_plain", "rows", "top_k")
 
     def __init__(self, rows: Sequence[StepRow]) -> None:
         self.rows = rows
-        slots, tokens, expected, queued_s, top_k, plain = zip(*map(COLUMNS, rows), strict=True)
+        slots, tokens, expected, queued_s, top_k, plain, stored = zip(*map(COLUMNS, rows), strict=True)
         super().__init__(np.array(slots, np.intp), np.array(tokens, np.int64), np.array(queued_s, np.float64))
         self.expected: NDArray[np.int64] = np.array(expected, np.int64)
         self.top_k: int = max(top_k)
         self.is_plain = False not in plain
+        self.has_stored = any(stored)
 
     @property
     def stored(self) -> NDArray[np.bool_] | None:
