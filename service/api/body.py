@@ -292,12 +292,6 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
     return body
 
 
-def received_body(scope: Scope) -> bytes | None:
-    """Returns a body that was received together with the request's head. Returns None for other bodies."""
-    connection = connection_of(scope)
-    return None if connection is None else connection.content
-
-
 def connection_of(scope: Scope) -> Connection | None:
     """Returns the request's connection. Under another server than Wane's own, there is none."""
     state = scope.get("state")

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.api.body import ENCODING, read, received_body, uncompressed
+from wane.service.api.body import ENCODING, connection_of, read, uncompressed
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.encode import Reply
 from wane.service.api.exchange import HttpExchange, RequestContext, RequestPolicy, context, log_line
@@ -166,7 +166,8 @@ class HotRoutes(RequestMiddleware):
         """Calls the endpoint of an admitted request."""
         scope["app"] = self.app
         request = Request(scope, receive)
-        body = received_body(scope)
+        connection = connection_of(scope)
+        body = None if connection is None else connection.content  # if it was received together with the head
         if body is None:
             body = await read(Request(scope, self.bounded(exchange.context, receive)))
         elif len(body) > self.policy.max_body_bytes:

@@ -383,7 +383,7 @@ class AnswerBuilder:
             return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
         if not plan.ranking.is_of_all:
             found = plan.ranking.largest(result, 2)
-            return self._margin.proves_among(plan.ranking.ids, found, result.logits, result.hidden, bound.runs)
+            return self._margin.proves_among(plan.ranking, found, result.logits, result.hidden, bound.runs)
         return self._margin.proves_of_row(result.row, bound.runs)
 
     def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:

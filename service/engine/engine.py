@@ -53,7 +53,7 @@ from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.steps.answers import StepAnswers
 from wane.service.engine.steps.columns import StepColumns
-from wane.service.engine.steps.rows import PendingStep, StepReceiver
+from wane.service.engine.steps.rows import StepRow
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.engine.top_places import TopPlaces
@@ -389,14 +389,14 @@ class Engine:
         return Pending.of(self._predict(request, ticket), ticket)
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
-        tokens, expected = request.tokens, request.expected_position
+        tokens = request.tokens
         # The log-probabilities of a step's own tokens need a run before the step.
         if len(tokens) == 1 and request.mode in IN_ROWS and not request.token_logprobs:
-            pending = PendingStep(request.creator)
-            given = request.session, tokens[0], expected, request.top_k, request.deadline, pending
             asked = None if request.is_plain else request
-            if self.columns.take(*given, request=asked, traced=CURRENT.get()):
-                return pending
+            given = request.session, tokens[0], request.expected_position, request.top_k, request.deadline
+            row = StepRow(*given, asked, CURRENT.get(), request.creator)
+            if self.columns.take(row):
+                return row
         ticket = Ticket(request.deadline)
         # A later step of the session could otherwise run before this step's task begins.
         place = self.sessions.locks.reserve(request.session) if len(tokens) <= PIECE_TOKENS else None
@@ -406,26 +406,18 @@ class Engine:
         self, session: str, token: int, expected_position: int | None, top_k: int, deadline: float | None
     ) -> Pending[Answer]:
         """The same as `submit` with a StepRequest of these values, in less time."""
-        pending = PendingStep()
-        if self.take_step(session, token, expected_position, top_k, deadline, pending):
-            return pending
+        row = self.take_step(session, token, expected_position, top_k, deadline)
+        if row is not None:
+            return row
         return self._submit_step(StepRequest(session, (token,), None, expected_position, None, top_k, deadline))
 
     def take_step(
-        self,
-        session: str,
-        token: int,
-        expected_position: int | None,
-        top_k: int,
-        deadline: float | None,
-        receiver: StepReceiver,
-        number: int = 0,
-    ) -> bool:
-        """Takes a step of one token as a row (see `columns.py`). `receiver` gets the result with this `number`. Returns
-        False, without side effects, if the step needs the general procedure. The caller must then call `submit`."""
-        return self.columns.take(
-            session, token, expected_position, top_k, deadline, receiver, number, None, CURRENT.get()
-        )
+        self, session: str, token: int, expected_position: int | None, top_k: int, deadline: float | None
+    ) -> StepRow | None:
+        """Takes a step of one token as a row (see `columns.py`). Returns None, without side effects, if the step needs
+        the general procedure. The caller must then call `submit`."""
+        row = StepRow(session, token, expected_position, top_k, deadline, None, CURRENT.get())
+        return row if self.columns.take(row) else None
 
     async def _step(self, request: StepRequest, ticket: Ticket, place: asyncio.Future[None] | None) -> Answer:
         """Like `submit`. `place`: the step's place among those that want the session's lock, if it has one."""

@@ -67,20 +67,39 @@ class Ranking:
         size: int,
         excluded: NDArray[np.bool_] | None = None,
         candidates: NDArray[np.int64] | None = None,
-        seen_tokens: int | None = None,
+        seen: NDArray[np.int64] | None = None,
+        kept: int = 0,
     ) -> None:
         """`size` is the number V of tokens in the vocabulary. `excluded` says for each token whether it is not listed:
-        bool (V); None excludes no token. If `candidates` is not None, only these ids are listed: int64, ascending, none
-        of them excluded. `seen_tokens`: see `Answer`."""
-        self.seen_tokens = seen_tokens
+        bool (V); None excludes no token. The tokens `seen`, int64, are not listed either, except for the token `kept`.
+        If `candidates` is not None, only these ids are listed: int64, ascending, none of them excluded."""
         self._size = size
-        self._excluded = excluded
+        self._first_excluded = excluded
         self._candidates = candidates
+        self._seen = seen
+        self._kept = kept
+
+    @property
+    def seen_tokens(self) -> int | None:
+        """See `Answer`."""
+        return None if self._seen is None else len(self._seen)
+
+    @cached_property
+    def _excluded(self) -> NDArray[np.bool_] | None:
+        """For each token, whether it is not listed: bool (V). None if every token is listed."""
+        excluded, kept = self._first_excluded, self._kept
+        if excluded is None or self._seen is None:
+            return excluded
+        excluded = excluded.copy()
+        is_kept = excluded[kept]
+        excluded[self._seen] = True
+        excluded[kept] = is_kept
+        return excluded
 
     @property
     def is_of_all(self) -> bool:
         """Whether every token may be listed."""
-        return self._excluded is None and self._candidates is None
+        return self._first_excluded is None and self._candidates is None
 
     @cached_property
     def ids(self) -> NDArray[np.int64] | None:
@@ -91,7 +110,19 @@ class Ranking:
 
     def excludes(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Returns, for each id, whether the token is excluded: bool, of the shape of `ids`."""
-        return np.zeros(ids.shape, np.bool_) if self._excluded is None else self._excluded[ids]
+        excluded, seen = self._first_excluded, self._seen
+        if excluded is None:
+            return np.zeros(ids.shape, np.bool_)
+        if seen is None:
+            return excluded[ids]
+        if ids.size * len(seen) > self._size:
+            assert self._excluded is not None, "a ranking without excluded tokens excludes some: this is a bug"
+            return self._excluded[ids]
+        # faster than an array of the vocabulary's size
+        flags: NDArray[np.bool_] = (ids[..., None] == seen).any(axis=-1)
+        flags &= ids != self._kept
+        flags |= excluded[ids]
+        return flags
 
     @cached_property
     def _excluded_tokens(self) -> int:
@@ -155,22 +186,22 @@ class Rankings:
         without the start token."""
         if wanted == NO_FILTER:
             return self.default
-        excluded, eos_id = self._excluded.copy(), self._eos_id
+        excluded, eos_id = self._excluded, self._eos_id
+        if wanted.include_end or wanted.include_unknown or wanted.exclude:
+            excluded = excluded.copy()
         if wanted.include_end:
             excluded[eos_id] = False
         if wanted.include_unknown and self._unk_id is not None:
             excluded[self._unk_id] = False
         if wanted.exclude:
             excluded[list(wanted.exclude)] = True
-        excludes_end = bool(excluded[eos_id])
-        if wanted.exclude_seen:
-            excluded[np.asarray(known, np.int64)] = True
-            excluded[eos_id] = excludes_end  # <eos> is not an event: only `include_end` decides whether it is listed
+        # <eos> is not an event: only `include_end` decides whether it is listed.
+        seen = np.asarray(known, np.int64) if wanted.exclude_seen else None
         candidates: NDArray[np.int64] | None = None
         if wanted.candidates is not None:
             candidates = np.unique(np.array(wanted.candidates, np.int64))
-            candidates = candidates[~excluded[candidates]]
-        return Ranking(self._size, excluded, candidates, len(known) if wanted.exclude_seen else None)
+            candidates = candidates[~Ranking(self._size, excluded, None, seen, eos_id).excludes(candidates)]
+        return Ranking(self._size, excluded, candidates, seen, eos_id)
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:

@@ -5,63 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
-from wane.service.types import Answer, Owner, StepRequest, id_of
-
-
-class StepCall(asyncio.Future[None]):
-    """Collects, by step number, the results of those steps of one call that run in columns. The receiver is done when
-    every step has a result."""
-
-    creator: Owner | None = None
-    """Is None, because no step of the call may create its session."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.results: dict[int, Answer | Exception] = {}
-        self.waits_for = 0
-        """Number of steps without a result."""
-        self._general: list[Pending[Answer]] = []
-
-    def cancel(self, msg: object = None) -> bool:
-        """Withdraws the steps that have not entered a batch."""
-        for pending in self._general:
-            pending.cancel()
-        return super().cancel(msg)
-
-    def step_ran(self, answer: Answer, number: int) -> None:
-        """See `StepReceiver`."""
-        self._record(answer, number)
-
-    def step_failed(self, error: Exception, number: int) -> None:
-        """See `StepReceiver`."""
-        self._record(error, number)
-
-    def step_again(self, pending: Pending[Answer], number: int) -> None:
-        """See `StepReceiver`."""
-        self._general.append(pending)
-        pending.add_done_callback(partial(self._copy, number))
-
-    def _copy(self, number: int, general: asyncio.Future[Answer]) -> None:
-        if not general.cancelled():
-            error = general.exception()
-            assert error is None or isinstance(error, Exception), "a step failed with no Exception: this is a bug"
-            self._record(general.result() if error is None else error, number)
-
-    def _record(self, result: Answer | Exception, number: int) -> None:
-        """Records a step's first result. A step may get a second result if its deadline passed while it ran."""
-        if number in self.results:
-            return
-        self.results[number] = result
-        self.waits_for -= 1
-        if not self.waits_for:
-            self._general.clear()
-            if not self.done():
-                self.set_result(None)
-
+from wane.service.types import Answer, StepRequest, id_of
 
 BEGUN_AT_ONCE = 32  # the number of sessions whose steps begin in one iteration of the event loop
 

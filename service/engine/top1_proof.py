@@ -60,6 +60,7 @@ from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
 from wane.service.batching.batch import Row, WindowTrace
+from wane.service.engine.logits import Ranking
 from wane.service.runners.outputs import Largest
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
@@ -111,21 +112,21 @@ class MarginProof:
 
     def proves_among(
         self,
-        ids: NDArray[np.int64] | None,
+        ranking: Ranking,
         found: Largest,
         logits: NDArray[np.float32],
         hidden: NDArray[np.float32],
         error: float,
     ) -> bool:
-        """Like `proves`, but only for the tokens `ids`: returns whether the most probable of these tokens is more
-        probable than all others of them. `ids`: token ids, ascending, or None for all tokens. `found`: at least the two
-        most probable of these tokens, or the only one."""
+        """Like `proves`, but only for the tokens of `ranking`: returns whether the most probable of these tokens is
+        more probable than all others of them. `found`: at least the two most probable of these tokens, or the only
+        one."""
         if len(found.ids) < 2:
             return bool(found.ids) and math.isfinite(error)
         exact = hidden.astype(np.float64)
         lead, length = found.logits[0] - found.logits[1], math.sqrt(exact @ exact)
         settled = self.settles(found.ids[0], found.ids[1], lead, length, error)
-        return self.has_no_rival(logits, hidden, error, found.ids[0], among=ids) if settled is None else settled
+        return self.has_no_rival(logits, hidden, error, found.ids[0], among=ranking.ids) if settled is None else settled
 
     def settled(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +107,18 @@ class ResidentSessions:
         position."""
         tail, position = self._tail(slot)
         return tail.ids(), position
+
+    def seen(self, slot: int) -> NDArray[np.integer[Any]]:
+        """Returns the kept tokens of a buffered session in any order, without `<eos>`: (n). A later commit of the
+        session does not change them."""
+        position, unknown, keep = self._state_cache.positions.item(slot), self._unknown.item(slot), self._keep
+        ring: NDArray[np.integer[Any]] = self._rings[slot]
+        if position - unknown >= keep:  # a full ring
+            return ring.copy()
+        ids: NDArray[np.integer[Any]] = ring[unknown:position]
+        if position > keep:
+            ids = ring[np.arange(unknown, position) % keep]
+        return ids
 
     def _tail(self, slot: int) -> tuple[TokenHistory, int]:
         """Returns the history of a buffered session, and the session's position."""

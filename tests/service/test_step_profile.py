@@ -24,12 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "position": {"expected_position": 4},
 }
 MOST = {
-    ("memory", "plain"): (30, 169),
-    ("memory", "filter"): (35, 231),
-    ("memory", "position"): (32, 191),
-    ("redis", "plain"): (39, 292),
-    ("redis", "filter"): (42, 334),
-    ("redis", "position"): (41, 314),
+    ("memory", "plain"): (30, 161),
+    ("memory", "filter"): (33, 218),
+    ("memory", "position"): (32, 183),
+    ("redis", "plain"): (38, 267),
+    ("redis", "filter"): (41, 310),
+    ("redis", "position"): (40, 289),
 }
 """The largest numbers of files and calls of a step, by its session's store and what it asks. Lower them when a step
 gets shorter. The aim is 20 files and 120 calls for all of them."""

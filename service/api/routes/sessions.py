@@ -44,7 +44,8 @@ from wane.service.api.schemas.sessions import (
 )
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.engine.step_many import StepCall, step_many
+from wane.service.engine.step_many import step_many
+from wane.service.engine.steps.rows import StepRow
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.registry.registry import other_model
 from wane.service.sessions.stores.store import DamagedSession
@@ -324,31 +325,33 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
     `Engine.take_step`. `_step_many` runs the steps that `take_step` refuses."""
     models, here = registry(request), context(request.scope)
     prefix = here.owner.name + SLASH if here.owner.name else ""
-    call = StepCall()
     engine: Engine | None = None
+    rows: dict[int, StepRow] = {}
     rest: list[int] = []
     for number, step in enumerate(steps):
-        key, token, expected_position = prefix + step.session, step.tokens[0], step.expected_position
-        if engine is None or not engine.take_step(key, token, expected_position, TOP_K, here.deadline, call, number):
-            engine = models.resident_engine(key)
-            if engine is None or not engine.take_step(
-                key, token, expected_position, TOP_K, here.deadline, call, number
-            ):
-                rest.append(number)
-                continue
-        call.waits_for += 1
+        given = prefix + step.session, step.tokens[0], step.expected_position, TOP_K, here.deadline
+        row = None if engine is None else engine.take_step(*given)
+        if row is None and (engine := models.resident_engine(given[0])) is not None:
+            row = engine.take_step(*given)
+        if row is None:
+            rest.append(number)
+        else:
+            rows[number] = row
     try:
         bodies = [
             SessionStepBody(session=step.session, tokens=step.tokens, expected_position=step.expected_position)
             for step in [steps[number] for number in rest]
         ]
         results = dict(zip(rest, await _step_many(request, bodies) if rest else (), strict=True))
-        if len(rest) < len(steps):
-            await call
+        for number, row in rows.items():
+            try:
+                results[number] = await row
+            except Exception as error:
+                results[number] = error
     except BaseException:
-        call.cancel()
+        for row in rows.values():
+            row.cancel()
         raise
-    results |= call.results
     return [results[number] for number in range(len(steps))]
 
 

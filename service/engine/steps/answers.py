@@ -26,13 +26,13 @@ from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.logits import Ranking, listed
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.stats import Stats
-from wane.service.engine.steps.rows import StepBatch, StepReceiver
+from wane.service.engine.steps.rows import StepBatch, StepRow
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import StepKind
-from wane.service.types import Answer, Identity, Latency, Mode, StateSource, id_of
+from wane.service.types import NO_FILTER, Answer, Identity, Latency, Mode, StateSource, id_of
 
 Float = TypeVar("Float", np.float32, np.float64)
 
@@ -57,8 +57,6 @@ class StepResults:
     positions: list[int]
     bounds: Sequence[Bound | None]
     cache_tokens: list[int] | None
-    sessions: Sequence[str]
-    top_k: Sequence[int]
     queue_ms: list[float]
     compute_ms: float
     total_ms: list[float]
@@ -69,8 +67,8 @@ class StepResults:
     seen_tokens: dict[int, int | None]
     latencies: dict[int, Latency]
 
-    def answer(self, row: int) -> StepAnswer:
-        """Returns the answer to the step of a row."""
+    def answer(self, row: int, step: StepRow) -> StepAnswer:
+        """Returns the answer to the `step` of a row."""
         bound = self.bounds[row]
         return StepAnswer(
             *self.identity,
@@ -78,7 +76,7 @@ class StepResults:
             None,
             listed(
                 Largest(self.ids[row], [], self.logprobs[row], self.probabilities[row]),
-                self.top_k[row],
+                step.top_k,
                 self.vocabulary,
             ),
             self.latencies.get(row)
@@ -87,7 +85,7 @@ class StepResults:
             None if bound is None else bound.variation,
             None if bound is None else bound.state,
             self.proved[row],
-            session=id_of(self.sessions[row]),
+            session=id_of(step.session),
             position=self.positions[row],
             replayed=False,
             durable=self.durable,
@@ -170,13 +168,14 @@ class StepAnswers:
         token, if the answer depends on it, and whether a shadow repeats the answer. Must be called before the
         commit."""
         sampler, most = self._builder.sampler, self._most_predictions
-        if sampler is None and not batch.has_details:
+        if sampler is None and batch.is_plain:
             return {}
         found = {}
-        for row, details in enumerate(batch.details):
+        for index, row in enumerate(batch.rows):
             sampled = sampler is not None and sampler.chosen()
-            if sampled or (details is not None and (details.has_filter or not details.is_of_arrays(most))):
-                found[row] = self._input_ids(batch, row), sampled
+            is_alone = sampled or not row.is_of_arrays(most)
+            if is_alone or row.has_filter:
+                found[index] = self._input_ids(row, sampled=sampled, is_alone=is_alone), sampled
         return found
 
     def prepare(
@@ -194,37 +193,42 @@ class StepAnswers:
         rankings = dict[int, Ranking]()
         made: dict[int, Single | Exception] = {}
         for row, (input_ids, sampled) in singles.items():
-            details = batch.details[row]
-            if not sampled and details is not None and details.is_of_arrays(self._most_predictions):
+            if not sampled and batch.rows[row].is_of_arrays(self._most_predictions):
                 try:
-                    rankings[row] = self._ranking(batch, row, positions.item(row), input_ids)
+                    rankings[row] = self._ranking(batch.rows[row], positions.item(row), input_ids)
                 except Exception as error:  # the other steps are answered
                     made[row] = error
+        filtered = rankings.copy()
         results: StepResults | None = None
         if rankings or len(singles) < len(positions):
             try:
                 results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer
-                made |= {row: error for row in range(len(batch)) if row in rankings or row not in singles}
+                made |= {row: error for row in range(len(batch.rows)) if row in rankings or row not in singles}
             else:
-                if batch.has_details:
+                if not batch.is_plain:
                     results.latencies = {
-                        row: self._ticket(batch, row, times).latency()
-                        for row, details in enumerate(batch.details)
-                        if details is not None and details.ticket and (row in rankings or row not in singles)
+                        index: self._ticket(row, times).latency()
+                        for index, row in enumerate(batch.rows)
+                        if row.waiting and (index in rankings or index not in singles)
                     }
         answers: Outputs | None = None  # one object for all rows, because it caches what they share
         for row, (input_ids, sampled) in singles.items():
             if row in rankings or row in made:  # answered by arrays, or failed
                 continue
             answers = batch.outputs.only(ANSWERS) if answers is None else answers
-            ticket, position, dropped = self._ticket(batch, row, times), positions.item(row), dropped_tokens.item(row)
+            step, position, dropped = batch.rows[row], positions.item(row), dropped_tokens.item(row)
+            ticket, request = self._ticket(step, times), step.as_request()
             try:
-                plan, part = self._part(batch, answers, row, position, dropped, input_ids, ticket)
+                ranking = filtered.get(row)
+                if ranking is None:
+                    ranking = self._ranking(step, position, input_ids)
+                elif self._cache is not None:  # the graph outputs too few tokens for the filter
+                    input_ids = self._in_order(step, ())
+                plan, part = self._part(batch, answers, row, position, dropped, input_ids, ranking, ticket)
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
-                request = batch.request(row)
                 waits = request.prove or request.logits or self._builder.work(plan, request.top_k) > 0
                 made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
         return Prepared(results, made, positions)
@@ -240,9 +244,10 @@ class StepAnswers:
     ) -> None:
         """Answers the committed `rows`. durable: see `SessionRecord`, for each row of the batch."""
         results, singles, positions = prepared
-        receivers, numbers, live = batch.receivers, batch.numbers, self._live
+        live = self._live
         if live is not None:
-            live.judge(batch.first_tokens(rows, positions))
+            after = positions.tolist()
+            live.judge([batch.rows[index].first_token(after[index]) for index in rows])
         if results is not None:
             by_array = [row for row in rows if row not in singles] if singles else rows
             if durable is not None and by_array:
@@ -250,52 +255,56 @@ class StepAnswers:
             try:
                 self._count(results, batch, by_array)
             except Exception as error:  # the steps are answered
-                _report("the answers of a batch of steps were not counted", error)
+                report = {"message": "the answers of a batch of steps were not counted", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(report)
             if live is not None:
-                sessions, after, ids, top_k = batch.sessions, results.positions, results.ids, results.top_k
-                read = by_array if batch.all_wait else filter(batch.waits, by_array)
-                live.keep([(sessions[row], after[row], ids[row][: top_k[row]]) for row in read])
-            for row in by_array:
-                if receivers[row].done():
+                after, ids = results.positions, results.ids
+                given = [(index, row) for index in by_array if (row := batch.rows[index]).is_awaited]
+                live.keep([(row.session, after[index], ids[index][: row.top_k]) for index, row in given])
+            for index in by_array:
+                row = batch.rows[index]
+                if row.done():
                     continue
                 try:
-                    answer = results.answer(row)
+                    row.answer(results.answer(index, row))
                 except Exception as error:  # the step is committed, but has no answer
-                    receivers[row].step_failed(error, numbers[row])
-                else:
-                    _notify(receivers[row], answer, numbers[row])
-        for row in rows if singles else ():
-            single = singles.get(row)
+                    row.fail(error)
+        for index in rows if singles else ():
+            single = singles.get(index)
             if isinstance(single, Single):
-                self._answer(batch, row, single, None if durable is None else durable[row])
+                self._answer(batch.rows[index], single, None if durable is None else durable[index])
             elif single is not None:
-                receivers[row].step_failed(single, numbers[row])
+                batch.rows[index].fail(single)
 
-    def _input_ids(self, batch: StepBatch, row: int) -> NDArray[np.int64]:
-        """Returns the kept part of the model's input: see `SessionSteps`. Returns an empty array if the row's answer
-        does not depend on it."""
-        if self._builder.sampler is None and self._cache is None and not batch.request(row).filter.exclude_seen:
+    def _input_ids(self, row: StepRow, *, sampled: bool, is_alone: bool) -> NDArray[np.int64]:
+        """Returns the kept part of the model's input: see `SessionSteps`. If only the row's filter needs it, returns
+        the sequence's kept tokens in any order. If nothing needs it, returns an empty array."""
+        is_in_order = sampled or (is_alone and self._cache is not None)
+        if not is_in_order and (row.request is None or not row.request.filter.exclude_seen):
             return NO_TOKENS
-        details = batch.details[row]
-        if details is not None and details.stored is not None:
-            record = details.stored.record
-            before, position, tokens = record.tail.ids(), record.position, details.stored.tokens
-        else:
-            before, position = self._resident.kept(batch.slots.item(row))
-            tokens = (batch.tokens.item(row),)
-        if position <= len(before) and not self._starts_with_tokens:
-            before = before[1:]  # without <eos>, which the model does not read
-        return np.concatenate([before, np.array(tokens, np.int64)])
+        if is_in_order or row.stored is not None:
+            return self._in_order(row, (row.token,))
+        return np.concatenate([self._resident.seen(row.slot), np.array([row.token])])
 
-    def _ticket(self, batch: StepBatch, row: int, times: Times) -> Ticket:
+    def _in_order(self, row: StepRow, tokens: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the kept part of the model's input in order, up to and including the row's token: int64. `tokens` are
+        those of the step that a buffered session has not appended yet."""
+        if row.stored is None:
+            kept, position = self._resident.kept(row.slot)
+        else:
+            kept, position, tokens = row.stored.record.tail.ids(), row.stored.record.position, row.stored.tokens
+        if position <= len(kept) and not self._starts_with_tokens:
+            kept = kept[1:]  # without <eos>, which the model does not read
+        return np.concatenate([kept, np.array(tokens, np.int64)])
+
+    def _ticket(self, row: StepRow, times: Times) -> Ticket:
         """Returns the ticket of a row that is answered alone, with its latencies."""
-        details, queued_s = batch.details[row], batch.queued_s.item(row)
-        ticket = None if details is None else details.ticket
+        ticket = row.waiting
         if ticket is None:
-            ticket = Ticket(batch.deadlines[row])
-            ticket.admitted, ticket.traced = True, None if details is None else details.traced
-            ticket.started_s, ticket.entered = queued_s, True
-        ticket.queue_s += times.started_s - queued_s
+            ticket = Ticket(row.deadline)
+            ticket.admitted, ticket.traced = True, row.traced
+            ticket.started_s, ticket.entered = row.queued_s, True
+        ticket.queue_s += times.started_s - row.queued_s
         ticket.compute_s += times.compute_s
         ticket.batch_items = max(ticket.batch_items, times.items)
         return ticket
@@ -308,30 +317,27 @@ class StepAnswers:
         position: int,
         dropped_tokens: int,
         input_ids: NDArray[np.int64],
+        ranking: Ranking,
         ticket: Ticket,
     ) -> tuple[AnswerPlan, ModeResult]:
         """Returns the plan and the result of a row that is answered alone. answers: the batch's outputs of ANSWERS."""
-        request, outputs, details = batch.request(row), batch.outputs, batch.details[row]
-        stored = None if details is None else details.stored
+        request, outputs, stored = batch.rows[row].as_request(), batch.outputs, batch.rows[row].stored
         origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
-        ranking = self._ranking(batch, row, position, input_ids)
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
         result = RunResult(Row(answers, row, norms=norms))
         return plan, self._builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
 
-    def _ranking(self, batch: StepBatch, row: int, position: int, input_ids: NDArray[np.int64]) -> Ranking:
+    def _ranking(self, row: StepRow, position: int, input_ids: NDArray[np.int64]) -> Ranking:
         """Returns the ranking for the filter of a row."""
         known = input_ids[max(len(input_ids) - position, 0) :]
-        return self._builder.rankings.of(batch.request(row).filter, known)
+        return self._builder.rankings.of(NO_FILTER if row.request is None else row.request.filter, known)
 
-    def _answer(self, batch: StepBatch, row: int, single: Single, durable: bool | None) -> None:
+    def _answer(self, row: StepRow, single: Single, durable: bool | None) -> None:
         """Answers a committed row alone. A proof is searched only now, so that the step is committed even if the client
         cancels the request during a long search."""
         plan, part, input_ids, ticket, sampled, waits = single
-        request, details = batch.request(row), batch.details[row]
-        session, receiver, number = batch.sessions[row], batch.receivers[row], batch.numbers[row]
-        stored = None if details is None else details.stored
+        request, stored = row.as_request(), row.stored
 
         def answer(part: ModeResult) -> Answer:
             made = self._builder.answer(
@@ -342,20 +348,20 @@ class StepAnswers:
                 request.top_k,
                 ticket,
                 prove=request.prove,
-                session=session,
+                session=row.session,
                 replayed=False,
                 durable=durable,
                 logits=request.logits,
-                token_logprobs=None if details is None else details.token_logprobs,
+                token_logprobs=row.token_logprobs,
                 unknown=request.unknown + request.filter.unknown,
                 sampled=sampled,
             )
             if stored is not None and stored.kind is StepKind.FIRST:
                 made.created = True
             if stored is None or stored.ticket is None:  # otherwise the general procedure counts the step
-                self._stats.made(made, None if receiver.done() else "step")
-            if self._live is not None and batch.waits(row):
-                self._live.answered(session, plan.position, made)
+                self._stats.made(made, None if row.done() else "step")
+            if self._live is not None and row.is_awaited:
+                self._live.answered(row.session, plan.position, made)
             return made
 
         async def finish() -> Answer:
@@ -363,20 +369,18 @@ class StepAnswers:
             await self._builder.take_turn(plan, found.result if request.logits else None, request.top_k)
             return answer(found)
 
-        if waits and receiver.done():
+        if waits and row.done():
             self._admission.leave()
             return
         if waits:
             pending = Pending.of(finish(), ticket)
             pending.add_done_callback(lambda _: self._admission.leave())
-            receiver.step_again(pending, number)
+            row.follow(pending)
             return
         try:
-            made = answer(part)
+            row.answer(answer(part))
         except Exception as error:  # the step is committed, but has no answer
-            receiver.step_failed(error, number)
-        else:
-            _notify(receiver, made, number)
+            row.fail(error)
 
     def _results(
         self,
@@ -390,7 +394,6 @@ class StepAnswers:
         """Returns the answers to the batch's steps by arrays: see `prepare`. rankings: the rankings of rows with a
         filter. Removes those for which the graph outputs too few tokens: these rows are answered alone."""
         results, outputs = StepResults(), batch.outputs
-        results.top_k = batch.top_k
         results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
         results.durable, results.latencies = None, {}
         results.positions = positions.tolist()
@@ -403,13 +406,12 @@ class StepAnswers:
                 for known, lost in zip((positions - dropped).tolist(), dropped.tolist(), strict=True)
             ]
         else:
-            results.bounds = [self._bound_of_all] * len(batch)
-        width = outputs.most if rankings else min(max(FEW, max(batch.top_k) + len(self._unlisted)), outputs.most)
+            results.bounds = [self._bound_of_all] * len(batch.rows)
+        width = outputs.most if rankings else min(max(FEW, batch.top_k + len(self._unlisted)), outputs.most)
         if shares is None or self._cache is None:
-            self._largest(results, outputs, width, rankings)
+            self._largest(results, batch, width, rankings)
         else:
-            self._largest_of_mixtures(results, self._cache, shares, outputs, width, rankings)
-        results.sessions = batch.sessions
+            self._largest_of_mixtures(results, self._cache, shares, batch, width, rankings)
         results.compute_ms = 1e3 * times.compute_s
         results.queue_ms = (1e3 * (times.started_s - batch.queued_s)).tolist()
         results.total_ms = (1e3 * (time.perf_counter() - batch.queued_s)).tolist()
@@ -417,11 +419,12 @@ class StepAnswers:
         results.identity, results.vocabulary = self._identity, self._vocabulary
         return results
 
-    def _largest(self, results: StepResults, outputs: Outputs, width: int, rankings: dict[int, Ranking]) -> None:
+    def _largest(self, results: StepResults, batch: StepBatch, width: int, rankings: dict[int, Ranking]) -> None:
         """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
+        outputs = batch.outputs
         top = outputs.top(width)
         if rankings:
-            ids, values, fewest = self._without_excluded(top.ids, top.logits, rankings, results.top_k)
+            ids, values, fewest = self._without_excluded(top.ids, top.logits, rankings, batch.rows)
             top = TopColumns(ids, values, top.log_sum_exp)
         elif self._unlisted:
             top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
@@ -437,25 +440,26 @@ class StepAnswers:
             if bound is not None and bound.runs is not None:
                 first = Largest(results.ids[row][:2], top.logits[row, :2].tolist(), [], [])
                 logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-                results.proved[row] = self._margin.proves_among(ranking.ids, first, logits, hidden, bound.runs)
+                results.proved[row] = self._margin.proves_among(ranking, first, logits, hidden, bound.runs)
 
     def _largest_of_mixtures(
         self,
         results: StepResults,
         cache: CacheMixture,
         found: CacheShares,
-        outputs: Outputs,
+        batch: StepBatch,
         width: int,
         rankings: dict[int, Ranking],
     ) -> None:
         """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
         the bounds of the mixtures. `found` holds the cache's part of each row's mixture."""
+        outputs = batch.outputs
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, width)
         probabilities, top_ids = top.probabilities, top.ids
         if rankings:
-            top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, results.top_k)
+            top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, batch.rows)
         elif self._unlisted:
             top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
         results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
@@ -480,7 +484,7 @@ class StepAnswers:
         ids: NDArray[np.int64],
         values: NDArray[Float],
         rankings: dict[int, Ranking],
-        top_k: Sequence[int],
+        rows: Sequence[StepRow],
     ) -> tuple[NDArray[np.int64], NDArray[Float], int]:
         """Moves the tokens that may not be listed behind the others, in each of B rows of the K most probable tokens:
         (B, K). Removes the rankings of rows in which fewer than `top_k` tokens remain. The third result is the number
@@ -489,7 +493,7 @@ class StepAnswers:
         for row, ranking in rankings.items():
             excluded[row] = ranking.excludes(ids[row])
         kept = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
-        too_few = {row for row in rankings if kept[row] < max(top_k[row], 2)}
+        too_few = {row for row in rankings if kept[row] < max(rows[row].top_k, 2)}
         for row in too_few:
             del rankings[row]
         fewest = max(2, min([count for row, count in enumerate(kept) if row not in too_few], default=2))
@@ -568,27 +572,15 @@ class StepAnswers:
 
     def _count(self, results: StepResults, batch: StepBatch, rows: Sequence[int]) -> None:
         """Counts the answers of rows that the general procedure does not count."""
-        if batch.has_details:
-            rows = [row for row in rows if (one := batch.details[row]) is None or one.ticket is None]
+        if not batch.is_plain:
+            rows = [row for row in rows if batch.rows[row].waiting is None]
         columns = results.queue_ms, results.total_ms, results.bounds, results.proved
-        if len(rows) < len(batch):
+        if len(rows) < len(batch.rows):
             columns = tuple([column[row] for row in rows] for column in columns)  # type: ignore[assignment]
         queue_ms, total_ms, found, proved = columns
         self._stats.stepped(
             (queue_ms, [results.compute_ms] * len(rows), total_ms),
             [None if one is None else one.variation for one in found],
             sum(proved),
-            sum([not batch.receivers[row].done() for row in rows]),
+            sum([not batch.rows[row].done() for row in rows]),
         )
-
-
-def _notify(receiver: StepReceiver, answer: Answer, number: int) -> None:
-    """Passes an answer to a receiver. Its error must not keep the other receivers waiting."""
-    try:
-        receiver.step_ran(answer, number)
-    except Exception as error:
-        _report("a step was not answered", error)
-
-
-def _report(message: str, error: Exception) -> None:
-    asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})

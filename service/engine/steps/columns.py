@@ -3,7 +3,7 @@ row for each step.
 
 Every step of one token is a row if its session's state is in memory and the step answers in recurrent mode, and so is
 the last token of a longer step. What a step asks (a filter, a proof, a key, a trace) and where its session is stored
-change how its row is committed and answered (`StepDetails`):
+change how its row is committed and answered:
 
 - The row of a session that `ResidentSessions` buffers is committed by arrays. Its next state replaces the state.
 - The row of any other session is committed by `Store.append_many`. Its next state is in a slot of its own until then.
@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from itertools import compress
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -39,16 +39,12 @@ from wane.service.engine.steps.answers import Prepared, StepAnswers, Times
 from wane.service.engine.steps.rows import (
     NO_POSITION,
     Conflict,
-    PendingStep,
     StepBatch,
-    StepDetails,
-    StepReceiver,
     StepRow,
     StoredStep,
 )
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
-from wane.service.observability.tracing import Traced
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions, StepKind
 from wane.service.sessions.stores.store import Appended, SessionRecord
@@ -57,6 +53,7 @@ from wane.service.types import MAX_POSITION, Answer, Mode, StepRequest
 
 logger = logging.getLogger("wane.engine")
 
+IS_DONE, SESSION = methodcaller("done"), attrgetter("session")
 NOT_COMMITTED = "the step could not be committed or answered"
 
 StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
@@ -125,52 +122,37 @@ class StepColumns:
         """Returns the number of queued steps."""
         return len(self._rows)
 
-    def take(
-        self,
-        session: str,
-        token: int,
-        expected_position: int | None,
-        top_k: int,
-        deadline: float | None,
-        receiver: StepReceiver,
-        number: int = 0,
-        request: StepRequest | None = None,
-        traced: Traced | None = None,
-    ) -> bool:
-        """Queues a step. `request` is the whole request if it asks anything, and `traced` its trace. Returns False,
-        without side effects, if the step needs the general procedure."""
+    def take(self, row: StepRow) -> bool:
+        """Queues a step. Returns False, without side effects, if the step needs the general procedure."""
+        session, deadline = row.session, row.deadline
         if (
-            not 0 <= token < self._size
-            or token in self._reserved
-            or not 0 < top_k <= self._most_predictions
-            or (expected_position is not None and not 0 <= expected_position <= MAX_POSITION)
+            not 0 <= row.token < self._size
+            or row.token in self._reserved
+            or not 0 < row.top_k <= self._most_predictions
+            or (row.expected_position is not None and not 0 <= row.expected_position <= MAX_POSITION)
             or len(self._rows) >= self._max_queue
             or self._admission.closed
             or not self._locks.take(session)
         ):
             return False
         slot = self._slots.get(session)
-        details = None if request is None and traced is None else StepDetails(request, traced)
-        key = None if request is None else request.idempotency_key
-        if slot is None or not self._buffered[slot] or key is not None:
-            stored = self._stored(session, token, expected_position, request, key)
+        if slot is None or not self._buffered[slot] or (row.request is not None and row.key is not None):
+            row.stored = stored = self._stored(row)
             if stored is None:
                 self._locks.leave(session)
                 return False
-            details = details or StepDetails()
-            details.stored, slot = stored, stored.read
-        self._put(session, slot, token, expected_position, top_k, deadline, receiver, number, details)
+            row.is_plain, slot = False, stored.read
+        self._put(row, slot)
         self._admission.enter()
         if deadline is not None and (self._timer is None or deadline < self._timer_at):
             self._ring_at(deadline)
         return True
 
-    def _stored(
-        self, session: str, token: int, expected_position: int | None, request: StepRequest | None, key: str | None
-    ) -> StoredStep | None:
+    def _stored(self, row: StepRow) -> StoredStep | None:
         """Returns the commit of a step whose session is not buffered. Returns None if the session must be read from the
         store, if its state is not in memory, or if the step is not the session's next one in recurrent mode."""
-        record = self._sessions.look(session, expected_position, key)
+        request = row.request
+        record = self._sessions.look(row.session, row.expected_position, row.key)
         if record is None:
             return None
         mode = routing.of_session(None if request is None else request.mode, record.mode)
@@ -184,27 +166,14 @@ class StepColumns:
             self._state_cache.release(cached.slot)
             return None
         self._resident.hits += record.position > 0
-        return StoredStep(record, (token,), StepKind.NEXT, cached.slot, write, cached.dropped_tokens)
+        return StoredStep(record, (row.token,), StepKind.NEXT, cached.slot, write, cached.dropped_tokens)
 
-    def _put(
-        self,
-        session: str,
-        slot: int,
-        token: int,
-        expected_position: int | None,
-        top_k: int,
-        deadline: float | None,
-        receiver: StepReceiver,
-        number: int,
-        details: StepDetails | None,
-    ) -> None:
-        position = NO_POSITION if expected_position is None else expected_position
+    def _put(self, row: StepRow, slot: int) -> None:
         if not self._rows:
             self._flushes = self._resident.flushes
             self._queue_columns()
-        self._rows.append(
-            (session, slot, token, position, top_k, deadline, receiver, number, time.perf_counter(), details)
-        )
+        row.slot, row.queued_s = slot, time.perf_counter()
+        self._rows.append(row)
 
     async def run(
         self, request: StepRequest, stored: StoredStep, token_logprobs: tuple[float | None, ...] | None
@@ -223,13 +192,12 @@ class StepColumns:
                 self._refused.inc()
                 raise Overloaded(f"the queue is full: {len(self._rows)} requests are waiting")
             ticket.admitted = True
-        details = StepDetails(request, ticket.traced, stored)
-        details.token_logprobs = token_logprobs
-        pending = PendingStep(request.creator)
-        token = request.tokens[-1]
         # The row has no deadline: that of the caller's `Pending` cancels this wait.
-        self._put(request.session, stored.read, token, None, request.top_k, None, pending, 0, details)
-        return await pending
+        token = request.tokens[-1]
+        row = StepRow(request.session, token, None, request.top_k, None, request, ticket.traced, request.creator)
+        row.stored, row.token_logprobs = stored, token_logprobs
+        self._put(row, stored.read)
+        return await row
 
     def begin(self, most: int) -> StepBatch | None:
         """Returns the next batch, of at most `most` rows; None if no queued step can be run."""
@@ -241,19 +209,19 @@ class StepColumns:
         batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
         if (
-            True in [one.done() for one in batch.receivers]
-            or min([one or now_s + 1 for one in batch.deadlines]) <= now_s
-            or batch.has_details
+            batch.has_stored
+            or True in map(IS_DONE, waiting)
+            or min([row.deadline or now_s + 1 for row in waiting]) <= now_s
         ):
             batch = self._without_late(batch, now_s)
-            if not batch.sessions:
+            if not len(batch.rows):
                 return None
         expected = batch.expected
         good = (expected == NO_POSITION) | (expected == self._state_cache.positions[batch.slots])
         good &= self._resident.alive(batch.slots)
         if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
             good &= self._resident_still(batch)
-        stored = batch.stored if batch.has_details else None
+        stored = batch.stored if batch.has_stored else None
         if stored is not None:  # their sessions are locked, and their slots retained
             good |= stored
         if np.count_nonzero(good) < len(good):
@@ -261,46 +229,40 @@ class StepColumns:
             # slots of its states are retained. If the general procedure started now, it could evict these states.
             asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
             batch = batch.part(good)
-            if not len(batch):
+            if not len(batch.rows):
                 return None
         if stored is not None:
-            for details in batch.details:
-                if details is not None and details.ticket is not None:
-                    details.ticket.entered = True
+            for row in batch.rows:
+                if row.waiting is not None:
+                    row.waiting.entered = True
         return batch
 
     def _until_alone(self, most: int) -> int:
         """Returns the size of the next batch, of at most `most` rows, such that a row that runs alone does."""
         for index, row in enumerate(self._rows[:most]):
-            if row[9] is not None and row[9].runs_alone:
+            if row.runs_alone:
                 return max(index, 1)
         self._has_rows_alone = len(self._rows) > most
         return most
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
         """Returns the batch without the steps that are abandoned or late, and withdraws those steps."""
-        good = np.ones(len(batch.sessions), np.bool_)
-        columns = zip(batch.receivers, batch.deadlines, batch.details, strict=True)
-        for row, (receiver, deadline, details) in enumerate(columns):
-            ticket = None
-            if details is not None:
-                if details.runs_alone:
-                    continue
-                ticket = details.ticket
+        good = np.ones(len(batch.rows), np.bool_)
+        for index, row in enumerate(batch.rows):
+            deadline, ticket = row.deadline, row.waiting
+            if row.runs_alone or (ticket is not None and ticket.entered):
+                continue
             if ticket is not None:
-                if ticket.entered:
-                    continue
                 deadline = ticket.deadline
-            if receiver.done() or _has_passed(deadline, now_s) or (ticket is not None and ticket.abandoned):
-                good[row] = False
-                self._drop(batch.sessions[row], receiver, batch.numbers[row], details, batch.queued_s.item(row))
+            if row.done() or _has_passed(deadline, now_s) or (ticket is not None and ticket.abandoned):
+                good[index] = False
+                self._drop(row)
         return batch if good.all() else batch.part(good)
 
     def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Returns, for each step of the batch, whether the session's state is still in the same slot as when the step
         was queued: bool (B)."""
-        slots = [self._resident.slot(session) for session in batch.sessions]
-        return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
+        return np.array([row.slot == self._resident.slot(row.session) for row in batch.rows], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
         """Retains the slots of a batch's states until `finish`, because the batch runs on the runner's thread."""
@@ -313,7 +275,7 @@ class StepColumns:
         """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
         `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "the batch is not a batch of steps in rows: this is a bug"
-        batch, stored = ran, ran.stored if ran.has_details else None
+        batch, stored = ran, ran.stored if ran.has_stored else None
         good: NDArray[np.bool_] | None = None
         if batch in self._held:
             self._held.remove(batch)
@@ -323,11 +285,11 @@ class StepColumns:
                 good |= stored
             self._conflicts.inc(len(good) - int(np.count_nonzero(good)))
         if (failure := batch.failure) is not None:
-            batch.failed = len(batch)
+            batch.failed = len(batch.rows)
             if good is not None and np.count_nonzero(good) < len(good):
                 asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
                 batch = batch.part(good)
-            if len(batch):
+            if len(batch.rows):
                 self._run_alone(batch, failure)
             return
         finite = batch.outputs.finite
@@ -339,22 +301,22 @@ class StepColumns:
         kept = finite if good is None else good & finite
         if np.count_nonzero(kept) < len(kept):
             batch = batch.part(kept)
-            if not len(batch):
+            if not len(batch.rows):
                 return
             stored = batch.stored
         times = Times(started_s, compute_s, len(ran))
         if stored is not None:
             self._start_commit(batch if stored.all() else batch.part(stored), times)
             batch = batch.part(~stored)
-        if len(batch):
+        if len(batch.rows):
             self._commit_buffered(batch, times)
 
     def _commit_buffered(self, batch: StepBatch, times: Times) -> None:
         """Commits the rows of buffered sessions by arrays, and answers them."""
-        rows = range(len(batch))
+        rows, sessions = range(len(batch.rows)), [*map(SESSION, batch.rows)]
         try:
             singles = self._answers.singles(batch)
-            self._resident.commit(batch.slots, batch.sessions, batch.tokens, batch.outputs)
+            self._resident.commit(batch.slots, sessions, batch.tokens, batch.outputs)
             self.ran += len(rows)
             positions = self._state_cache.positions[batch.slots]
             dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
@@ -363,8 +325,9 @@ class StepColumns:
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
             return
-        self._answers.extend(prepared, rows)
-        self._locks.leave_all(batch.sessions)
+        if singles:
+            self._answers.extend(prepared, rows)
+        self._locks.leave_all(sessions)
         self._admission.leave(len(rows))
         self._answers.deliver(batch, prepared, rows)
 
@@ -404,17 +367,17 @@ class StepColumns:
             for row, record in enumerate(committed):
                 durable.append(record.durable if isinstance(record, SessionRecord) else None)
                 if isinstance(record, SessionRecord):
-                    if batch.key(row) is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
+                    if batch.rows[row].key is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
                         self._resident.add(record)
                     kept.append(row)
         except Exception as error:
-            kept, committed = [], [error] * len(batch)
+            kept, committed = [], [error] * len(batch.rows)
         self._committing.remove(batch)
         self.ran += len(kept)
         self._answers.extend(prepared, kept)
         for row in kept:
-            self._leave(batch, row)
-        if len(kept) < len(batch):
+            self._leave(batch.rows[row])
+        if len(kept) < len(batch.rows):
             self._uncommitted(batch, committed)
         self._answers.deliver(batch, prepared, kept, durable)
 
@@ -423,18 +386,18 @@ class StepColumns:
         conflicts = np.array([one is None for one in committed], np.bool_)
         if conflicts.any():
             self._hand_back(batch.part(conflicts), entered=True, conflicts=1)
-        for row, error in enumerate(committed):
+        for row, error in zip(batch.rows, committed, strict=True):
             if isinstance(error, Exception):
-                self._leave(batch, row)
-                batch.receivers[row].step_failed(error, batch.numbers[row])
+                self._leave(row)
+                row.fail(error)
 
     def close(self, error: Exception) -> None:
         """Fails the queued steps, and those that are queued later."""
         self._closed = True
         waiting, self._rows = self._rows, []
         for row in waiting:
-            self._leave_row(row[0], row[9])
-            row[6].step_failed(error, row[7])
+            self._leave(row)
+            row.fail(error)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -445,29 +408,26 @@ class StepColumns:
 
     def _run_alone(self, batch: StepBatch, failure: Exception) -> None:
         """Queues the rows of a batch whose run failed. Each runs alone, so that only rows with a fault fail."""
-        if len(batch) == 1 or self._closed:
+        if len(batch.rows) == 1 or self._closed:
             self._fail(batch, failure)
             return
-        rows = batch.rows()
         if not self._rows:
             self._flushes = self._resident.flushes
             self._queue_columns()
-        for index, row in enumerate(rows):
-            details = row[9] or StepDetails()
-            details.runs_alone = True
-            rows[index] = (*row[:9], details)
-        self._rows[:0] = rows
+        for row in batch.rows:
+            row.runs_alone, row.is_plain = True, False
+        self._rows[:0] = batch.rows
         self._has_rows_alone = True
 
     def _fail(self, batch: StepBatch, cause: Exception, message: str = "the model failed to run") -> None:
         """Fails rows whose run failed, which then have no effect, or whose commit or answer failed."""
-        for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
+        for row in batch.rows:
             self._failed.inc()
             logger.error("a batch of steps failed: %s", message, exc_info=cause)
             failure = WaneError(message)
             failure.__cause__ = cause
-            self._leave(batch, row)
-            receiver.step_failed(failure, number)
+            self._leave(row)
+            row.fail(failure)
 
     def _ring_at(self, deadline: float) -> None:
         if self._timer is not None:
@@ -479,52 +439,38 @@ class StepColumns:
         """Fails the queued and running steps whose deadline has passed, and sets the next timer."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        late = [row for row in self._rows if _has_passed(row[5], now_s)]
-        self._rows = [row for row in self._rows if not _has_passed(row[5], now_s)]
-        late_running = list[tuple[StepReceiver, int]]()
-        deadlines = [row[5] for row in self._rows]
-        for running in [*self._held, *self._committing]:
-            passed = [_has_passed(deadline, now_s) for deadline in running.deadlines]
-            late_running += compress(zip(running.receivers, running.numbers, strict=True), passed)
-            running.deadlines = tuple(
-                None if is_late else deadline for is_late, deadline in zip(passed, running.deadlines, strict=True)
-            )
-            deadlines += running.deadlines
-        if known := [deadline for deadline in deadlines if deadline is not None]:
+        late = [row for row in self._rows if _has_passed(row.deadline, now_s)]
+        self._rows = [row for row in self._rows if not _has_passed(row.deadline, now_s)]
+        running = [row for batch in (*self._held, *self._committing) for row in batch.rows]
+        for row in running:
+            if _has_passed(row.deadline, now_s):
+                row.deadline = None
+                row.fail(DeadlineExceeded(STILL_COMMITS))
+        if known := [row.deadline for row in (*self._rows, *running) if row.deadline is not None]:
             self._ring_at(min(known))
-        # Receivers are notified last, because a notified receiver may submit another step immediately.
-        for session, _, _, _, _, _, receiver, number, queued_s, details in late:
-            self._drop(session, receiver, number, details, queued_s)
-        for receiver, number in late_running:
-            if not receiver.done():
-                receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
+        for row in late:
+            self._drop(row)
 
-    def _drop(
-        self, session: str, receiver: StepReceiver, number: int, details: StepDetails | None, queued_s: float
-    ) -> None:
-        """Withdraws a step that is abandoned or late. Notifies the step's receiver if the receiver still waits."""
-        self._leave_row(session, details)
-        is_late, ticket = not receiver.done(), None if details is None else details.ticket
-        if ticket is not None:  # its deadline also cancels the receiver
+    def _drop(self, row: StepRow) -> None:
+        """Withdraws a step that is abandoned or late."""
+        self._leave(row)
+        is_late, ticket = not row.done(), row.waiting
+        if ticket is not None:  # its deadline also cancels the row
             is_late = _has_passed(ticket.deadline, asyncio.get_running_loop().time())
         (self._too_late if is_late else self._abandoned).inc()
-        if details is not None and details.traced is not None:
-            details.traced.skipped(queued_s, time.perf_counter(), "deadline" if is_late else "abandoned")
-        if not receiver.done():
-            receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
+        if row.traced is not None:
+            row.traced.skipped(row.queued_s, time.perf_counter(), "deadline" if is_late else "abandoned")
+        row.fail(DeadlineExceeded(TOO_LATE))
 
-    def _leave(self, batch: StepBatch, row: int) -> None:
-        self._leave_row(batch.sessions[row], batch.details[row])
-
-    def _leave_row(self, session: str, details: StepDetails | None) -> None:
+    def _leave(self, row: StepRow) -> None:
         """Releases what a row that has ended owns: its slots, its session's lock, and its place among the requests."""
-        if self._free(details):
-            self._locks.leave(session)
+        if self._free(row):
+            self._locks.leave(row.session)
             self._admission.leave()
 
-    def _free(self, details: StepDetails | None) -> bool:
+    def _free(self, row: StepRow) -> bool:
         """Releases a row's slots. Returns whether the row also owns the session's lock."""
-        stored = None if details is None else details.stored
+        stored = row.stored
         if stored is None:
             return True
         if stored.ticket is not None:
@@ -542,25 +488,24 @@ class StepColumns:
         they are abandoned.
         `conflicts`: see `Ticket`.
         """
-        columns = zip(batch.receivers, batch.numbers, batch.deadlines, batch.details, strict=True)
-        for row, (receiver, number, deadline, details) in enumerate(columns):
-            if not self._free(details):
-                receiver.step_failed(Conflict(), number)
+        for row in batch.rows:
+            if not self._free(row):
+                row.fail(Conflict())
                 continue
-            has_entered = entered or (details is not None and details.runs_alone)
-            if receiver.done() and not has_entered:
+            has_entered = entered or row.runs_alone
+            if row.done() and not has_entered:
                 self._abandoned.inc()
-                self._locks.leave(batch.sessions[row])
+                self._locks.leave(row.session)
                 self._admission.leave()
                 continue
-            ticket = Ticket(None if receiver.done() else deadline)
+            ticket = Ticket(None if row.done() else row.deadline)
             # The current context may belong to another, traced request.
-            ticket.admitted, ticket.traced = True, None if details is None else details.traced
-            ticket.entered, ticket.abandoned = has_entered, receiver.done()
+            ticket.admitted, ticket.traced = True, row.traced
+            ticket.entered, ticket.abandoned = has_entered, row.done()
             ticket.conflicts = conflicts
-            pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
-            if not receiver.done():
-                receiver.step_again(pending, number)
+            pending = Pending.of(self._procedure(row.as_request(), ticket), ticket)
+            if not row.done():
+                row.follow(pending)
 
 
 def _has_passed(deadline: float | None, now_s: float) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,30 +23,7 @@ from wane.service.types import NO_FILTER, Answer, Owner, StepRequest
 NO_POSITION = -1  # the expected position of a step whose request has none
 
 
-class StepReceiver(Protocol):
-    """Receives the results of one or several steps. The receiver identifies each step by a number that it chose."""
-
-    creator: Owner | None
-    """The `creator` of the steps whose results this receiver gets: see `StepRequest`."""
-
-    def done(self) -> bool:
-        """Returns whether the receiver has stopped waiting."""
-        ...
-
-    def step_ran(self, answer: Answer, number: int) -> None:
-        """Receives the answer of a committed step."""
-        ...
-
-    def step_failed(self, error: Exception, number: int) -> None:
-        """Receives the error of a step that failed or missed its deadline."""
-        ...
-
-    def step_again(self, pending: Pending[Answer], number: int) -> None:
-        """Receives the pending result of a step that was passed to the general procedure, or whose answer waits for a
-        proof."""
-        ...
-
-
+@dataclass(slots=True, eq=False)
 class StoredStep:
     """The commit of a row whose session is not buffered, and the slots of its states.
 
@@ -56,28 +34,14 @@ class StoredStep:
     lock and both slots until the row has its result. Otherwise it is None, and the row owns them.
     """
 
-    __slots__ = ("dropped_tokens", "kind", "read", "record", "ticket", "tokens", "was_rebuilt", "write")
-
-    def __init__(
-        self,
-        record: SessionRecord,
-        tokens: tuple[int, ...],
-        kind: StepKind,
-        read: int,
-        write: int,
-        dropped_tokens: int,
-        *,
-        was_rebuilt: bool = False,
-        ticket: Ticket | None = None,
-    ) -> None:
-        self.record = record
-        self.tokens = tokens
-        self.kind = kind
-        self.read = read
-        self.write = write
-        self.dropped_tokens = dropped_tokens
-        self.was_rebuilt = was_rebuilt
-        self.ticket = ticket
+    record: SessionRecord
+    tokens: tuple[int, ...]
+    kind: StepKind
+    read: int
+    write: int
+    dropped_tokens: int
+    was_rebuilt: bool = field(default=False, kw_only=True)
+    ticket: Ticket | None = field(default=None, kw_only=True)
 
     @property
     def position(self) -> int:
@@ -85,29 +49,57 @@ class StoredStep:
         return self.record.position + len(self.tokens)
 
 
-class StepDetails:
-    """What a row is besides its token.
+class StepRow(Pending[Answer]):
+    """A step of one token, or the last token of a longer step, from its arrival to its answer, which is the result of
+    this future.
 
-    request: the step's request, if it asks anything. traced: the trace of the request. stored: see `StoredStep`; None
-    if the session is buffered. token_logprobs: see `Answer`. runs_alone: the row ran in a batch that failed, and runs
-    in a batch of its own. It then commits even if it is abandoned.
+    session: the key of the session. slot: the slot of its state. queued_s: when the step was queued, by
+    `time.perf_counter`. request: the whole request, if it asks anything. traced: the trace of the request. creator: see
+    `StepRequest`. stored: see `StoredStep`; None if the session is buffered. token_logprobs: see `Answer`. runs_alone:
+    the row ran in a batch that failed, and runs in a batch of its own. It then commits even if it is abandoned.
+    position: `expected_position` or NO_POSITION. is_plain: whether the row has no request and no trace, and neither
+    `stored` nor `runs_alone`.
     """
 
-    __slots__ = ("request", "runs_alone", "stored", "token_logprobs", "traced")
+    slot = 0
+    queued_s = 0.0
+    stored: StoredStep | None = None
+    token_logprobs: tuple[float | None, ...] | None = None
+    runs_alone = False
+    _general: Pending[Answer] | None = None
 
     def __init__(
-        self, request: StepRequest | None = None, traced: Traced | None = None, stored: StoredStep | None = None
+        self,
+        session: str,
+        token: int,
+        expected_position: int | None,
+        top_k: int,
+        deadline: float | None,
+        request: StepRequest | None = None,
+        traced: Traced | None = None,
+        creator: Owner | None = None,
     ) -> None:
+        super().__init__()
+        self.session = session
+        self.token = token
+        self.expected_position = expected_position
+        self.position = NO_POSITION if expected_position is None else expected_position
+        self.top_k = top_k
+        self.deadline = deadline
         self.request = request
         self.traced = traced
-        self.stored = stored
-        self.token_logprobs: tuple[float | None, ...] | None = None
-        self.runs_alone = False
+        self.creator = creator
+        self.is_plain = request is None and traced is None
 
     @property
-    def ticket(self) -> Ticket | None:
-        """See `StoredStep`."""
+    def waiting(self) -> Ticket | None:
+        """The ticket of `stored`: not None if the general procedure waits for the row."""
         return None if self.stored is None else self.stored.ticket
+
+    @property
+    def key(self) -> str | None:
+        """The idempotency key of the step."""
+        return None if self.request is None else self.request.idempotency_key
 
     @property
     def has_filter(self) -> bool:
@@ -128,20 +120,24 @@ class StepDetails:
             and not (request.prove or request.logits or request.token_logprobs or request.unknown)
         )
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the caller still waits for the answer."""
+        return not self.done() and (self.waiting is None or not self.waiting.abandoned)
 
-StepRow = tuple[str, int, int, int, int, float | None, StepReceiver, int, float, StepDetails | None]
-"""A queued step: session, slot of the session's state, token, expected position (or NO_POSITION), top_k, deadline,
-receiver, the number by which the receiver identifies the step, the time of `time.perf_counter` when the step was
-queued, and its details, if there are any."""
+    def first_token(self, position: int) -> tuple[str, int, int]:
+        """Returns the session, its position before the step, and the step's first token. `position`: the session's
+        position after the step."""
+        if self.stored is None:
+            return self.session, position - 1, self.token
+        return self.session, self.stored.record.position, self.stored.tokens[0]
 
-
-class PendingStep(Pending[Answer]):
-    """The pending result of a step that was taken as a row."""
-
-    def __init__(self, creator: Owner | None = None) -> None:
-        super().__init__()
-        self.creator = creator
-        self._general: Pending[Answer] | None = None
+    def as_request(self) -> StepRequest:
+        """Returns the step as a request."""
+        if self.request is not None:
+            return self.request
+        given = self.session, (self.token,), None, self.expected_position, None, self.top_k
+        return StepRequest(*given, creator=self.creator)
 
     def cancel(self, msg: object = None) -> bool:
         """See `Pending`."""
@@ -149,17 +145,14 @@ class PendingStep(Pending[Answer]):
             self._general.cancel()
         return super().cancel(msg)
 
-    def step_ran(self, answer: Answer, number: int) -> None:  # noqa: ARG002
-        """See `StepReceiver`."""
+    def answer(self, answer: Answer) -> None:
+        """Sets the answer, unless the caller has left."""
         if not self.done():
             self.set_result(answer)
 
-    def step_failed(self, error: Exception, number: int) -> None:  # noqa: ARG002
-        """See `StepReceiver`."""
-        self.fail(error)
-
-    def step_again(self, pending: Pending[Answer], number: int) -> None:  # noqa: ARG002
-        """See `StepReceiver`."""
+    def follow(self, pending: Pending[Answer]) -> None:
+        """Takes over the result of a step that was passed to the general procedure, or whose answer waits for a
+        proof."""
         self._general = pending
         pending.add_done_callback(self._copy)
 
@@ -169,135 +162,60 @@ class PendingStep(Pending[Answer]):
             self.cancel()
         elif (error := general.exception()) is not None:
             self.fail(error)
-        elif not self.done():
-            self.set_result(general.result())
+        else:
+            self.answer(general.result())
 
 
 class Conflict(Exception):
     """Another writer committed to the session first, so that the row changed nothing."""
 
 
+COLUMNS = attrgetter("slot", "token", "position", "queued_s", "top_k", "is_plain", "stored")
+
+
 class StepBatch(ColumnBatch):
-    """A batch of steps and their receivers: a column of B rows for each field of `StepRow`."""
+    """A batch of B rows. expected: int64 (B), the rows' expected positions. top_k: at least that of each row. is_plain:
+    whether all rows are plain. has_stored: whether the store may commit a row."""
 
-    __slots__ = ("deadlines", "details", "expected", "has_details", "numbers", "receivers", "sessions", "top_k")
-
-    details: Sequence[StepDetails | None]
+    __slots__ = ("expected", "has_stored", "is_plain", "rows", "top_k")
 
     def __init__(self, rows: Sequence[StepRow]) -> None:
-        (
-            self.sessions,
-            slots,
-            tokens,
-            expected,
-            self.top_k,
-            self.deadlines,
-            self.receivers,
-            self.numbers,
-            queued_s,
-            self.details,
-        ) = zip(*rows, strict=True)
+        self.rows = rows
+        slots, tokens, expected, queued_s, top_k, plain, stored = zip(*map(COLUMNS, rows), strict=True)
         super().__init__(np.array(slots, np.intp), np.array(tokens, np.int64), np.array(queued_s, np.float64))
         self.expected: NDArray[np.int64] = np.array(expected, np.int64)
-        self.has_details = any(self.details)
+        self.top_k: int = max(top_k)
+        self.is_plain = False not in plain
+        self.has_stored = any(stored)
 
     @property
     def stored(self) -> NDArray[np.bool_] | None:
         """For each row, whether it is committed by the store: bool (B). None if no row is."""
-        flags = np.array([one is not None and one.stored is not None for one in self.details], np.bool_)
+        flags = np.array([row.stored is not None for row in self.rows], np.bool_)
         return flags if flags.any() else None
 
     @property
     def traced(self) -> dict[Traced, float]:
         """The traces of the batch's requests, and when each was queued."""
-        if not self.has_details:
-            return {}
-        found = zip(self.details, self.queued_s.tolist(), strict=True)
-        return {one.traced: queued_s for one, queued_s in reversed([*found]) if one is not None and one.traced}
+        return {} if self.is_plain else {row.traced: row.queued_s for row in reversed(self.rows) if row.traced}
 
     @property
     def steps(self) -> list[StoredStep]:
         """The steps of a batch whose rows are all committed by the store."""
-        return [one.stored for one in self.details if one is not None and one.stored is not None]
+        return [row.stored for row in self.rows if row.stored is not None]
 
     @property
     def commits(self) -> list[Commit]:
         """The commits of a batch whose rows are all committed by the store."""
-        keys = map(self.key, range(len(self)))
-        creators = [receiver.creator for receiver in self.receivers]
         return [
-            Commit(one.record, one.tokens, key, one.write, one.dropped_tokens, one.kind, creator)
-            for one, key, creator in zip(self.steps, keys, creators, strict=True)
-        ]
-
-    def key(self, row: int) -> str | None:
-        """Returns the idempotency key of a row."""
-        details = self.details[row]
-        return None if details is None or details.request is None else details.request.idempotency_key
-
-    @property
-    def all_wait(self) -> bool:
-        """Whether the caller of every row certainly still waits for its answer."""
-        return not self.has_details and True not in [receiver.done() for receiver in self.receivers]
-
-    def waits(self, row: int) -> bool:
-        """Returns whether the caller of a row still waits for its answer."""
-        details = self.details[row]
-        ticket = None if details is None else details.ticket
-        return not self.receivers[row].done() and not (ticket is not None and ticket.abandoned)
-
-    def first_tokens(self, rows: Sequence[int], positions: NDArray[np.int64]) -> list[tuple[str, int, int]]:
-        """Returns, for each of the rows, the session, its position before the step, and the step's first token.
-        positions: the sessions' positions after the steps, int64 (B)."""
-        found = [*zip(self.sessions, (positions - 1).tolist(), self.tokens.tolist(), strict=True)]
-        if self.has_details:
-            for row, details in enumerate(self.details):
-                if details is not None and (stored := details.stored) is not None:
-                    found[row] = self.sessions[row], stored.record.position, stored.tokens[0]
-        return found if len(rows) == len(found) else [found[row] for row in rows]
-
-    def request(self, row: int) -> StepRequest:
-        """Returns the step of a row as a request."""
-        details = self.details[row]
-        if details is not None and details.request is not None:
-            return details.request
-        expected: int = self.expected.item(row)
-        position = None if expected == NO_POSITION else expected
-        return StepRequest(
-            self.sessions[row],
-            (self.tokens.item(row),),
-            None,
-            position,
-            None,
-            self.top_k[row],
-            creator=self.receivers[row].creator,
-        )
-
-    def rows(self) -> list[StepRow]:
-        """Returns the rows, as they were queued."""
-        return [
-            *zip(
-                self.sessions,
-                self.slots.tolist(),
-                self.tokens.tolist(),
-                self.expected.tolist(),
-                self.top_k,
-                self.deadlines,
-                self.receivers,
-                self.numbers,
-                self.queued_s.tolist(),
-                self.details,
-                strict=True,
-            )
+            Commit(one.record, one.tokens, row.key, one.write, one.dropped_tokens, one.kind, row.creator)
+            for one, row in zip(self.steps, self.rows, strict=True)
         ]
 
     def part(self, rows: NDArray[np.bool_]) -> StepBatch:
         """Returns a batch of the selected rows and their outputs. rows: bool (B)."""
-        part, flags = copy(self), rows.tolist()
-        part.sessions, part.top_k, part.deadlines, part.receivers, part.numbers, part.details = (
-            tuple(compress(column, flags))
-            for column in (self.sessions, self.top_k, self.deadlines, self.receivers, self.numbers, self.details)
-        )
+        part = copy(self)
+        part.rows = [*compress(self.rows, rows.tolist())]
         part.slots, part.tokens, part.queued_s = self.slots[rows], self.tokens[rows], self.queued_s[rows]
         part.expected = self.expected[rows]
         if len(self.outputs):

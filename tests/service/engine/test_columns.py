@@ -15,7 +15,6 @@ from tests.service.engine_harness import TIMEOUT_S, EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
 from wane.models.manifest import Role
 from wane.service.engine.pending import Pending
-from wane.service.engine.step_many import StepCall
 from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
 from wane.service.engine.steps.rows import StoredStep
 from wane.service.errors import (
@@ -31,7 +30,7 @@ from wane.service.runners.runner import Array, Feeds
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.store import SessionRecord
-from wane.service.types import ANYBODY, Answer, Filter, Mode, Owner, StepRequest
+from wane.service.types import ANYBODY, Answer, Filter, Mode, StepRequest
 
 HOUR_S = 3600.0
 TRAVELS_S = 1.1 * HOUR_S  # longer than an hour, because a coarse timer may fire late by a 64th of its duration
@@ -156,24 +155,25 @@ async def test_a_step_that_is_late_when_its_batch_starts_fails(started: EngineHa
     assert started.runner.calls == [("step", [[6]])]
 
 
-async def test_a_step_of_a_call_fails_once_at_its_deadline(
+async def test_a_running_step_fails_at_its_deadline_and_a_queued_step_with_a_later_deadline_runs(
     started: EngineHarness, travel: Callable[[float], None]
 ) -> None:
-    call, loop = StepCall(), asyncio.get_running_loop()
-    call.waits_for = 2
+    loop = asyncio.get_running_loop()
     started.runner.gate.clear()
     soon, later = loop.time() + HOUR_S, loop.time() + 9 * HOUR_S
-    assert started.engine.take_step("a", 6, None, 5, soon, call, 0)
+    running = started.engine.take_step("a", 6, None, 5, soon)
+    assert running is not None
     await started.runner.until_busy()
-    assert started.engine.take_step("b", 6, None, 5, later, call, 1)
+    queued = started.engine.take_step("b", 6, None, 5, later)
+    assert queued is not None
     travel(TRAVELS_S)
     for _ in range(20):
         await asyncio.sleep(0.001)
-    assert [*call.results] == [0] and call.waits_for == 1 and not call.done()
+    assert running.done() and not queued.done()
     started.runner.gate.set()
-    await call
-    assert isinstance(call.results[0], DeadlineExceeded)
-    assert isinstance(call.results[1], Answer)
+    assert isinstance(await queued, Answer)
+    with pytest.raises(DeadlineExceeded):
+        await running
 
 
 # Cancelled steps.
@@ -519,46 +519,27 @@ async def test_a_closed_engine_commits_running_steps_and_refuses_queued_steps(st
     assert [record and record.position for record in records] == [2, 1]
 
 
-class Receiver:
-    """A receiver of the results of steps. It calls `on_run` when step 0 has run."""
-
-    def __init__(self, on_run: Callable[[], object]) -> None:
-        self.creator: Owner | None = None
-        self.ran: list[int | None] = []
-        self._on_run = on_run
-
-    def done(self) -> bool:
-        return False
-
-    def step_ran(self, answer: Answer, number: int) -> None:
-        self.ran.append(answer.position)
-        if number == 0:
-            self._on_run()
-
-    def step_failed(self, error: Exception, number: int) -> None:
-        raise AssertionError(number) from error
-
-    def step_again(self, pending: Pending[Answer], number: int) -> None:
-        raise AssertionError(number, pending)
-
-
-async def test_a_receiver_may_submit_another_step_in_its_callback(started: EngineHarness) -> None:
-    receiver = Receiver(lambda: started.engine.take_step("a", 7, 2, 5, None, receiver, 1) or pytest.fail("not taken"))
-    assert started.engine.take_step("a", 6, 1, 5, None, receiver, 0)
+async def test_a_step_may_be_submitted_when_another_is_answered(started: EngineHarness) -> None:
+    later = list[Pending[Answer]]()
+    first = started.engine.take_step("a", 6, 1, 5, None)
+    assert first is not None
+    first.add_done_callback(lambda _: later.append(started.engine.step_one("a", 7, 2, 5, None)))
     assert (await step(started, "b")).position == 2
     await started.engine.drain()
-    assert receiver.ran == [2, 3]
+    assert [(await one).position for one in (first, *later)] == [2, 3]
 
 
-async def test_a_failing_receiver_does_not_affect_the_others(started: EngineHarness) -> None:
+async def test_a_failing_callback_does_not_affect_the_other_steps(started: EngineHarness) -> None:
     logged = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["exception"]))
     failure = LookupError("no answer")
 
-    def fail() -> None:
+    def fail(_: object) -> None:
         raise failure
 
-    assert started.engine.take_step("a", 6, 1, 5, None, Receiver(fail), 0)
+    first = started.engine.take_step("a", 6, 1, 5, None)
+    assert first is not None
+    first.add_done_callback(fail)
     assert (await step(started, "b")).position == 2
     assert logged == [failure]
 
@@ -567,11 +548,10 @@ async def test_a_failing_receiver_does_not_affect_the_others(started: EngineHarn
 async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness, end: str) -> None:
     async def run() -> None:
         if end == "call":
-            call = StepCall()
-            call.waits_for = 2
-            for number, name in enumerate("ab"):
-                assert started.engine.take_step(name, 6, None, 5, None, call, number)
-            await call
+            rows = [started.engine.take_step(name, 6, None, 5, None) for name in "ab"]
+            for row in rows:
+                assert row is not None
+                await row
             return
         expected = 99 if end == "conflicts" else None
         deadline = asyncio.get_running_loop().time() - 1 if end == "late" else None

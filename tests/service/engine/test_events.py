@@ -205,6 +205,28 @@ async def test_exclude_seen_knows_only_the_kept_tokens(make_harness: MakeHarness
     assert_lists(answer, distribution(harness, tokens), 60, exclude=tokens[-17:])
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("top_k", [5, 40])
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize("wanted", [Filter(exclude_seen=True), Filter(exclude=tuple(range(2, 22)))])
+async def test_a_long_session_lists_no_excluded_token(
+    make_harness: MakeHarness, options: dict[str, Any], top_k: int, is_buffered: bool, wanted: Filter
+) -> None:
+    """Most of the events that the graph outputs are excluded, so many lists need all logits."""
+    memory = MemoryStore(16, 3600, 2**20, Clock())
+    store = memory if is_buffered else cast(Store, PlainStore(memory))
+    given = {"vocabulary": name_vocabulary(names=NAMES), "session_history_tokens": 16, **options}
+    harness = make_harness(store=store, **given)
+    engine, tokens = harness.engine, tuple(2 + index % 20 for index in range(40))
+    await engine.create_session("s")
+    for position, token in enumerate(tokens):
+        answer = await engine.submit(StepRequest("s", (token,), None, position, top_k=top_k, filter=wanted))
+        seen = tokens[: position + 1]
+        assert answer.seen_tokens == (min(len(seen), 17) if wanted.exclude_seen else None)
+        of = distribution(harness, seen, cache=has_cache(harness))
+        assert_lists(answer, of, top_k, exclude=seen[-17:] if wanted.exclude_seen else wanted.exclude)
+
+
 @pytest.mark.parametrize("certified", [True, False])
 async def test_the_proof_is_about_the_listed_events(make_harness: MakeHarness, certified: bool) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=NAMES), certified=True, window=16)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.service.engine_harness import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
+from tests.service.engine_harness import HIDDEN, FakeRunner, byte_vocabulary, make_manifest, name_vocabulary
 from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
 from wane.service.batching.batch import Row, Work
 from wane.service.engine.forward import RunResult
-from wane.service.engine.logits import Ranking, listed, log_softmax
+from wane.service.engine.logits import Ranking, Rankings, listed, log_softmax
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
-from wane.service.types import Prediction
+from wane.service.types import Filter, Prediction
 
 VOCABULARY = byte_vocabulary()
 K = 16
@@ -100,3 +100,23 @@ def test_each_row_of_a_batch_has_its_own_largest_logits() -> None:
     (alone,) = batch.run([Work("window", np.array([2]))], pool, runner)
     assert isinstance(alone, batch.Row)
     assert alone.most == 0
+
+
+@pytest.mark.parametrize("count", [0, 3, 400])
+@pytest.mark.parametrize("includes_end", [False, True])
+def test_a_ranking_excludes_seen_tokens_but_not_the_end(count: int, includes_end: bool) -> None:
+    vocabulary = name_vocabulary(names=[f"item {index}" for index in range(300)])
+    known = np.random.default_rng(count).integers(0, vocabulary.size, count)
+    wanted = Filter(exclude_seen=True, include_end=includes_end)
+    found = Rankings(vocabulary).of(wanted, known)
+    excluded = {*vocabulary.unlisted, *known.tolist()} - {vocabulary.eos_id}
+    if not includes_end:
+        excluded.add(vocabulary.eos_id)
+    every = np.arange(vocabulary.size)
+    flags = [token in excluded for token in range(vocabulary.size)]
+    assert found.seen_tokens == count
+    assert found.excludes(every).tolist() == flags
+    for few in (every[:4], every[:32].reshape(2, 16)):
+        assert found.excludes(few).tolist() == np.array(flags)[few].tolist()
+    assert found.ids is not None
+    assert found.ids.tolist() == every[~np.array(flags)].tolist()

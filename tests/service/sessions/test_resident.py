@@ -118,6 +118,13 @@ async def test_any_history_is_the_same_after_it_was_buffered(
     there = bench.resident.slot("a")
     assert there is not None
     assert bench.resident.kept(there)[0].tolist() == tail.ids().tolist()
+    seen, count = bench.resident.seen(there), min(len(tail), position + steps)
+    expected = sorted(tail.ids()[len(tail) - count :].tolist())
+    assert sorted(seen.tolist()) == expected
+    bench.step("a")
+    assert sorted(seen.tolist()) == expected, "a commit changed the tokens that were read before it"
+    bench.cache.drop("a")
+    tail = tail.append([6], position + steps + 1, HISTORY)
     assert (await bench.record("a")).tail == tail
 
 
