@@ -162,6 +162,8 @@ def check_names(path: Path, manifest: Manifest) -> None:
             raise BundleError(f"{file}: graphs: the role {role!r} is missing")
     used = {f"graphs.{role}": name for role, name in manifest.graphs.items()}
     used |= {"weights": manifest.weights, "tokenizer": manifest.tokenizer}
+    if manifest.cache is not None and manifest.cache.transitions is not None:
+        used["cache.transitions.file"] = manifest.cache.transitions.file
     for field, name in used.items():
         if name not in manifest.files:
             raise BundleError(f"{file}: {field}: {name!r} has no hash in `files`")

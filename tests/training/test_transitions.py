@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.training.test_ranking import QUERIES, SIZE, train
-from wane.training.rankings.transitions import LENGTHS, PARTS, Transitions, fit, lengths_of, mixed
+from wane.models.transitions import LENGTHS, PARTS
+from wane.training.rankings.transitions import Counts, fit, lengths_of, mixed, recent_of
 
 
 def shares(lists: list[list[int]], query: list[int], part: str) -> list[float]:
@@ -43,23 +44,33 @@ def shares(lists: list[list[int]], query: list[int], part: str) -> list[float]:
 @pytest.mark.parametrize("part", PARTS[1:])
 def test_each_part_equals_its_definition(part: str) -> None:
     sessions, lists = train()
-    found = Transitions(sessions, SIZE).shares([np.array(query) for query in QUERIES], part)
+    one = tuple(float(name == part) for name in PARTS)
+    tables = Counts(sessions, SIZE).weighted((one,) * LENGTHS)  # type: ignore[arg-type]
+    recent = recent_of([np.array(query) for query in QUERIES], SIZE)
+    more = tables.added(*recent)
+    found = np.zeros((len(QUERIES), SIZE))
+    np.add.at(found, (more.row, more.event), more.probability)
     for row, query in enumerate(QUERIES):
-        assert found[row].tolist() == pytest.approx(shares(lists, query, part))
+        expected = shares(lists, query, part)
+        assert found[row].tolist() == pytest.approx(expected, abs=1e-7)
+        assert more.model[row] == (0 if any(expected) else 1)
+        every = np.arange(SIZE)
+        events, known = (np.repeat(values[row : row + 1], SIZE, 0) for values in recent)
+        assert tables.parts_of(events, known, every)[1].tolist() == pytest.approx(expected, abs=1e-7)
 
 
 def test_the_mixture_is_a_distribution_and_a_part_without_counts_leaves_its_weight_to_the_model() -> None:
     sessions, lists = train()
-    tables, queries = Transitions(sessions, SIZE), [np.array(query) for query in QUERIES]
-    weights = ((0.4, 0.1, 0.2, 0.1, 0.2),) * LENGTHS
+    weights, queries = ((0.4, 0.1, 0.2, 0.1, 0.2),) * LENGTHS, [np.array(query) for query in QUERIES]
+    tables = Counts(sessions, SIZE).weighted(weights)
     model = np.log(np.random.default_rng(1).dirichlet(np.ones(SIZE), len(QUERIES)))
-    found = np.exp(mixed(tables, weights, queries, model))
+    found = np.exp(mixed(tables, queries, model))
     assert found.sum(1) == pytest.approx(np.ones(len(QUERIES)))
     for row, query in enumerate(QUERIES):
         parts = [shares(lists, query, part) for part in PARTS[1:]]
         left = 0.4 + sum(weight for weight, own in zip(weights[0][1:], parts, strict=True) if not any(own))
         expected = left * np.exp(model[row]) + weights[0][1:] @ np.array(parts)
-        assert found[row].tolist() == pytest.approx(expected.tolist())
+        assert found[row].tolist() == pytest.approx(expected.tolist(), abs=1e-7)
     assert lengths_of(queries).tolist() == [0, 1, 0, 3, 3]
 
 
