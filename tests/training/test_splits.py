@@ -159,7 +159,7 @@ name = "both"
 [model]
 cell = "gru"
 hidden = 4
-cache = 4
+cache = 20
 cache_in_loss = false
 [data]
 kind = "events"
