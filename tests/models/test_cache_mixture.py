@@ -31,7 +31,9 @@ def test_the_mixture_equals_the_oracle_s(seed: int, counts: bool, has_tables: bo
     length += OWN * has_tables
     cache = random_cache(Random(seed), length)
     tables = RandomTables(Random(seed), size) if has_tables else None
-    mixed = CacheMixture(cache if counts else without_counts(cache), size, tables and tables.transitions)
+    mixed = CacheMixture(
+        cache if counts else without_counts(cache), size, None if tables is None else tables.transitions
+    )
     histories = [random.integers(0, size, random.integers(0, 60)) for _ in range(batch)]
     rings = np.stack([mixed.ring(history, len(history)) for history in histories])
     newest = np.array([(len(history) - 1) % length for history in histories])
