@@ -157,9 +157,13 @@ class CacheMixture:
         if self.transitions is not None:
             recent = rings[every[:, None], (newest[:, None] - np.arange(OWN)) % length].astype(np.int64)
             more = self.transitions.added(recent, (recent != self.empty).sum(axis=1))
-            following = np.concatenate([following, more.row * stride + more.event])
-            added = np.concatenate([added * more.model[row], more.probability])
             network, each = network * more.model, each * more.model
+            # The counts of single tokens are added here, too, so that `top` sees what each token gets in all.
+            of_keys, keys = keys, np.empty(0, np.int64)
+            of_keys = of_keys[of_keys % stride != self.empty].astype(np.int64)
+            following = np.concatenate([following, more.row * stride + more.event, of_keys])
+            added = np.concatenate([added * more.model[row], more.probability, each[of_keys // stride]])
+            each = np.zeros(batch)
         order = np.argsort(following, kind="stable")
         following, added = following[order], added[order]
         if len(following):
@@ -201,7 +205,7 @@ class CacheMixture:
         """Returns the probability that the cache adds to each token: float64 (B, V)."""
         batch, stride = len(found.network), self.vocabulary_size + 1
         result = np.zeros((batch, stride))
-        if self._has_counts:
+        if len(found.keys):
             result += np.bincount(found.keys, minlength=batch * stride).reshape(batch, stride) * found.each[:, None]
         result.ravel()[found.following] += found.added
         return result[:, :-1]
@@ -210,7 +214,7 @@ class CacheMixture:
         """Like `added`, for one row: float64 (V)."""
         stride, places = self.vocabulary_size + 1, slice(row * self.length, (row + 1) * self.length)
         result = np.zeros(stride)
-        if self._has_counts:
+        if len(found.keys):
             result += np.bincount(found.keys[places] - row * stride, minlength=stride) * found.each[row]
         ends = np.searchsorted(found.following, [row * stride, (row + 1) * stride])
         following = slice(int(ends[0]), int(ends[1]))
@@ -276,14 +280,15 @@ class CacheMixture:
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns ascending keys. They include the key of every token to which the cache adds at least the probability
         `needed` of the token's row. needed: float64 (B)."""
-        # In all other rows, even N occurrences of a token add less than `needed`.
-        rows = np.flatnonzero(found.each * self.length >= needed)
+        of = found.following // (self.vocabulary_size + 1)
+        most = found.each * self.length  # all that the counts of single tokens can add
+        following = found.following[found.added + most[of] >= needed[of]]
+        rows = np.flatnonzero(most >= needed)
         if not len(rows) or not len(found.keys):
-            return found.following
-        stride = self.vocabulary_size + 1
+            return following
         keys = found.keys.reshape(-1, self.length)[rows].ravel()
         starts = np.concatenate([[0], np.flatnonzero(keys[1:] != keys[:-1]) + 1])
         counts, keys = np.diff(starts, append=len(keys)), keys[starts]
-        row = keys // stride
-        often = (counts * found.each[row] >= needed[row]) & (keys - row * stride != self.empty)
-        return np.unique(np.concatenate([keys[often], found.following])) if often.any() else found.following
+        row = keys // (self.vocabulary_size + 1)
+        often = (counts * found.each[row] >= needed[row]) & (keys % (self.vocabulary_size + 1) != self.empty)
+        return np.unique(np.concatenate([keys[often], following])) if often.any() else following

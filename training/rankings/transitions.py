@@ -15,7 +15,7 @@ from wane.models.transitions import LENGTHS, PARTS, REACH, Table, Transitions, W
 from wane.training.rankings.baselines import followers
 from wane.training.sessions import Sessions
 
-KEPT = 100
+KEPT = 50
 ITERATIONS = 60
 PRIOR = 0.1
 """The number of pseudo-positions that are added to the positions of each length and part."""
