@@ -44,6 +44,7 @@ from wane.models.certificate.rounding import of_finite
 from wane.models.manifest import Certificate, Manifest, Quality, Role
 from wane.models.parity import ParityError, RoundingError, Run, StepGraph, check_graphs
 from wane.models.reference import Reference, State
+from wane.models.transitions import Transitions, TransitionsError
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import WeightsError, check_weights, decode_weights
 
@@ -84,6 +85,10 @@ IMPORTED = Certificate(
 """The certificate of an imported graph. The reason says what the model lacks."""
 
 
+LARGEST_TRANSITIONS = 1 << 28
+"""The largest size of the file of transition tables, in bytes. It is read into memory."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """A verified bundle. Its weights are read from the file once, and the proofs of its layers are computed once."""
@@ -111,6 +116,7 @@ class Bundle:
             _check_imported(path, manifest)
         else:
             bundle.weights()
+            bundle.transitions()
         return bundle
 
     def verify_certificate(self) -> None:
@@ -135,6 +141,10 @@ class Bundle:
         """Returns the tensors of the weights file by name; none for an imported graph, whose weights have no known
         meaning. Raises BundleError if their names or shapes do not fit the architecture."""
         return {} if self.manifest.imported else dict(self._weights)
+
+    def transitions(self) -> Transitions | None:
+        """Returns the transition tables, None for a model without them. Raises BundleError if the file is invalid."""
+        return self._transitions
 
     def request_bound(self) -> RequestBound:
         """Returns the object that bounds the distance between the hidden state at the end of a window and the hidden
@@ -170,6 +180,20 @@ class Bundle:
         except WeightsError as error:
             raise BundleError(f"{path}: {error}") from error
         return weights
+
+    @cached_property
+    def _transitions(self) -> Transitions | None:
+        cache = self.manifest.cache
+        if cache is None or cache.transitions is None:
+            return None
+        path = self.path / cache.transitions.file
+        if (size := path.stat().st_size) > LARGEST_TRANSITIONS:
+            raise BundleError(f"{path}: {size} bytes of transition tables, at most {LARGEST_TRANSITIONS} are allowed")
+        try:
+            tensors = decode_weights(path.read_bytes())
+            return Transitions.read(cache.transitions.weights, tensors, self.manifest.vocabulary.size)
+        except (WeightsError, TransitionsError) as error:
+            raise BundleError(f"{path}: {error}") from error
 
     @cached_property
     def _layers(self) -> list[Layer]:

@@ -19,13 +19,9 @@ from wane.models.vocabulary import UNK, Vocabulary
 MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
 
-TOP, TOP_OF_MANY = 16, 32
-"""The number of largest logits that exported graphs output: TOP_OF_MANY if the vocabulary has at least MANY tokens,
-otherwise TOP. For a large vocabulary, selecting TOP_OF_MANY logits takes little time compared with the output layer. If
-the vocabulary has fewer than TOP tokens, the graphs output all logits in descending order."""
-
-MANY = 8192
-"""See TOP_OF_MANY."""
+TOP = 32
+"""The number of largest logits that exported graphs output. If the vocabulary has fewer tokens, the graphs output all
+logits in descending order. Answers with a `top_k` below this number need no other logits."""
 
 NEWEST_OPSET = 21
 """The newest ONNX opset that the oldest supported onnxruntime (1.20) runs."""
@@ -162,6 +158,8 @@ def check_names(path: Path, manifest: Manifest) -> None:
             raise BundleError(f"{file}: graphs: the role {role!r} is missing")
     used = {f"graphs.{role}": name for role, name in manifest.graphs.items()}
     used |= {"weights": manifest.weights, "tokenizer": manifest.tokenizer}
+    if manifest.cache is not None and manifest.cache.transitions is not None:
+        used["cache.transitions.file"] = manifest.cache.transitions.file
     for field, name in used.items():
         if name not in manifest.files:
             raise BundleError(f"{file}: {field}: {name!r} has no hash in `files`")

@@ -13,7 +13,9 @@ weight, w_1 (1 - n / N), is added to w_0, so that the probabilities sum to 1.
 Kuhn and De Mori (1990), "A cache-based natural language model for speech recognition"; Grave, Joulin and Usunier
 (2017), "Improving neural language models with a continuous cache". The counts are exact and depend on the last N tokens
 alone. A window and an uninterrupted run with the same last N tokens therefore add the same probabilities of the cache.
-"""
+
+A model of events may also have transition tables (`models/transitions.py`). This distribution is then mixed with
+theirs, and "the cache" below means both."""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import CACHE_BINS, CacheModel
+from wane.models.cache_statistics import CacheStatistics, weight_rows
+from wane.models.manifest import CacheModel
+from wane.models.transitions import OWN, Transitions, recent_events
 
 Tokens = NDArray[np.unsignedinteger[Any]] | NDArray[np.int64]
 
@@ -40,7 +44,8 @@ class CacheShares(NamedTuple):
     each: float64 (B), the probability that each occurrence of a token adds.
     keys: integers (B * N), `row * (V + 1) + token` for each place of each ring buffer, ascending. Token V stands for an
         empty place.
-    following: int64 (F), the keys of the tokens that follow earlier occurrences of the row's last token, ascending.
+    following: int64 (F), the keys of the tokens that follow earlier occurrences of the row's last token, and of those
+        to which transition tables add a probability, ascending.
     added: float64 (F), the probability that each entry of `following` adds to its token.
     tokens: int64 (B), the number of tokens in each row's cache.
     """
@@ -75,20 +80,13 @@ class TopTokens(NamedTuple):
     probabilities: NDArray[np.float64]
 
 
-def weight_rows(pairs: NDArray[np.int64], triples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns row indices of the table of weights: int64, of the arguments' shape. `pairs` are the numbers of earlier
-    occurrences of the last token, `triples` those of the last two tokens."""
-    rows: NDArray[np.int64] = (len(CACHE_BINS) + 1) * np.searchsorted(
-        CACHE_BINS, pairs, side="right"
-    ) + np.searchsorted(CACHE_BINS, triples, side="right")
-    return rows
-
-
 class CacheMixture:
     """The mixture of one model's network and cache. Each cache is a ring buffer of N elements: token i of a sequence is
     at index i % N."""
 
-    def __init__(self, cache: CacheModel, vocabulary_size: int) -> None:
+    def __init__(self, cache: CacheModel, vocabulary_size: int, transitions: Transitions | None = None) -> None:
+        """transitions: the tables of a cache that has `CacheModel.transitions`."""
+        self.transitions = transitions
         self.model = cache
         self.length = cache.length
         self.vocabulary_size = vocabulary_size
@@ -99,8 +97,8 @@ class CacheMixture:
         """
         self._weights = np.array(cache.weights, np.float64)
         self._has_counts = bool(self._weights[:, 1].any())
-        self.least_network = float(self._weights[:, 0].min())
-        """The smallest weight of the network in the table of weights."""
+        self.least_network = float(self._weights[:, 0].min()) * (transitions.least_model if transitions else 1.0)
+        """The smallest weight of the network."""
 
     def unknown(self, tokens: int, position: int) -> float:
         """Returns a bound of the total variation between two mixtures, one with a complete cache and one whose cache
@@ -154,20 +152,60 @@ class CacheMixture:
         added = weights[row, 2] / pairs[row]
         added[is_triple] += (weights[:, 3] / np.maximum(triples, 1))[row[is_triple]]
         following = row * stride + rings[row, follows]
+        network = weights[:, 0] + weights[:, 1] * (1 - tokens / length)
+        each = weights[:, 1] / length
+        if self.transitions is not None:
+            recent = rings[every[:, None], (newest[:, None] - np.arange(OWN)) % length].astype(np.int64)
+            more = self.transitions.added(recent, (recent != self.empty).sum(axis=1))
+            network, each = network * more.model, each * more.model
+            # The counts of single tokens are added here, too, so that `top` sees what each token gets in all.
+            of_keys, keys = keys, np.empty(0, np.int64)
+            of_keys = of_keys[of_keys % stride != self.empty].astype(np.int64)
+            following = np.concatenate([following, more.row * stride + more.event, of_keys])
+            added = np.concatenate([added * more.model[row], more.probability, each[of_keys // stride]])
+            each = np.zeros(batch)
         order = np.argsort(following, kind="stable")
         following, added = following[order], added[order]
         if len(following):
             first = np.concatenate([[0], np.flatnonzero(following[1:] != following[:-1]) + 1])
             following, added = following[first], np.add.reduceat(added, first)
-        network = weights[:, 0] + weights[:, 1] * (1 - tokens / length)
-        each = weights[:, 1] / length
         return CacheShares(network, each, keys, following, added, tokens)
+
+    def score(
+        self,
+        statistics: CacheStatistics,
+        stream: NDArray[np.int64],
+        at: NDArray[np.int64],
+        first: NDArray[np.int64],
+        network: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Returns the mixture's log-probabilities of the tokens after n positions of a stream: float64 (n).
+
+        statistics: those of the stream. at, first: int64 (n), the positions, and those of the first tokens of their
+        sequences. network: float64 (n), the network's log-probabilities of the same tokens."""
+        mixed = statistics.at(at).log_probabilities(self.model, network)
+        if self.transitions is None:
+            return mixed
+        recent, known = recent_events(stream, at, first, self.empty)
+        model, added = self.transitions.parts_of(recent, known, stream[at + 1])
+        with np.errstate(divide="ignore"):
+            return np.minimum(np.logaddexp(np.log(model) + mixed, np.log(added)), 0.0)
+
+    def network_weights(
+        self, statistics: CacheStatistics, stream: NDArray[np.int64], at: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Returns the network's weight in the mixture after n positions of a stream, float64 (n). See `score`."""
+        weights, _ = statistics.at(at).parts(self.model)
+        if self.transitions is None:
+            return weights
+        recent, known = recent_events(stream, at, first, self.empty)
+        return weights * self.transitions.parts_of(recent, known, stream[at + 1])[0]
 
     def added(self, found: CacheShares) -> NDArray[np.float64]:
         """Returns the probability that the cache adds to each token: float64 (B, V)."""
         batch, stride = len(found.network), self.vocabulary_size + 1
         result = np.zeros((batch, stride))
-        if self._has_counts:
+        if len(found.keys):
             result += np.bincount(found.keys, minlength=batch * stride).reshape(batch, stride) * found.each[:, None]
         result.ravel()[found.following] += found.added
         return result[:, :-1]
@@ -176,7 +214,7 @@ class CacheMixture:
         """Like `added`, for one row: float64 (V)."""
         stride, places = self.vocabulary_size + 1, slice(row * self.length, (row + 1) * self.length)
         result = np.zeros(stride)
-        if self._has_counts:
+        if len(found.keys):
             result += np.bincount(found.keys[places] - row * stride, minlength=stride) * found.each[row]
         ends = np.searchsorted(found.following, [row * stride, (row + 1) * stride])
         following = slice(int(ends[0]), int(ends[1]))
@@ -242,14 +280,15 @@ class CacheMixture:
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns ascending keys. They include the key of every token to which the cache adds at least the probability
         `needed` of the token's row. needed: float64 (B)."""
-        # In all other rows, even N occurrences of a token add less than `needed`.
-        rows = np.flatnonzero(found.each * self.length >= needed)
+        of = found.following // (self.vocabulary_size + 1)
+        most = found.each * self.length  # all that the counts of single tokens can add
+        following = found.following[found.added + most[of] >= needed[of]]
+        rows = np.flatnonzero(most >= needed)
         if not len(rows) or not len(found.keys):
-            return found.following
-        stride = self.vocabulary_size + 1
+            return following
         keys = found.keys.reshape(-1, self.length)[rows].ravel()
         starts = np.concatenate([[0], np.flatnonzero(keys[1:] != keys[:-1]) + 1])
         counts, keys = np.diff(starts, append=len(keys)), keys[starts]
-        row = keys // stride
-        often = (counts * found.each[row] >= needed[row]) & (keys - row * stride != self.empty)
-        return np.unique(np.concatenate([keys[often], found.following])) if often.any() else found.following
+        row = keys // (self.vocabulary_size + 1)
+        often = (counts * found.each[row] >= needed[row]) & (keys % (self.vocabulary_size + 1) != self.empty)
+        return np.unique(np.concatenate([keys[often], following])) if often.any() else following

@@ -12,11 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import weight_rows
-from wane.models.manifest import CacheModel
+from wane.models.manifest import CACHE_BINS, CacheModel
 
 TINY = 1e-300
 """Replaces a probability of 0 before its logarithm is computed."""
+
+
+def weight_rows(pairs: NDArray[np.int64], triples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns row indices of the table of weights: int64, of the arguments' shape. `pairs` are the numbers of earlier
+    occurrences of the last token, `triples` those of the last two tokens."""
+    rows: NDArray[np.int64] = (len(CACHE_BINS) + 1) * np.searchsorted(
+        CACHE_BINS, pairs, side="right"
+    ) + np.searchsorted(CACHE_BINS, triples, side="right")
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pydantic import (
 
 from wane.models.architecture import AnyArchitecture, ImportedGraph, StateTensor
 from wane.models.layer_registry import Frozen
+from wane.models.transitions import LENGTHS, OWN
 
 SCHEMA_VERSION = 6
 """The version of the manifest's schema that this version of Wane writes."""
@@ -382,6 +383,27 @@ CACHE_BINS = (1, 2, 3, 5, 9)
 cache's table of weights."""
 
 
+class TransitionModel(Frozen):
+    """Transition tables that are mixed with network and cache (`models/transitions.py`).
+
+    `file`: the file of the tables. `weights`: the weights of the parts, for sessions of 1, 2, 3, and 4 or more events.
+    """
+
+    file: str
+    weights: tuple[tuple[NotNegativeShare, NotNegativeShare, NotNegativeShare, NotNegativeShare, NotNegativeShare], ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TransitionModel:
+        if len(self.weights) != LENGTHS:
+            raise ValueError(f"cache.transitions.weights has {len(self.weights)} rows, but must have {LENGTHS}")
+        for row, weights in enumerate(self.weights):
+            if abs(sum(weights) - 1) > 1e-5 or not weights[0]:
+                raise ValueError(
+                    f"cache.transitions.weights[{row}] must sum to 1, and its first, the model's weight, be above 0"
+                )
+        return self
+
+
 class CacheModel(Frozen):
     """A cache language model that is mixed with the network (`models/cache_mixture.py`).
 
@@ -391,15 +413,25 @@ class CacheModel(Frozen):
         tokens. If the last token has no earlier occurrence in the cache, the third weight is 0. If the last two tokens
         have none, the fourth weight is 0.
 
+    `transitions`: tables that are mixed with the network and this cache; None for none.
+
     The row's index is 6 times the bin of the number of earlier occurrences of the last token in the cache, plus the bin
     of the number of earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more.
     """
 
     length: int = Field(ge=2, le=LARGEST_CACHE)
     weights: tuple[tuple[NotNegativeShare, NotNegativeShare, NotNegativeShare, NotNegativeShare], ...]
+    transitions: TransitionModel | None = None
+
+    @classmethod
+    def none(cls, length: int) -> CacheModel:
+        """Returns a cache that adds nothing. It only keeps a session's last `length` tokens."""
+        return cls(length=length, weights=((1.0, 0.0, 0.0, 0.0),) * (len(CACHE_BINS) + 1) ** 2)
 
     @model_validator(mode="after")
     def _consistent(self) -> CacheModel:
+        if self.transitions is not None and self.length < OWN:
+            raise ValueError(f"cache.length is {self.length}, but transitions read the last {OWN} events")
         bins = len(CACHE_BINS) + 1
         if len(self.weights) != bins**2:
             raise ValueError(f"cache.weights has {len(self.weights)} rows, but must have {bins**2}")

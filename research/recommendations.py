@@ -20,10 +20,18 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from wane.training.evaluate_events import TRANSITIONS_ALONE, Judge, Scores, session_losses, sessions_of
+from wane.models.transitions import PARTS
+from wane.training.evaluate_events import (
+    TRANSITIONS_ALONE,
+    Judge,
+    Scores,
+    mixture_of,
+    session_losses,
+    sessions_of,
+)
 from wane.training.rankings.baselines import Vsknn
 from wane.training.rankings.metrics import RankingMetrics, Rankings
-from wane.training.rankings.transitions import PARTS, Transitions
+from wane.training.rankings.transitions import Counts
 from wane.training.run import open_run
 from wane.training.run_folder import RunFolder
 
@@ -63,7 +71,7 @@ def _cell(values: np.ndarray, spread: bool) -> str:
 def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
     """Yields the lines of the table of what each part adds to a run's network."""
     run = open_run(run_folder, data)
-    tables = Transitions(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
+    counts = Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
     neighbours = Vsknn(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, idf=True)
     valid, test = (Judge(run.network, run.corpus, split) for split in ("valid", "test"))
     hidden = {judge: session_losses(run.network, judge.sessions, judge.positions)[1] for judge in (valid, test)}
@@ -76,12 +84,11 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
 
     yield line("network", test.scores(hidden[test], None))
     if run.cache is not None:
-        yield line("network + cache", test.scores(hidden[test], run.cache))
+        yield line("network + cache", test.scores(hidden[test], mixture_of(run.cache, counts.size)))
     for count in range(2, len(PARTS) + 1):
-        fitted = valid.fit_transitions(tables, valid.scores(hidden[valid], None), PARTS[:count])
-        mixture = {
-            judge: judge.with_transitions(tables, fitted, judge.scores(hidden[judge], None)) for judge in (valid, test)
-        }
+        fitted = valid.fit_transitions(counts, valid.scores(hidden[valid], None), PARTS[:count])
+        tables = counts.weighted(fitted)
+        mixture = {judge: judge.with_transitions(tables, judge.scores(hidden[judge], None)) for judge in (valid, test)}
         yield line(" + ".join(("network", *PARTS[1:count])), mixture[test])
     share, loss = 0.0, np.inf
     for tried in SHARES:

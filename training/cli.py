@@ -71,7 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--transitions",
         action="store_true",
-        help="events: also evaluate the mixture of the model with transition tables, which no server answers with",
+        help="events: mix the model with transition tables of the training split, whose weights are fitted to the "
+        "validation split; with --server: the served bundle has them",
     )
 
     command.add_argument(
@@ -110,6 +111,11 @@ def build_parser() -> argparse.ArgumentParser:
         "for a run, the bundle's own format for a bundle)",
     )
     command.add_argument("--replace", action="store_true", help=REPLACE)
+    command.add_argument(
+        "--transitions",
+        action="store_true",
+        help="events: write a bundle with the transition tables that `wane evaluate --transitions` fitted",
+    )
 
     command = commands.add_parser(
         "cache", description="Fits a cache language model to a bundle and prints the perplexity with and without it."
@@ -288,10 +294,8 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
             raise RunError("--model needs --server")
         if options.server is None:
             evaluate_run(*judged, options.transitions)
-        elif options.transitions:
-            raise RunError("--transitions is no part of a server's answers: omit it or --server")
         else:
-            evaluate_server(*judged, options.server, options.model)
+            evaluate_server(*judged, options.server, options.model, options.transitions)
     elif options.command == "audit":
         given = {name: value for name, value in vars(options).items() if name != "command"}
         audit(AuditOptions(command=_audit_as_typed(options), **given), console)
@@ -308,6 +312,8 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
     elif (options.run / MANIFEST).exists():
         if options.data is not None:
             raise RunError(f"{options.run} is a bundle, which is exported without an evaluation: omit --data")
+        if options.transitions:
+            raise RunError(f"{options.run} is a bundle, whose tables are kept: --transitions needs a run folder")
         export_bundle_again(
             options.run,
             options.bundles,
@@ -327,6 +333,7 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
             options.precision or "float32",
             options.replace,
             options.keep_versions,
+            options.transitions,
         )
 
 

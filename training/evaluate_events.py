@@ -22,30 +22,24 @@ from wane.models.cache_statistics import cache_statistics
 from wane.models.manifest import CacheModel
 from wane.models.networks import Network
 from wane.models.parity import log_softmax
+from wane.models.transitions import OWN, PARTS, Transitions, Weights
 from wane.training.cache import sequence_before
 from wane.training.data import Corpus
+from wane.training.errors import RunError
 from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosses, spread_positions, window_hidden
 from wane.training.group import ALONE
 from wane.training.lanes import SessionLanes
 from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
 from wane.training.rankings.baselines import Baseline, baselines_of
 from wane.training.rankings.metrics import Judged, Rankings, Scorer, judged_of, ranks_in
-from wane.training.rankings.transitions import (
-    PARTS,
-    Transitions,
-    TransitionWeights,
-    Weights,
-    fit,
-    lengths_of,
-    mixed,
-)
+from wane.training.rankings.transitions import Counts, TransitionWeights, fit, lengths_of, mixed
 from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
 """The number of sessions in a batch, and the largest number of tokens of each session in a batch."""
 
 RECURRENT, WITHOUT_CACHE = "recurrent", "without the cache"
-WITH_TRANSITIONS, TRANSITIONS_ALONE = "with transitions", "transitions alone"
+WITHOUT_TRANSITIONS, TRANSITIONS_ALONE = "without transitions", "transitions alone"
 
 
 def sessions_of(corpus: Corpus, split: str) -> Sessions:
@@ -107,7 +101,7 @@ class Judge:
         targets = stream[self.positions + 1]
         self.judged = np.flatnonzero((stream[self.positions] != eos) & (targets != eos))
         at = self.positions[self.judged]
-        self._first_event = sessions.begin_of(at) + (sessions.start == "token")
+        self._first_event = self.first_events(at)
         self._at, self._targets = at, stream[at + 1]
         rests = (stream[one + 1 : end] for one, end in zip(at, sessions.end_of(at), strict=True))
         known = ~np.isin(self._targets, self._excluded)
@@ -125,7 +119,7 @@ class Judge:
         self._scorer = Scorer(sessions.begin_of(at), counts, events, self.missed_share)
 
     def of_model(
-        self, hidden: Tensor, cache: CacheModel | None, rows: NDArray[np.int64] | None = None
+        self, hidden: Tensor, cache: CacheMixture | None, rows: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.float64], Judged]:
         """Returns the model's -log p of the token after each position, float64 (m,), and its ranks at those that are
         judged. rows: int64 (m,), the indices of the positions, in ascending order; None for all. hidden: (m, H), the
@@ -144,22 +138,21 @@ class Judge:
         return np.concatenate(losses), Judged.joined(found)
 
     def _log_probabilities(
-        self, hidden: Tensor, at: NDArray[np.int64], cache: CacheModel | None
+        self, hidden: Tensor, at: NDArray[np.int64], mixture: CacheMixture | None
     ) -> NDArray[np.float64]:
         """Returns the model's log-probabilities after the positions `at` of the stream: float64 (m, V). hidden: (m, H),
         the output layer's input there."""
         logits = self._network.logits(hidden).float().numpy(force=True)
-        if cache is None:
+        if mixture is None:
             return log_softmax(logits)
-        mixture = CacheMixture(cache, logits.shape[1])
         stream, eos = self.sessions.stream, self.sessions.eos_id
-        known = [sequence_before(stream, int(one), cache.length, eos) for one in at]
-        newest = np.array([(len(one) - 1) % cache.length for one in known])
+        known = [sequence_before(stream, int(one), mixture.length, eos) for one in at]
+        newest = np.array([(len(one) - 1) % mixture.length for one in known])
         shares = mixture.shares(np.stack([mixture.ring(one, len(one)) for one in known]), newest)
         return mixture.log_probabilities(logits, shares)
 
     @torch.inference_mode()
-    def recurrent(self, cache: CacheModel | None) -> Judged:
+    def recurrent(self, cache: CacheMixture | None) -> Judged:
         """Returns the ranks of the model in the recurrent mode."""
         return self.of_model(session_losses(self._network.eval(), self.sessions, self.positions)[1], cache)[1]
 
@@ -200,24 +193,24 @@ class Judge:
         known = [rest[:0] if not len(rest) else self._targets[row : row + 1] for row, rest in enumerate(self._rests)]
         return Judged(ranks_in(lists, known), ranks_in(lists, self._rests), lists)
 
-    def fit_transitions(self, tables: Transitions, model: Scores, used: Collection[str] = PARTS) -> Weights:
+    def fit_transitions(self, counts: Counts, model: Scores, used: Collection[str] = PARTS) -> Weights:
         """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions."""
         parts, rows = [np.zeros((0, len(PARTS)))], [np.zeros(0, np.int64)]
         for some in self._pieces():
-            sessions, at = self.known(some), np.arange(len(some))
-            columns = [np.exp(model(some)[at, self._targets[some]])]
-            for part in PARTS[1:]:
-                shares = tables.shares(sessions, part)
-                columns.append(np.where(shares.any(1), shares[at, self._targets[some]], columns[0]))
-            parts.append(np.stack(columns, 1))
+            sessions, targets = self.known(some), self._targets[some]
+            parts.append(counts.parts(sessions, np.exp(model(some)[np.arange(len(some)), targets]), targets))
             rows.append(lengths_of(sessions))
         return fit(np.concatenate(parts), np.concatenate(rows), used)
 
-    def with_transitions(self, tables: Transitions, weights: Weights, model: Scores) -> Scores:
+    def with_transitions(self, tables: Transitions, model: Scores) -> Scores:
         """Returns the log-probabilities of the mixture of a model with transition tables."""
-        return lambda some: mixed(tables, weights, self.known(some), model(some))
+        return lambda some: mixed(tables, self.known(some), model(some))
 
-    def scores(self, hidden: Tensor, cache: CacheModel | None) -> Scores:
+    def first_events(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the position of the first event of the session at each of some positions of the stream."""
+        return self.sessions.begin_of(positions) + (self.sessions.start == "token")
+
+    def scores(self, hidden: Tensor, cache: CacheMixture | None) -> Scores:
         """Returns the function of a model's log-probabilities, float64 (m, V), at some judged positions. hidden:
         (n, H), the output layer's input at all positions."""
         return lambda some: self._log_probabilities(hidden[self.judged[some]], self._at[some], cache)
@@ -261,30 +254,31 @@ def evaluate_events(
     advance: Advance | None = None,
     cache: CacheModel | None = None,
     baselines: dict[str, Baseline] | None = None,
-    transitions: tuple[Transitions, TransitionWeights] | None = None,
+    transitions: tuple[Counts, TransitionWeights] | None = None,
 ) -> tuple[SplitLosses, Rankings]:
     """Evaluates one split at `count` positions, or at all if it is None. With a `cache`, a window's prediction uses the
     same cache contents as the recurrent run. `baselines`: the baselines to evaluate, by name; None for `baselines_of`
-    the training split. `transitions`: the tables and weights of a mixture to evaluate, too."""
+    the training split. `transitions`: the tables that are mixed with the model, and their weights."""
     network.eval()
     judge = Judge(network, corpus, split, count)
     sessions, inputs, positions = judge.sessions, judge.inputs, judge.positions
     alone, hidden = session_losses(network, sessions, positions, advance)
     alone = alone[inputs]
     whole = alone
-    if cache is not None:
-        statistics = cache_statistics(sessions.stream, cache.length, sessions.eos_id).at(inputs)
-        whole = -statistics.log_probabilities(cache, -alone)
+    mixture = mixture_of(cache, corpus.vocabulary.size, transitions)
+    if mixture is not None:
+        statistics = cache_statistics(sessions.stream, mixture.length, sessions.eos_id)
+        whole = -mixture.score(statistics, sessions.stream, inputs, judge.first_events(inputs), -alone)
     methods: dict[str, Judged] = {}
     of_window: dict[int, float] = {}
-    at_positions, methods[RECURRENT] = judge.of_model(hidden, cache)
+    at_positions, methods[RECURRENT] = judge.of_model(hidden, mixture)
     if cache is not None:
         _, methods[WITHOUT_CACHE] = judge.of_model(hidden, None)
     if transitions is not None:
-        tables, fitted = transitions
-        model, popular = judge.scores(hidden, cache), popularity_of(tables)
-        methods[WITH_TRANSITIONS] = judge.of_scores(judge.with_transitions(tables, fitted.with_model, model))
-        methods[TRANSITIONS_ALONE] = judge.of_scores(judge.with_transitions(tables, fitted.alone, popular))
+        counts, fitted = transitions
+        _, methods[WITHOUT_TRANSITIONS] = judge.of_model(hidden, mixture_of(cache, corpus.vocabulary.size))
+        tables = counts.weighted(fitted.alone)
+        methods[TRANSITIONS_ALONE] = judge.of_scores(judge.with_transitions(tables, popularity_of(counts)))
     depth = positions - sessions.begin_of(positions) + 1
     index = np.searchsorted(judge.judged, np.arange(len(positions)))
     for k in windows:
@@ -295,7 +289,7 @@ def evaluate_events(
             cut[first : first + ROWS] = window_hidden(network, sessions.stream, k, positions[some])
             if advance is not None:
                 advance(k * len(some))
-        nats, changed = judge.of_model(cut, cache, late)
+        nats, changed = judge.of_model(cut, mixture, late)
         methods[f"window {k}"] = methods[RECURRENT].replaced(index[late[np.isin(late, judge.judged)]], changed)
         of_window[k] = float((at_positions.sum() + nats.sum() - at_positions[late].sum()) / max(1, len(positions)))
     if baselines is None:
@@ -305,7 +299,7 @@ def evaluate_events(
         tokens=len(inputs),
         words=None,
         recurrent=float(whole.mean()),
-        without_cache=None if cache is None else float(alone.mean()),
+        without_cache=None if mixture is None else float(alone.mean()),
         positions=len(positions),
         recurrent_at_positions=float(at_positions.mean()),
         window=of_window,
@@ -313,20 +307,40 @@ def evaluate_events(
     return losses, judge.rankings(methods, list(baselines))
 
 
-def popularity_of(tables: Transitions) -> Scores:
+def mixture_of(
+    cache: CacheModel | None, size: int, transitions: tuple[Counts, TransitionWeights] | None = None
+) -> CacheMixture | None:
+    """Returns the mixture with a cache and transition tables, if there are any. size: V. Raises RunError."""
+    if transitions is None:
+        return None if cache is None else CacheMixture(cache, size)
+    counts, fitted = transitions
+    return CacheMixture(cache_of(cache), size, counts.weighted(fitted.with_model))
+
+
+def cache_of(cache: CacheModel | None) -> CacheModel:
+    """Returns the cache of a model with transition tables: one that adds nothing if the model has none. Raises RunError
+    if the cache is too short."""
+    if cache is None:
+        return CacheModel.none(OWN)
+    if cache.length < OWN:
+        raise RunError(f"transition tables read the last {OWN} events, but the model's cache has {cache.length}")
+    return cache
+
+
+def popularity_of(counts: Counts) -> Scores:
     """Returns the scores of popularity, which stand in a model's place in the mixture of transition tables alone."""
-    return lambda some: tables.popular(len(some))
+    return lambda some: counts.popular(len(some))
 
 
 @torch.inference_mode()
 def fit_transitions(
-    network: Network, corpus: Corpus, tables: Transitions, count: int, cache: CacheModel | None
+    network: Network, corpus: Corpus, counts: Counts, count: int, cache: CacheModel | None
 ) -> TransitionWeights:
     """Fits the weights of the mixtures with transition tables to `count` positions of the validation split."""
     network.eval()
     judge = Judge(network, corpus, "valid", count)
     _, hidden = session_losses(network, judge.sessions, judge.positions)
     return TransitionWeights(
-        with_model=judge.fit_transitions(tables, judge.scores(hidden, cache)),
-        alone=judge.fit_transitions(tables, popularity_of(tables)),
+        with_model=judge.fit_transitions(counts, judge.scores(hidden, mixture_of(cache, counts.size))),
+        alone=judge.fit_transitions(counts, popularity_of(counts)),
     )

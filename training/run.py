@@ -31,13 +31,30 @@ from wane.models.bundle import BundleExistsError, check_place
 from wane.models.bundle_checks import MANIFEST
 from wane.models.certificate.certify import CERTIFIED
 from wane.models.export import ExportError, export_bundle
-from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision, Provenance, Quality, Unknown
+from wane.models.manifest import (
+    CacheModel,
+    Certificate,
+    Perplexity,
+    Precision,
+    Provenance,
+    Quality,
+    TransitionModel,
+    Unknown,
+)
 from wane.models.networks import Network
 from wane.training.config import DataConfig, Experiment, Protocol
 from wane.training.data import Corpus, load_corpus, source_hashes
 from wane.training.errors import DataError, ResumeError, RunError
 from wane.training.evaluate import POSITIONS, WINDOWS, Advance, SplitLosses, evaluate_split, evaluation_steps, quality
-from wane.training.evaluate_events import RECURRENT, Judge, evaluate_events, fit_transitions, sessions_of
+from wane.training.evaluate_events import (
+    RECURRENT,
+    Judge,
+    cache_of,
+    evaluate_events,
+    fit_transitions,
+    mixture_of,
+    sessions_of,
+)
 from wane.training.group import ALONE, Group
 from wane.training.lanes import lanes_of
 from wane.training.loop import Trainer
@@ -46,7 +63,7 @@ from wane.training.plots import plot_log, plot_quality, plot_rankings
 from wane.training.rankings.baselines import baselines_of
 from wane.training.rankings.metrics import LISTED, RankingMetrics, Rankings
 from wane.training.rankings.replay import replay
-from wane.training.rankings.transitions import Transitions, TransitionWeights
+from wane.training.rankings.transitions import Counts, TransitionWeights
 from wane.training.run_folder import RunFolder
 
 EVALUATED_SPLITS = ("valid", "test")
@@ -58,6 +75,8 @@ METRICS = {"recall": "recall", "hit_rate": "hit rate", "mrr": "MRR", "ndcg": "ND
 SHOWN = (5, 10, 20)
 """The values of k in the tables of rankings. `rankings.json` has all of CUTOFFS."""
 SERVED = "served"
+TABLES = "transitions.safetensors"
+"""The name of the file of transition tables in a bundle."""
 LONGEST_WINDOW = 128
 """Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
@@ -242,26 +261,33 @@ def evaluate_run(
     transitions: bool = False,
 ) -> Quality:
     """Evaluates a run's best weights. Writes `quality.json`, `evaluation.png` and, for events, `rankings.json` into the
-    run folder. `protocol`: replaces that of the experiment. `transitions`: whether the mixture with transition tables
-    is evaluated, too. Its weights are fitted to the validation split, and written to `transitions.json`."""
+    run folder. `protocol`: replaces that of the experiment. `transitions`: whether the
+    model is mixed with transition tables. Their weights are fitted to the validation split, and written to
+    `transitions.json`."""
     run = open_run(path, data, protocol)
-    if transitions and run.corpus.vocabulary.kind != "events":
+    if transitions and run.corpus.validated:
+        fitted = fit_transitions(run.network, run.corpus, _counts(run), positions, run.cache)
+        run.folder.write_transitions(fitted)
+    return evaluate_opened(run, positions, console, _transitions(run) if transitions else None)
+
+
+def _transitions(run: Trained) -> tuple[Counts, TransitionWeights]:
+    """Returns the transition tables of a run's training split, with the weights that `wane evaluate --transitions`
+    fitted. Raises RunError."""
+    return _counts(run), run.folder.transitions()
+
+
+def _counts(run: Trained) -> Counts:
+    if run.corpus.vocabulary.kind != "events":
         raise RunError("--transitions needs a run on events")
-    return evaluate_opened(run, positions, console, transitions)
+    return Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
 
 
-def _transitions(run: Trained, positions: int) -> tuple[Transitions, TransitionWeights]:
-    """Returns the transition tables of a run's training split, with their fitted weights. Raises RunError."""
-    tables = Transitions(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
-    if not run.corpus.validated:
-        return tables, run.folder.transitions()
-    fitted = fit_transitions(run.network, run.corpus, tables, positions, run.cache)
-    run.folder.write_transitions(fitted)
-    return tables, fitted
-
-
-def evaluate_opened(run: Trained, positions: int, console: Console, transitions: bool = False) -> Quality:
-    """Evaluates a run that was read by `open_run`, and writes the same files as `evaluate_run`."""
+def evaluate_opened(
+    run: Trained, positions: int, console: Console, transitions: tuple[Counts, TransitionWeights] | None = None
+) -> Quality:
+    """Evaluates a run that was read by `open_run`, and writes the same files as `evaluate_run`. `transitions`: see
+    `evaluate_events`."""
     splits = EVALUATED_SPLITS if run.corpus.validated else EVALUATED_SPLITS[1:]
     windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -280,10 +306,9 @@ def evaluate_opened(run: Trained, positions: int, console: Console, transitions:
         rankings: dict[str, Rankings] = {}
         losses: dict[str, SplitLosses] = {}
         if is_events:
-            tables = _transitions(run, positions) if transitions else None
             for split in splits:
                 losses[split], rankings[split] = evaluate_events(
-                    run.network, run.corpus, split, windows, positions, advance, run.cache, baselines, tables
+                    run.network, run.corpus, split, windows, positions, advance, run.cache, baselines, transitions
                 )
         else:
             for split in splits:
@@ -292,7 +317,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console, transitions:
         # For a split with fewer positions than requested, the evaluation took fewer steps than `total` assumes.
         bar.update(task, completed=total)
     name, plot = run.experiment.name, run.folder.path / "evaluation.png"
-    run.folder.write_quality(found, run.best_step, positions)
+    run.folder.write_quality(found, run.best_step, positions, transitions is not None)
     console.print(quality_table(name, found))
     if rankings:
         run.folder.write_rankings(rankings)
@@ -312,9 +337,11 @@ def evaluate_server(
     protocol: Protocol | None,
     url: str,
     model: str | None,
+    transitions: bool = False,
 ) -> Rankings:
     """Replays the test sessions of a run through a running server, and prints the metrics of its answers beside those
-    of the run, computed from the files. Writes `served.json` into the run folder. Raises RunError."""
+    of the run, computed from the files. Writes `served.json` into the run folder. `transitions`: whether the served
+    bundle has transition tables. Raises RunError."""
     run = open_run(path, data, protocol)
     if run.corpus.vocabulary.kind != "events":
         raise RunError("--server needs a run on events")
@@ -326,7 +353,8 @@ def evaluate_server(
         replayed = replay(
             judge, run.corpus.vocabulary, run.experiment.data, url, model, lambda count: bar.advance(task, count)
         )
-    own = judge.recurrent(run.cache)
+    tables = _transitions(run) if transitions else None
+    own = judge.recurrent(mixture_of(run.cache, run.corpus.vocabulary.size, tables))
     found = judge.rankings({SERVED: replayed.judged, RECURRENT: own}, [])
     run.folder.write_rankings({"test": found}, "served.json")
     for table in rankings_tables(run.experiment.name, "test", found):
@@ -435,23 +463,30 @@ def export_run(
     precision: Precision = "float32",
     replace: bool = False,
     keep_versions: bool = False,
+    transitions: bool = False,
 ) -> Path:
     """Writes a bundle with the run's best weights to the folder that `bundle_place` returns. The bundle has the
     experiment's name, with the suffix `-int8` for int8. Returns the bundle's path.
 
     An int8 bundle records no perplexity, because the evaluation runs in float32. `replace`: whether to replace a bundle
-    of the same or a higher version. Raises RunError.
-    """
+    of the same or a higher version. `transitions`: whether the bundle has transition tables, with the weights that
+    `wane evaluate --transitions` fitted. Raises RunError."""
     run = open_run(path, data)
+    tables = _transitions(run) if transitions else None
     experiment, corpus, network = run.experiment, run.corpus, run.network
     name, found = f"{experiment.name}-{precision}", None
     if precision == "float32":
-        name, found = experiment.name, run.folder.quality(run.best_step, POSITIONS)
+        name = experiment.name
+        found = run.folder.quality(run.best_step, POSITIONS, transitions)
     target = bundle_place(bundles, name, bundle_version, keep_versions)
     with writing(target):
         check_place(target, bundle_version, found, replace)
     if precision == "float32":
-        found = found or evaluate_opened(run, POSITIONS, console)
+        found = found or evaluate_opened(run, POSITIONS, console, tables)
+    cache = run.cache
+    if tables is not None:
+        mixed = TransitionModel(file=TABLES, weights=tables[1].with_model)
+        cache = cache_of(cache).model_copy(update={"transitions": mixed})
     with writing(target), console.status("exporting: building the graphs, and checking them against torch and numpy"):
         manifest = export_bundle(
             target,
@@ -470,7 +505,8 @@ def export_run(
             torch_network=network,
             precision=precision,
             replace=replace,
-            cache=run.cache,
+            cache=cache,
+            transitions=None if tables is None else tables[0].weighted(tables[1].with_model),
             unknown=_unknown(corpus, experiment),
             start=corpus.start,
         )

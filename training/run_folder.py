@@ -183,10 +183,11 @@ class RunFolder:
             return
         raise ResumeError(f"{self.path} holds a run on other data: {fault}")
 
-    def write_quality(self, found: Quality, best_step: int, positions: int) -> None:
+    def write_quality(self, found: Quality, best_step: int, positions: int, transitions: bool = False) -> None:
         """Writes the evaluation of the weights after step `best_step`. `positions`: the requested number of window
-        positions."""
+        positions. `transitions`: whether the model was mixed with transition tables."""
         record = {"best_step": best_step, "positions": positions, "quality": found.model_dump(mode="json")}
+        record["transitions"] = transitions
         (self.path / "quality.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def write_rankings(self, rankings: dict[str, Rankings], name: str = "rankings.json") -> None:
@@ -218,13 +219,15 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
 
-    def quality(self, best_step: int, positions: int) -> Quality | None:
-        """Returns the written evaluation if it is of the weights after step `best_step` and has at least `positions`
-        window positions. Otherwise returns None."""
+    def quality(self, best_step: int, positions: int, transitions: bool = False) -> Quality | None:
+        """Returns the written evaluation if it is of the weights after step `best_step`, has at least `positions`
+        window positions, and is with or without transition tables as asked. Otherwise returns None."""
         from wane.models.manifest import Quality
 
         try:
             record = json.loads((self.path / "quality.json").read_text(encoding="utf-8"))
+            if record.get("transitions", False) != transitions:
+                return None
             if record["best_step"] != best_step or record["positions"] < positions:
                 return None
             return Quality.model_validate(record["quality"])

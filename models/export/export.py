@@ -38,6 +38,7 @@ from wane.models.manifest import (
 from wane.models.networks import Network
 from wane.models.parity import RADIUS, Run
 from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
+from wane.models.transitions import Transitions
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import Weights, WeightsError, check_weights, encode_weights, head_weight, tensor_extents
 
@@ -66,6 +67,7 @@ def export_bundle(
     precision: Precision = "float32",
     replace: bool = False,
     cache: CacheModel | None = None,
+    transitions: Transitions | None = None,
     unknown: Unknown = "refuse",
     start: Start = "token",
     reserved: Iterable[int] | None = None,
@@ -75,9 +77,10 @@ def export_bundle(
     `weights` maps the names of `models/weights.py` to float32 tensors. `sample_tokens` is real text for the parity
     check. `precision` is the number format of the products with weights. int8 graphs are faster, but their results
     differ slightly, and they have no certificate. `cache` is the cache language model that the server mixes with the
-    network. `unknown` is what the server does with a word or an event that the vocabulary lacks. `start` is what the
-    model reads first: `<eos>`, or the first token of the sequence (see `Start`). `reserved`: see `Vocabulary`.
-    `replace` allows the replacement of a bundle of the same or a higher version.
+    network, and `transitions` the tables of a cache that has them. `unknown` is what the server does with a word or an
+    event that the vocabulary lacks. `start` is what the model reads first: `<eos>`, or the first token of the sequence
+    (see `Start`). `reserved`: see `Vocabulary`. `replace` allows the replacement of a bundle of the same or a higher
+    version.
 
     Raises BundleExistsError if an existing bundle may not be replaced. Raises ExportError if the arguments do not fit
     together, or if the graphs, the oracle and `torch_network` differ. On an error nothing is written.
@@ -127,6 +130,9 @@ def export_bundle(
     except ValidationError as error:
         raise ExportError(f"the manifest would be invalid: {error}") from error
     files = _files(graphs, weights_data, vocabulary, tokenizer_json)
+    if cache is not None and cache.transitions is not None:
+        assert transitions is not None, "the tables of the cache are missing: this is a bug"
+        files[cache.transitions.file] = encode_weights(transitions.tensors())
 
     def check(bundle: Bundle) -> None:
         check_bundle(bundle, sample_tokens, torch_network)
@@ -198,6 +204,9 @@ def export_again(
         check_bundle(bundle, sample.tolist(), None)
 
     files = _files(graphs, weights_data, vocabulary, tokenizer_json)
+    if manifest.cache is not None and manifest.cache.transitions is not None:
+        name = manifest.cache.transitions.file
+        files[name] = (source.path / name).read_bytes()
     return write_bundle(directory, manifest, files, check, replace=replace)
 
 

@@ -18,8 +18,8 @@ bounds the distance of each unit of a state from the run's.
 
 `top` stands for three outputs. `top_logits[B,K]` are the largest logits in descending order. `top_ids[B,K]` (int64) are
 their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is the logarithm of the sum of exp over all logits.
-With these outputs, the most likely tokens and their log-probabilities are known without reading all logits. K is
-TOP_OF_MANY for a large vocabulary and TOP otherwise (`models/bundle_checks.py`), but at most V.
+With these outputs, the most likely tokens and their log-probabilities are known without reading all logits. K is TOP
+(`models/bundle_checks.py`), but at most V.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from onnx import TensorProto
 
 from wane.models.architecture import Architecture
-from wane.models.bundle_checks import MANY, ROLES, TOP, TOP_OF_MANY
+from wane.models.bundle_checks import ROLES, TOP
 from wane.models.certificate.request import RequestBound
 from wane.models.export.graph import GraphWriter
 from wane.models.export.network import NetworkWriter
@@ -112,7 +112,7 @@ def build_graph(
 
 def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
     """Declares the outputs logits (B, V) and `top`."""
-    count = min(TOP_OF_MANY if vocabulary >= MANY else TOP, vocabulary)
+    count = min(TOP, vocabulary)
     top, ids = graph.nodes("TopK", logits, graph.integers(count), outputs=2, axis=1)
     largest = graph.node("Slice", top, graph.integers(0), graph.integers(1), graph.integers(1))
     # This replaces ReduceLogSumExp, which takes ten times as long on the CPU.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from wane.models.architecture import StateTensor
-from wane.models.bundle_checks import MANY, ROLES, TOP, TOP_OF_MANY, BundleError
+from wane.models.bundle_checks import ROLES, TOP, BundleError
 from wane.models.imported.graph_file import (
     GraphError,
     Limits,
@@ -218,7 +218,7 @@ class _Graph:
             outputs.append(helper.make_tensor_value_info(name, element, shape))
 
         def answer(logits: str) -> None:
-            count = min(TOP_OF_MANY if step.size >= MANY else TOP, step.size)
+            count = min(TOP, step.size)
             top, ids = self.nodes("TopK", 2, logits, self.integers(count), axis=1)
             # Like the other graphs of Wane: ReduceLogSumExp is slow on the CPU.
             largest = self.node("Slice", top, self.integers(0), self.integers(1), self.integers(1))

@@ -29,6 +29,7 @@ from msgspec.structs import asdict
 from wane.models.cache_mixture import CacheMixture
 from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest
+from wane.models.transitions import Transitions
 from wane.models.vocabulary import TooManyTokens, Vocabulary
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.cost_model import CostModel, Costs, warm_up
@@ -123,15 +124,17 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         cost_model: CostModel | None = None,
         throughput: ThroughputProfile | None = None,
+        transitions: Transitions | None = None,
         direction: DirectionProof | None = None,
         shadow_runner: Runner | None = None,
         bits: bytes = b"",
     ) -> None:
         """`clock` returns seconds on the store's time scale. `cost_model` and `throughput` are measured if they are
-        None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
-        `shadow_runner` repeats sampled live answers in the other mode; if it is None, no live answers are sampled.
-        `bits` is a digest of the graphs' results on this machine. A state from the store is reused only if `bits` and
-        the model's files were the same when the state was computed.
+        None. `transitions` are the model's transition tables, if it has them. `direction` proves most probable tokens
+        that `margin` does not prove, if a request sets `prove`. `shadow_runner` repeats sampled live answers in the
+        other mode; if it is None, no live answers are sampled. `bits` is a digest of the graphs' results on this
+        machine. A state from the store is reused only if `bits` and the model's files were the same when the state was
+        computed.
 
         Raises ValueError if the settings do not fit the model.
         """
@@ -146,7 +149,9 @@ class Engine:
         self._max_batch = settings.max_batch_size
         self._limits = Limits(manifest, settings, vocabulary)
         self.events = EventNames(manifest, vocabulary, settings)
-        cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
+        cache = None
+        if manifest.cache is not None:
+            cache = CacheMixture(manifest.cache, vocabulary.size, transitions)
         self.state_cache = pool = StateCache(
             manifest.state,
             manifest.architecture.hidden,

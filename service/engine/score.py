@@ -96,20 +96,22 @@ class MixedScore:
     def __init__(self, cache: CacheMixture, input_ids: NDArray[np.int64], *, has_start: bool) -> None:
         """input_ids: see `cache_statistics`. has_start: whether the first token of `input_ids` is a start token."""
         self.cache = cache
+        self._input_ids, self._first = input_ids, int(has_start)
         self._statistics = cache_statistics(input_ids, cache.length, truncated=not has_start)
 
     def mix(self, start: int, network: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the mixture's log-probabilities of n tokens that follow the first `start` predicted tokens. `network`
         holds the network's log-probabilities of these tokens (n)."""
-        here = self._statistics.at(np.arange(start, start + len(network)))
-        return here.log_probabilities(self.cache.model, network)
+        at = np.arange(start, start + len(network))
+        return self.cache.score(self._statistics, self._input_ids, at, np.full(len(at), self._first), network)
 
     def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
         """Returns the error bounds of the mixtures' distributions for the tokens that follow the first `start`
         predicted tokens. The text must be the end of a longer text. found: the error bounds of the network's
         distributions for the same tokens."""
-        here = self._statistics.at(np.arange(start, start + len(found)))
-        weights, _ = here.parts(self.cache.model)
+        at = np.arange(start, start + len(found))
+        here = self._statistics.at(at)
+        weights = self.cache.network_weights(self._statistics, self._input_ids, at, np.full(len(at), self._first))
         unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
         return [
             None if one is None else min(weight * one + more, 1.0)

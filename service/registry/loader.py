@@ -155,6 +155,7 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
             store,
             settings,
             metrics,
+            transitions=bundle.transitions(),
             direction=opened.direction,
             shadow_runner=opened.shadow,
             bits=opened.bits,

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tests.models.caches import BINS, random_cache
+from tests.models.caches import BINS, RandomTables, random_cache
 from wane.models.cache_mixture import CacheMixture
 from wane.models.cache_statistics import cache_statistics
 from wane.models.manifest import CacheModel
 from wane.models.reference.cache import mixture
+from wane.models.transitions import OWN
 
 SEEDS = range(40)
 
@@ -21,13 +22,18 @@ def without_counts(cache: CacheModel) -> CacheModel:
     return CacheModel(length=cache.length, weights=tuple((a + b, 0.0, c, d) for a, b, c, d in cache.weights))
 
 
+@pytest.mark.parametrize("has_tables", [False, True])
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_mixture_equals_the_oracle_s(seed: int, counts: bool) -> None:
+def test_the_mixture_equals_the_oracle_s(seed: int, counts: bool, has_tables: bool) -> None:
     random = np.random.default_rng(seed)
     size, length, batch = int(random.integers(2, 30)), int(random.integers(2, 20)), int(random.integers(1, 6))
+    length += OWN * has_tables
     cache = random_cache(Random(seed), length)
-    mixed = CacheMixture(cache if counts else without_counts(cache), size)
+    tables = RandomTables(Random(seed), size) if has_tables else None
+    mixed = CacheMixture(
+        cache if counts else without_counts(cache), size, None if tables is None else tables.transitions
+    )
     histories = [random.integers(0, size, random.integers(0, 60)) for _ in range(batch)]
     rings = np.stack([mixed.ring(history, len(history)) for history in histories])
     newest = np.array([(len(history) - 1) % length for history in histories])
@@ -41,6 +47,10 @@ def test_the_mixture_equals_the_oracle_s(seed: int, counts: bool) -> None:
             for of_row, history in zip(network, histories, strict=True)
         ]
     )
+    if tables is not None:
+        expected = np.stack(
+            [tables.mixed(row, history[-length:].tolist()) for row, history in zip(expected, histories, strict=True)]
+        )
     assert expected.sum(axis=1) == pytest.approx(1)
     assert np.exp(mixed.log_probabilities(logits, found)) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert found.network[:, None] * network + mixed.added(found) == pytest.approx(expected, rel=1e-9, abs=1e-12)

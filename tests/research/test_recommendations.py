@@ -20,7 +20,7 @@ name = "small"
 [model]
 cell = "gru"
 hidden = 4
-cache = 4
+cache = 20
 cache_in_loss = false
 [data]
 kind = "events"

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.models.caches import RandomTables
 from tests.models.rounding import LAYERS, rounding
 from wane.models.architecture import Architecture
 from wane.models.bundle_checks import TOP
@@ -359,16 +360,18 @@ class EngineHarness:
         puts_out_top: bool = True,
         puts_out_hiddens: bool = True,
         clock: Clock | None = None,
+        tables: RandomTables | None = None,
         **changes: Any,
     ) -> None:
-        """`changes` has settings, and fields of the manifest (see MANIFEST_FIELDS). `max_window` sets the manifest's
-        field, and `settings_max_window` sets the setting `max_window`. If `certified` is true, the manifest has the
-        certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs. `cost_model`
-        predicts the times of runs. `throughput` is the profile that determines the parallel chunks of long sequences.
-        `puts_out_top` is whether the graphs output the largest logits. If `puts_out_top` is false, the engine processes
-        no step in columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether `scan` outputs
-        `hiddens`. `clock` is the clock of `store`."""
+        """`tables` are the transition tables of the model. `changes` has settings, and fields of the manifest (see
+        MANIFEST_FIELDS). `max_window` sets the manifest's field, and `settings_max_window` sets the setting
+        `max_window`. If `certified` is true, the manifest has the certificate of the fake runner's model. `radius` is
+        the radius that the graph "window" outputs. `cost_model` predicts the times of runs. `throughput` is the profile
+        that determines the parallel chunks of long sequences. `puts_out_top` is whether the graphs output the largest
+        logits. If `puts_out_top` is false, the engine processes no step in columns (arrays for a batch of one-token
+        steps). `puts_out_hiddens` is whether `scan` outputs `hiddens`. `clock` is the clock of `store`."""
         self.vocabulary = vocabulary or byte_vocabulary()
+        self.tables = tables
         self.clock = clock or Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
@@ -411,6 +414,7 @@ class EngineHarness:
             self.clock,
             cost_model or LinearCosts(),
             throughput or InOrder(),
+            transitions=None if tables is None else tables.transitions,
             shadow_runner=self.shadow_runner if self.settings.shadow_rate else None,
         )
         self.engine.publish()

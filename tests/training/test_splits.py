@@ -159,7 +159,7 @@ name = "both"
 [model]
 cell = "gru"
 hidden = 4
-cache = 4
+cache = 20
 cache_in_loss = false
 [data]
 kind = "events"
@@ -200,7 +200,7 @@ def test_a_run_is_chosen_and_then_trained_on_validation_too(tmp_path: Path, caps
     assert main(["evaluate", str(one), *evaluate]) == 0
     printed = capsys.readouterr().out
     assert "both: test, 42 last events of sessions, k = 20" in printed
-    assert "\nwith transitions " in printed and "\ntransitions alone " in printed
+    assert "\nwithout transitions " in printed and "\ntransitions alone " in printed
     assert main([*train, str(two), "--after", str(one)]) == 0
     assert "the last weights are saved" in capsys.readouterr().out
     assert main(early) == 0  # what the message advises

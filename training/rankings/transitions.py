@@ -1,42 +1,24 @@
-"""A mixture of a model with transition tables: an offline study, which no bundle has and no server answers with.
+"""Counts the transition tables of a training split, and fits the weights of their mixture with a model.
 
-The tables are counts of the training split. With x_1 .. x_t, the session's events so far,
-
-    p(y) = w_0 model(y) + w_1 next(y | x_t) + w_2 near(y | x_t) + w_3 sum_i near(y | x_(t-i)) / i + w_4 own(y)
-
-- next(y | x): the share of y among the events that directly followed x.
-- near(y | x): the share of y among the events within REACH places of x, before or after it, each by 1 / distance.
-- The sum is over the LAGS events before the last one, and normalised.
-- own(y): the session's last OWN events, each weighted by 1 / its age.
-
-A part without counts leaves its weight to the model. The weights depend on the number of events, up to LENGTHS, and are
-fitted to the validation split by expectation maximisation. The mixture reads nothing but the session's last events. So
-like a cache it changes neither a bound nor a proof of the network's state.
-"""
+`models/transitions.py` defines the tables and the mixture. The weights are fitted to the validation split by
+expectation maximisation. A table keeps the KEPT largest entries of each event's row."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.layer_registry import Frozen
-from wane.training.rankings.baselines import Popularity, Table, followers
+from wane.models.transitions import LENGTHS, PARTS, REACH, Table, Transitions, Weights, recent_events
+from wane.training.rankings.baselines import followers
 from wane.training.sessions import Sessions
 
-REACH = 10
-LAGS = 8
-OWN = 20
-LENGTHS = 4
-PARTS = ("model", "next", "near", "before", "own")
+KEPT = 50
 ITERATIONS = 60
 PRIOR = 0.1
 """The number of pseudo-positions that are added to the positions of each length and part."""
-
-
-Weights = tuple[tuple[float, float, float, float, float], ...]
-"""The weights of PARTS for sessions of 1, 2, .. LENGTHS or more events."""
 
 
 class TransitionWeights(Frozen):
@@ -46,59 +28,64 @@ class TransitionWeights(Frozen):
     alone: Weights
 
 
-class Transitions:
-    """The tables of a training split. size: V, the size of the vocabulary."""
+class Counts:
+    """The tables of a training split, without weights. size: V, the size of the vocabulary."""
 
     def __init__(self, train: Sessions, size: int) -> None:
-        popularity = Popularity(train, size)
+        self.size = size
         pairs, sums = followers(train, size, REACH)
         back = pairs % size * size + pairs // size
         both, place = np.unique(np.concatenate([pairs, back]), return_inverse=True)
-        near = np.bincount(place, np.concatenate([sums, sums]), len(both)).astype(np.float64)
-        self._size = size
-        self._next = Table(*followers(train, size, 1), popularity)
-        self._near = Table(both, near, popularity)
-        self._popular = np.log((popularity.counts + 1) / (popularity.counts + 1).sum())
+        self._following = _table(*followers(train, size, 1), size)
+        self._near = _table(both, np.bincount(place, np.concatenate([sums, sums]), len(both)).astype(np.float64), size)
+        occurrences = np.bincount(train.stream, minlength=size).astype(np.float64) + 1
+        occurrences[train.eos_id] = 1
+        self._popular = np.log(occurrences / occurrences.sum())
+
+    def weighted(self, weights: Weights) -> Transitions:
+        """Returns the tables with the weights of their mixture."""
+        return Transitions(weights, self._following, self._near)
 
     def popular(self, count: int) -> NDArray[np.float64]:
         """Returns the logarithms of the events' shares of the training split, with 1 added to each count: float64
         (count, V)."""
         return np.tile(self._popular, (count, 1))
 
-    def shares(self, sessions: list[NDArray[np.int64]], part: str) -> NDArray[np.float64]:
-        """Returns the distribution of one of PARTS but the model, or zeros where it has no counts: float64 (sessions,
-        V). sessions: the events of each session so far."""
-        found = np.zeros((len(sessions), self._size))
-        for row, session in zip(found, sessions, strict=True):
-            if part == "next":
-                self._next.add_row(row, session[-1], 1.0)
-            elif part == "near":
-                self._near.add_row(row, session[-1], 1.0)
-            elif part == "before":
-                for lag, event in enumerate(session[-2 : -2 - LAGS : -1], start=1):
-                    self._near.add_row(row, event, 1 / lag)
-            else:
-                recent = session[-OWN:]
-                np.add.at(row, recent, 1 / np.arange(len(recent), 0, -1))
-        totals = found.sum(1, keepdims=True)
-        found /= np.where(totals > 0, totals, 1.0)
-        return found
+    def parts(
+        self, sessions: list[NDArray[np.int64]], model: NDArray[np.float64], targets: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Returns the probability of the next event by each of PARTS, float64 (n, PARTS), with the model's in place of
+        a part without entries. sessions: the events of each session so far. model: float64 (n), the model's probability
+        of the next event. targets: int64 (n), the next events."""
+        recent, found = recent_of(sessions, self.size), [model]
+        for part in np.eye(len(PARTS))[1:]:
+            left, added = self.weighted((tuple(part.tolist()),) * LENGTHS).parts_of(*recent, targets)
+            found.append(np.where(left > 0, model, added))
+        return np.stack(found, 1)
 
 
-def mixed(
-    tables: Transitions, weights: Weights, sessions: list[NDArray[np.int64]], model: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Returns the logarithms of the mixture's probabilities: float64 (n, V). model: float64 (n, V), the
+def _table(pairs: NDArray[np.int64], values: NDArray[np.float64], size: int) -> Table:
+    """Returns the KEPT largest entries of each row. pairs: int64 (n,), row x V + column, ascending."""
+    rows, columns = pairs // size, pairs % size
+    order = np.lexsort((columns, -values, rows))
+    kept = np.sort(order[np.arange(len(rows)) - np.searchsorted(rows, rows) < KEPT])
+    rows, columns, values = rows[kept], columns[kept], values[kept]
+    return Table(np.searchsorted(rows, np.arange(size + 1)), columns, values.astype(np.float32))
+
+
+def recent_of(sessions: Sequence[NDArray[np.int64]], empty: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns `recent_events` of sessions' events so far."""
+    lengths = np.array([len(session) for session in sessions], np.int64)
+    ends = np.cumsum(lengths)
+    return recent_events(np.concatenate([*sessions, np.zeros(1, np.int64)]), ends - 1, ends - lengths, empty)
+
+
+def mixed(tables: Transitions, sessions: list[NDArray[np.int64]], model: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the logarithms of the probabilities of a mixture with tables: float64 (n, V). model: float64 (n, V), the
     log-probabilities of the model."""
-    shares_of = np.array(weights)[lengths_of(sessions)]
-    left, total = shares_of[:, 0].copy(), np.zeros(model.shape)
-    for column, part in enumerate(PARTS[1:], start=1):
-        shares = tables.shares(sessions, part)
-        empty = ~shares.any(1)
-        left[empty] += shares_of[empty, column]
-        shares *= shares_of[:, column, None]
-        total += shares
-    total += left[:, None] * np.exp(model)
+    more = tables.added(*recent_of(sessions, model.shape[1]))
+    total = more.model[:, None] * np.exp(model)
+    np.add.at(total, (more.row, more.event), more.probability)
     with np.errstate(divide="ignore"):
         return np.log(total, out=total)
 

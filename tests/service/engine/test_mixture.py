@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.models.caches import random_cache
+from tests.models.caches import RandomTables, random_cache
 from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, name_vocabulary
 from wane.models.reference.cache import mixture
 from wane.service.engine.logits import log_softmax
@@ -32,19 +32,31 @@ from wane.service.types import (
 )
 
 EOS, UNK = 0, 1
-LENGTH = 12
+LENGTH = 24
 CACHE = random_cache(Random(5), LENGTH)
-LEAST_NETWORK = min(weights[0] for weights in CACHE.weights)
 NAMES = [f"n{index}" for index in range(14)]
 SIZE = 2 + len(NAMES)
+TABLES = RandomTables(Random(6), SIZE)
 CLOSE = 1e-5
 
 
+@pytest.fixture(params=[None, TABLES], ids=["cache", "cache and tables"])
+def tables(request: pytest.FixtureRequest) -> RandomTables | None:
+    found: RandomTables | None = request.param
+    return found
+
+
 @pytest.fixture
-def harness(make_harness: MakeHarness) -> EngineHarness:
-    return make_harness(
-        vocabulary=name_vocabulary("words", NAMES), cache=CACHE, certified=True, session_history_tokens=64
-    )
+def harness(make_harness: MakeHarness, tables: RandomTables | None) -> EngineHarness:
+    names = name_vocabulary("words", NAMES)
+    return make_harness(vocabulary=names, cache=CACHE, tables=tables, certified=True, session_history_tokens=64)
+
+
+def least_network(harness: EngineHarness) -> float:
+    """Returns the smallest weight of the network."""
+    tables = harness.tables
+    of_tables = 1.0 if tables is None else min(weights[0] for weights in tables.weights)
+    return min(weights[0] for weights in CACHE.weights) * of_tables
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -57,7 +69,8 @@ def expected(harness: EngineHarness, seen: Sequence[int], history: Sequence[int]
     """Returns the mixture's distribution. The network has read the tokens `seen`, and the cache contains the tokens
     `history`."""
     network = np.exp(log_softmax(harness.runner.logits(list(seen))))
-    return mixture(CACHE, network, history) if len(history) else network
+    mixed = mixture(CACHE, network, history) if len(history) else network
+    return mixed if harness.tables is None else harness.tables.mixed(mixed, history[-LENGTH:])
 
 
 def assert_is(predictions: Sequence[Prediction], distribution: NDArray[np.float64]) -> None:
@@ -111,7 +124,7 @@ async def test_the_answer_to_a_truncated_text_has_the_number_of_tokens_that_the_
     assert whole.cache_tokens == min(count, LENGTH)
     assert whole.error_bound is not None and alone.error_bound is not None
     if count < LENGTH:
-        assert whole.error_bound >= min(1 - LEAST_NETWORK, 1)
+        assert whole.error_bound >= min(1 - least_network(harness), 1)
         assert not whole.top1_proved
     else:
         assert whole.error_bound <= alone.error_bound
@@ -178,7 +191,7 @@ async def test_a_session_that_begins_with_a_history(harness: EngineHarness, know
     assert answer.cache_tokens == min(len(history), LENGTH)
     assert answer.error_bound is not None and view.error_bound is not None
     if known < LENGTH:
-        assert min(answer.error_bound, view.error_bound) >= 1 - LEAST_NETWORK
+        assert min(answer.error_bound, view.error_bound) >= 1 - least_network(harness)
         assert not answer.top1_proved
     for token in words(LENGTH, seed=4):  # the engine processes this step in columns
         answer = await engine.submit(StepRequest("a", (token,)))
@@ -209,10 +222,13 @@ async def test_generations(harness: EngineHarness, mode: Mode) -> None:
 
 @pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("method", [*ScoreMethod])
-async def test_scores(make_harness: MakeHarness, method: ScoreMethod, truncated: bool) -> None:
+async def test_scores(
+    make_harness: MakeHarness, tables: RandomTables | None, method: ScoreMethod, truncated: bool
+) -> None:
     profile = FixedProfile({RESIDUAL: 150}) if method is ScoreMethod.PARALLEL else None
     names = name_vocabulary("words", NAMES)
-    harness = make_harness(vocabulary=names, cache=CACHE, certified=True, max_window=200, throughput=profile)
+    options = {"certified": True, "max_window": 200, "throughput": profile}
+    harness = make_harness(vocabulary=names, cache=CACHE, tables=tables, **options)
     tokens = words(1500, seed=7)
     tolerance = 0.1 if method is ScoreMethod.PARALLEL else None
     score = await harness.engine.score(ScoreRequest(tokens, method, tolerance, truncated=truncated))
@@ -228,7 +244,7 @@ async def test_scores(make_harness: MakeHarness, method: ScoreMethod, truncated:
         assert score.logprobs[0] is None and score.error_bounds is not None
         low, high = score.error_bounds[LENGTH - 1], score.error_bounds[LENGTH]
         assert low is not None and high is not None
-        assert low >= 1 - LEAST_NETWORK
+        assert low >= 1 - least_network(harness)
     alone = await harness.engine.score(ScoreRequest(tokens, truncated=truncated, cache=False))
     assert alone.cache_tokens is None
     assert alone.logprobs[-1] == pytest.approx(
