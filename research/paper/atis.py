@@ -87,6 +87,6 @@ TASK = Task(
         ("lstm", False): "95.1 (recalled)",
         ("lstm", True): "94.6 (recalled)",
     },
-    differs="embeddings of 64, width 100 in each direction, dropout 0.5, Adam; the source's figure is compared with the "
-    "bidirectional rows",
+    differs="embeddings of 64, width 100 in each direction, dropout 0.5, Adam; the source's figures stand "
+    "beside the networks of two directions",
 )

@@ -54,7 +54,7 @@ TASK = Task(
         ("lstm", False): "1.4 (recalled)",
         ("lstm", True): "1.9 (recalled)",
     },
-    differs="width 256 and two epochs (a processor); characters of Mikolov's word-level files, whose sentence ends count",
+    differs="width 256 and two epochs (a processor); the characters of Mikolov's word-level files, with sentence ends",
     full=Recipe(
         dict.fromkeys(CELLS, Shape(128, 1024)),
         learning_rate=1e-3,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.io import loadmat  # type: ignore[import-untyped]
+from scipy.io import loadmat
+from scipy.io.matlab import MatReadError
 
 from research.paper.corpora import KEYS, SPLITS, Corpus, Files, check_sizes
 from research.paper.network import Shape
@@ -33,7 +34,7 @@ def read(folder: Path, checked: bool = True) -> Corpus:
             split: [np.asarray(roll, np.float32) for roll in found[key].ravel()]
             for split, key in zip(SPLITS, ("traindata", "validdata", "testdata"), strict=True)
         }
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (MatReadError, ValueError, KeyError, NotImplementedError) as error:
         raise DataError(f"{folder / name}: not a file of piano rolls: {error}") from error
     for roll in (roll for split in rolls.values() for roll in split):
         if roll.ndim != 2 or roll.shape[1] != KEYS or not np.isin(roll, (0, 1)).all():

@@ -141,7 +141,7 @@ class PaperNetwork(nn.Module):
             if "miller_hardt_inf" in factors:
                 if factors["miller_hardt_inf"] is None:
                     return False
-            elif not float(torch.linalg.matrix_norm(direction.cell.weight_hh_l0.detach().double(), 2)) < 1:
+            elif not float(torch.linalg.matrix_norm(_recurrent_matrix(direction), 2)) < 1:
                 return False
         return True
 
@@ -150,6 +150,10 @@ class PaperNetwork(nn.Module):
         finite."""
         largest = max(bound.factor for bound in self.bounds())
         return largest if math.isfinite(largest) else None
+
+
+def _recurrent_matrix(direction: Direction) -> Tensor:
+    return direction.cell.get_parameter("weight_hh_l0").detach().double()
 
 
 def _weights(direction: Direction) -> CellWeights:
@@ -163,14 +167,13 @@ def _read(direction: Direction, x: Tensor, window: int | None) -> Tensor:
     them: (T, B, H)."""
     length, batch = x.shape[:2]
     if window is None or window >= length:
-        y, _ = direction(x)
-        return y
+        whole: Tensor = direction(x)[0]
+        return whole
     ends = torch.arange(length)
     begins = (ends - window + 1).clamp(min=0)
     places = begins + torch.arange(window)[:, None]  # (window, T); the outputs after the last position are not used
     windows = x[places].reshape(window, length * batch, -1)
-    y, _ = direction(windows)
-    y = y.reshape(window, length, batch, -1)
+    y: Tensor = direction(windows)[0].reshape(window, length, batch, -1)
     return y[ends - begins, ends]
 
 

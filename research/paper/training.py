@@ -156,7 +156,7 @@ class Training:
             torch.manual_seed(self.run.seed + 1_000_003 * self.steps)  # dropout is the same after an interruption
             loss = self._loss(inputs, targets, lengths)
             self.optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             nn.utils.clip_grad_norm_(self.network.parameters(), CLIPPED)
             self.optimiser.step()
             self.steps, self.index = self.steps + 1, index + 1
