@@ -55,6 +55,7 @@ ROOMS = (
 folder may also import one another."""
 
 LIGHT_MODELS = (
+    "wane.models.transitions",
     "wane.models.cache_mixture",
     "wane.models.cache_statistics",
     "wane.models.architecture",
