@@ -85,8 +85,8 @@ IMPORTED = Certificate(
 """The certificate of an imported graph. The reason says what the model lacks."""
 
 
-LARGEST_TRANSITIONS = 1 << 28
-"""The largest size of the file of transition tables, in bytes. It is read into memory."""
+LARGEST_TRANSITIONS = 1 << 26
+"""The largest size of the file of transition tables, in bytes. In memory the tables take three times as much."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     python -m research.paper NAME ... --data FOLDER [--work FOLDER]
     python -m research.paper all --data FOLDER
     python -m research.paper all --smoke      on generated data, with tiny networks
+    python -m research.paper NAME ... --data FOLDER --finished    tables of the runs that are finished so far
     python -m research.paper NAME ... --render
 
 NAME is a task (`jsb`, `atis`, `ptb`, `words`), or a figure: `gradients` and `distance` use the networks of `words`, and
@@ -39,7 +40,7 @@ from research.paper.network import PaperNetwork
 from research.paper.plots import plot_distances, plot_gradients, plot_memory
 from research.paper.tables import distance_table, gradient_table, label, memory_table, task_table
 from research.paper.task import Task
-from research.paper.training import Run, train
+from research.paper.training import Run, finished, train
 from wane.training.errors import DataError
 
 TASKS = {module.TASK.name: module.TASK for module in (jsb, atis, characters, words)}
@@ -54,8 +55,10 @@ Advance = Callable[[], None]
 class Paper:
     """The tasks with their data, and the folders of their results."""
 
-    def __init__(self, tasks: dict[str, Task], data: Path, work: Path, checked: bool) -> None:
-        self.tasks, self.work = tasks, work
+    def __init__(
+        self, tasks: dict[str, Task], data: Path, work: Path, checked: bool, only_finished: bool = False
+    ) -> None:
+        self.tasks, self.work, self._only_finished = tasks, work, only_finished
         self._data, self._checked = data, checked
         self._corpora: dict[str, Corpus] = {}
 
@@ -68,8 +71,11 @@ class Paper:
 
     def train(self, name: str, advance: Advance) -> list[Found]:
         """Returns the records of all runs of a task."""
-        task = self.tasks[name]
-        return [train(self.corpus(name), task.recipe, run, self.work, advance) for run in task.runs()]
+        task, corpus = self.tasks[name], self.corpus(name)
+        if self._only_finished:
+            found = [finished(corpus, task.recipe, run, self.work) for run in task.runs()]
+            return [record for record in found if record is not None]
+        return [train(corpus, task.recipe, run, self.work, advance) for run in task.runs()]
 
     def steps(self, name: str) -> int:
         """Returns how often the experiment calls `advance`."""
@@ -119,7 +125,7 @@ def render(name: str, tasks: dict[str, Task], found: Found, page: Path, figures:
     if name in tasks:
         put(page, name, task_table(tasks[name], found["records"]))
     elif name == "memory":
-        some = list(tasks.values())
+        some = [task for task in tasks.values() if found["records"][task.name]]
         put(page, name, memory_table(some, found["records"]))
         plot_memory(some, found["records"], figures / "paper_memory.png")
     elif name == "gradients":
@@ -139,6 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder of the data")
     parser.add_argument("--work", type=Path, default=WORK, metavar="FOLDER", help="default: %(default)s")
     parser.add_argument("--full", action="store_true", help="the source's sizes, for a GPU")
+    parser.add_argument("--finished", action="store_true", help="only the runs that are finished; trains nothing")
     parser.add_argument("--smoke", action="store_true", help="tiny networks on generated data")
     parser.add_argument("--render", action="store_true", help="only make tables and figures from the stored results")
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -158,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 generate(Path(folder))
                 return _run(names, Paper(tasks, Path(folder), Path(folder) / "work", checked=False), options, console)
-        return _run(names, Paper(tasks, options.data, options.work, checked=True), options, console)
+        return _run(names, Paper(tasks, options.data, options.work, True, options.finished), options, console)
     except DataError as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         return 2

@@ -34,6 +34,8 @@ def label(task: Task, key: tuple[Any, ...]) -> str:
 
 def task_table(task: Task, records: Sequence[Record]) -> list[str]:
     """Returns the table of one task: one row for each group of runs."""
+    if not records:
+        return ["No run of this task is finished yet."]
     rows = []
     for key, same in grouped(records).items():
         bidirectional, cell, stable, window = key

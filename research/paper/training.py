@@ -80,21 +80,18 @@ class Run:
 def train(corpus: Corpus, recipe: Recipe, run: Run, folder: Path, advance: Advance) -> dict[str, Any]:
     """Returns the record of a run from its file, or trains the network, evaluates it, and writes the file. Calls
     `advance` after each epoch."""
-    path = folder / f"{run.name}.json"
-    described = {"run": asdict(run), "recipe": asdict(recipe), "data": dict(corpus.hashes)}
-    if path.exists():
-        record: dict[str, Any] = json.loads(path.read_bytes())
-        if {name: record[name] for name in described} == json.loads(json.dumps(described)):
-            for _ in range(recipe.epochs):
-                advance()
-            return record
+    record = finished(corpus, recipe, run, folder)
+    if record is not None:
+        for _ in range(recipe.epochs):
+            advance()
+        return record
     folder.mkdir(parents=True, exist_ok=True)
     training = Training(corpus, recipe, run, folder)
     training.finish(advance)
     network = training.network
     windows = sorted({*WINDOWS, *([] if run.window is None else [run.window])})
     record = {
-        **described,
+        **_described(corpus, recipe, run),
         "commit": commit(),
         "epochs": training.epoch,
         "seconds": round(training.seconds, 1),
@@ -104,9 +101,23 @@ def train(corpus: Corpus, recipe: Recipe, run: Run, folder: Path, advance: Advan
         **{split: evaluate(network, corpus, split, windows) for split in ("valid", "test")},
     }
     torch.save({"network": network.state_dict(), "snapshots": training.snapshots}, folder / f"{run.name}.weights.pt")
-    write_json(path, record)
+    write_json(folder / f"{run.name}.json", record)
     training.checkpoint.unlink(missing_ok=True)
     return record
+
+
+def finished(corpus: Corpus, recipe: Recipe, run: Run, folder: Path) -> dict[str, Any] | None:
+    """Returns the record of a run that is finished with this recipe and these data; None if there is none."""
+    path = folder / f"{run.name}.json"
+    if not path.exists():
+        return None
+    record: dict[str, Any] = json.loads(path.read_bytes())
+    described = _described(corpus, recipe, run)
+    return record if {name: record[name] for name in described} == json.loads(json.dumps(described)) else None
+
+
+def _described(corpus: Corpus, recipe: Recipe, run: Run) -> dict[str, Any]:
+    return {"run": asdict(run), "recipe": asdict(recipe), "data": dict(corpus.hashes)}
 
 
 class Training:
