@@ -103,8 +103,8 @@ def read_again(raw: bytes | str, model: type[B], settings: Settings, *, partial:
             raise InvalidRequest(f"{path} must be a finite number", path)
         return body
     except ValidationError as error:
-        complaint, _, place = str(error).rpartition(" - at `$")
-        fault = _fault(document, type_info(model), complaint or str(error), place, partial=partial)
+        complaint, at, place = str(error).rpartition(" - at `$")
+        fault = _fault(document, type_info(model), complaint or str(error), place if at else "", partial=partial)
     if fault is None:
         return None
     field = fault[0].removeprefix(".")
@@ -158,18 +158,21 @@ def _fault(
 ) -> tuple[str, str] | None:
     """Returns the path of the invalid value, such as `.steps[0].tokens[1]`, and what is wrong with it. `complaint` and
     `place` are from msgspec's error. With `partial`, returns None if the rest of the body may mend the fault."""
-    value, path = document, ""
+    whole, value, path = kind, document, ""
     for name, index in STEPS.findall(place):
-        kind = next(choice for choice in _choices(kind) if _fits(value, choice))
-        match kind:
-            case inspect.StructType(fields=fields):
-                kind = next(field.type for field in fields if field.name == name)
-                value, path = cast(dict[str, object], value)[name], f"{path}.{name}"
-            case inspect.DictType(value_type=inner):
+        match next((choice for choice in _choices(kind) if _fits(value, choice)), None):
+            case inspect.StructType(fields=fields) if isinstance(value, dict) and name in value:
+                kind = next((field.type for field in fields if field.name == name), whole)
+                value, path = value[name], f"{path}.{name}"
+            case inspect.DictType(value_type=inner) if isinstance(value, dict):
                 kind, fitting = inner, {kind for choice in _choices(inner) for kind in TYPES[type(choice)][1]}
-                value = next(item for item in cast(dict[str, object], value).values() if type(item) not in fitting)
-            case inspect.VarTupleType(item_type=inner) | inspect.ListType(item_type=inner):
-                kind, value, path = inner, cast(list[object], value)[int(index)], f"{path}[{index}]"
+                value = next((item for item in value.values() if type(item) not in fitting), None)
+            case inspect.VarTupleType(item_type=inner) | inspect.ListType(item_type=inner) if (
+                index and isinstance(value, list) and int(index) < len(value)
+            ):
+                kind, value, path = inner, value[int(index)], f"{path}[{index}]"
+            case _:  # what looks like a path is a part of the name of an unknown field
+                return _fault(document, whole, complaint, "", partial=partial)
     kinds = [*_choices(kind)]
     match next((choice for choice in kinds if _fits(value, choice)), None):
         case None:
@@ -197,6 +200,8 @@ def _fault(
             for field in fields:
                 if field.required and field.name not in cast(dict[str, object], value):
                     return f"{path}.{field.name}", " is missing"
+    if path and complaint.startswith("Object contains unknown field"):  # the path is a part of the field's name
+        return _fault(document, whole, complaint, "", partial=partial)
     return None if partial else (path, f": {complaint}")  # a rule about several fields
 
 

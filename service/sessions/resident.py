@@ -54,9 +54,11 @@ class ResidentSessions:
         self._cache = cache
         self._keep = store.session_history_tokens
         # Token i of a session (from 0, without <eos>) is at index i % keep of its row. The rows' memory is committed
-        # when it is first written.
+        # when it is first written. There are as many rows as the store has memory for, because millions of small states
+        # may fit into the cache. A session in a later slot is not buffered.
         dtype = np.dtype(f"u{empty.width}") if cache is None else cache.dtype
-        self._rings = np.zeros((state_cache.capacity, self._keep), dtype)
+        rows = store.most_buffered_bytes // (self._keep * dtype.itemsize)
+        self._rings = np.zeros((min(state_cache.capacity, rows), self._keep), dtype)
         # For each slot, the number of the first tokens of its session that were not known when it was added.
         self._unknown = np.zeros(state_cache.capacity, np.int64)
         self.flushes = 0
@@ -66,12 +68,12 @@ class ResidentSessions:
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
-        """From now on, holds the tokens of the session. Does nothing unless the session's state is in the state cache
-        and the store leaves the tokens to this object. The cached state and the stored session must both have the
-        revision of `record`."""
+        """From now on, holds the tokens of the session. Does nothing unless the session's state is in the state cache,
+        in a slot with a row, and the store leaves the tokens to this object. The cached state and the stored session
+        must both have the revision of `record`."""
         session, position = record.session, record.position
         slot = self._state_cache.slot_of(session)
-        if slot is None or not self._store.buffer(session, self, self._rings.strides[0]):
+        if slot is None or slot >= len(self._rings) or not self._store.buffer(session, self, self._rings.strides[0]):
             return
         self.buffered[slot] = True
         ids = record.tail.ids()

@@ -55,6 +55,7 @@ class MemoryStore:
         """`on_memory_eviction` is called with the model of every session that is evicted for lack of memory. Sessions
         are read from `file` when the store is opened, and saved to it when the store is closed."""
         self.session_history_tokens = session_history_tokens
+        self.most_buffered_bytes = budget_bytes
         self.sessions = PackedSessions(ttl_s, budget_bytes, clock, self._unbuffer, self._on_forget)
         self._on_memory_eviction = on_memory_eviction
         self._file = file

@@ -89,6 +89,7 @@ class RedisStore:
         self.trips = RedisPipeline(url, timeout_s, metrics)
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
+        self.most_buffered_bytes = 0  # other processes must see each step
         self._ttl_ms = max(1, round(1000 * ttl_s))
         self._remembered = PackedSessions(ttl_s, budget_bytes, clock)
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()

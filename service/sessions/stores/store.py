@@ -174,10 +174,11 @@ class Store(Protocol):
     is unreachable.
 
     `session_history_tokens`: the number of latest tokens that a session keeps. If this number is increased, the
-    histories of existing sessions grow with their next tokens.
-    """
+    histories of existing sessions grow with their next tokens. `most_buffered_bytes`: the most memory that the tokens
+    of sessions in buffers (`buffer`) may use together; 0 if the store leaves none to a buffer."""
 
     session_history_tokens: int
+    most_buffered_bytes: int
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         """Adds a new session, and returns it with its revision. Returns None if a session with this id exists. Raises

@@ -22,6 +22,11 @@ SAID: list[tuple[str, Any, str]] = [
     (PREDICT, {"": 1}, "'': there is no such field"),
     (PREDICT, {" ": 1}, "' ': there is no such field"),
     (PREDICT, {"a\nb": 1}, "'a\\nb': there is no such field"),
+    # msgspec's messages end in a path, which these names imitate.
+    (PREDICT, {".0": 1}, ".0: there is no such field"),
+    (PREDICT, {"a - at `$.zz`": 1}, "a - at `$.zz`: there is no such field"),
+    (PREDICT, {"a - at `$.mode`": 1, "mode": "window"}, "a - at `$.mode`: there is no such field"),
+    (PREDICT, {"a - at `$[3]`": 1}, "a - at `$[3]`: there is no such field"),
     (PREDICT, {LONG: 1}, f"'{LONG[:63]}...: there is no such field"),
     (PREDICT, {"inputs": [None]}, "inputs[0] is null, but must be a string or a list or an object"),
     (PREDICT, {"inputs": ["a", {"str": "b"}]}, "inputs[1].str: there is no such field"),

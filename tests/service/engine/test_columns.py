@@ -582,3 +582,15 @@ async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness,
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+async def test_the_buffers_reserve_no_more_memory_than_the_store_has(make_harness: MakeHarness) -> None:
+    budget = 2**24
+    harness = make_harness(session_history_tokens=4096, state_budget_bytes=2**28, session_budget_bytes=budget)
+    rows = len(harness.engine._resident._rings)
+    assert rows * 4096 * 2 <= budget  # two bytes a token
+    assert harness.engine.state_cache.capacity > rows > 1
+    for name in ("a", "b"):
+        await harness.engine.create_session(name)
+        for position, token in enumerate((5, 6, 7), 1):
+            assert (await harness.engine.submit(StepRequest(name, (token,)))).position == position
