@@ -240,7 +240,11 @@ class RedisPipeline:
                     except ResponseError as error:
                         replies.append(error)
         except BaseException as error:
-            await connection.disconnect(nowait=True)
+            # What closed one connection may have closed all, so none of the idle ones is used again.
+            lost = [connection, *self._idle] if isinstance(error, ConnectionError | OSError) else [connection]
+            self._idle = [idle for idle in self._idle if idle not in lost]
+            for each in lost:
+                await each.disconnect(nowait=True)
             if isinstance(error, builtins.TimeoutError):
                 raise TimeoutError(f"Redis has not answered for {self._timeout_s:g} s") from error
             raise

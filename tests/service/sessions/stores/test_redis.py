@@ -404,6 +404,22 @@ async def test_a_store_that_is_unreachable_at_start_is_used_once_it_is_reachable
     assert await store.create(record())
 
 
+async def test_connections_that_were_closed_while_idle_are_replaced(common: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(common.url)
+    here = await begin(store)
+
+    async def later() -> None:
+        await asyncio.sleep(0)
+        await store.trips.do("PING")
+
+    await asyncio.gather(store.trips.do("BLPOP", "none", 0.1), later())
+    assert len(store.trips._idle) == 2
+    async with Redis.from_url(common.url) as redis:
+        await redis.client_kill_filter(_type="normal")
+    assert await append(store, here, (7,), STEP)
+    assert store.standing.reachable
+
+
 async def test_a_full_redis_rejects_but_is_reachable(server: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(server.url)
     here = await begin(store)
