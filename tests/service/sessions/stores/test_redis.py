@@ -412,7 +412,7 @@ async def test_connections_that_were_closed_while_idle_are_replaced(common: Redi
         await asyncio.sleep(0)
         await store.trips.do("PING")
 
-    await asyncio.gather(store.trips.do("BLPOP", "none", 0.1), later())
+    await asyncio.gather(store.trips.do("BLPOP", "none", "0.1"), later())
     assert len(store.trips._idle) == 2
     async with Redis.from_url(common.url) as redis:
         await redis.client_kill_filter(_type="normal")
