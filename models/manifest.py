@@ -444,6 +444,9 @@ class CacheModel(Frozen):
                 raise ValueError(
                     f"cache.weights[{row}] must have the weight 0 for a share that is based on 0 occurrences"
                 )
+        tables = self.transitions
+        if tables is not None and not min(row[0] for row in self.weights) * min(row[0] for row in tables.weights):
+            raise ValueError("the network's weight, cache.weights times cache.transitions.weights, rounds to 0")
         return self
 
 

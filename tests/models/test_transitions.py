@@ -73,3 +73,11 @@ def test_a_cache_is_as_long_as_the_tables_read() -> None:
     assert CacheModel.model_validate({"length": OWN, **fields}).transitions is not None
     with pytest.raises(ValidationError, match=f"read the last {OWN} events"):
         CacheModel.model_validate({"length": OWN - 1, **fields})
+
+
+def test_a_weight_of_the_network_that_rounds_to_0_is_refused() -> None:
+    cache = CacheModel.none(OWN)
+    small = (1e-200, 1.0, 0.0, 0.0)
+    tables = TransitionModel(file="tables", weights=((1e-200, 1.0, 0.0, 0.0, 0.0),) * LENGTHS)
+    with pytest.raises(ValidationError, match="rounds to 0"):
+        CacheModel(length=OWN, weights=(small, *cache.weights[1:]), transitions=tables)

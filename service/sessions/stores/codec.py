@@ -143,7 +143,7 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
         _, _, length, size, position, start, tokens, key = _HEAD.unpack_from(data, _HEAD_AT)
         tail_at = _HEAD_AT + _HEAD.size + length
         model, version, mode, width, vocabulary = _read_identity(data[_HEAD_AT + _HEAD.size : tail_at])
-    except (struct.error, ValueError, TypeError) as error:
+    except (struct.error, ValueError, TypeError, RecursionError) as error:
         raise Unreadable(f"the stored bytes of session {id_of(session)!r} cannot be read") from error
     ids = data[tail_at:]
     if len(ids) != size or not size or size % width:

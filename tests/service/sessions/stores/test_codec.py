@@ -72,3 +72,10 @@ def test_a_snapshot_round_trips() -> None:
     snapshot = Snapshot(2**40, 3, b"maker", b"\0\1\2")
     assert read_snapshot(write_snapshot(snapshot)) == snapshot
     assert read_snapshot(write_snapshot(snapshot)[:10]) is None
+
+
+def test_a_deeply_nested_identity_is_unreadable() -> None:
+    nested = b"[" * 60_000
+    head = codec._HEAD.pack(codec.FORMAT, 0, len(nested), 2, 1, codec.NO_STEP, b"", b"")
+    with pytest.raises(codec.Unreadable, match="cannot be read"):
+        codec.read("owner/name", bytes(codec._HEAD_AT) + head + nested + bytes(2), 10)
