@@ -26,7 +26,7 @@ LAGS, OWN, LENGTHS = 8, 20, 4
 REACH = 10
 PARTS = ("model", "next", "near", "before", "own")
 TENSORS = ("next.edges", "next.events", "next.counts", "near.edges", "near.events", "near.counts")
-MOST_ENTRIES = 1000
+MOST_ENTRIES = 200
 """The largest number of entries in the row of an event."""
 
 Weights = tuple[tuple[float, float, float, float, float], ...]

@@ -42,7 +42,7 @@ FAULTS: dict[str, dict[str, NDArray[Any]]] = {
     "near.edges does not cut": {"near_edges": EDGES[:-1]},
     "near.edges does not": {"near_edges": np.concatenate([EDGES[:-1], EDGES[-1:] + 1])},
     "near.edges does": {"near_edges": np.array([0, len(EVENTS), 0, *[len(EVENTS)] * (SIZE - 2)], np.uint32)},
-    "at most 1000 are allowed": {"near_edges": LONG, "near_events": np.arange(MOST_ENTRIES + 1, dtype=np.uint32)},
+    "at most 200 are allowed": {"near_edges": LONG, "near_events": np.arange(MOST_ENTRIES + 1, dtype=np.uint32)},
     "near.counts has": {"near_counts": COUNTS[:-1]},
     "near.events is not ascending": {"near_events": EVENTS[::-1].copy()},
     "and below 7": {"near_events": np.where(EVENTS.max() == EVENTS, SIZE, EVENTS).astype(np.uint32)},
