@@ -136,7 +136,7 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
     """Decodes a session with its latest `keep` tokens. Raises Unreadable."""
     if len(data) > _HEAD_AT and data[_HEAD_AT] != FORMAT:
         raise Unreadable(
-            f"session {id_of(session)!r} is written in format {data[_HEAD_AT]}, but this version reads format {FORMAT}"
+            f"session {id_of(session)!r} is not written in format {FORMAT}, which is the only one this version reads"
         )
     try:
         (revision,) = REVISION.unpack_from(data)

@@ -136,7 +136,8 @@ class MemoryStore:
             self._squeeze()
 
     def _unbuffer(self, session: str) -> bool:
-        """Like `flush`, even if the sessions are then over the budget. Returns whether the session was buffered."""
+        """Like `flush`, even if the sessions are then over the budget. Removes the session if it has expired. Returns
+        whether the session was buffered."""
         found = self._buffered.pop(session, None)
         if found is None:
             return False
@@ -149,6 +150,8 @@ class MemoryStore:
             last = LastStep(position - 1, of_tokens(tail.ids()[-1:].tolist()), None)
             before = before._replace(position=position, revision=before.revision + steps, last=last)
         self.sessions.put(before._replace(tail=tail, idle_s=idle_s))
+        if self.sessions.kind(session) is None:  # as its shard's most recent entry, it would be found late
+            self.sessions.forget(session)
         return True
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:

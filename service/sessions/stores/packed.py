@@ -63,10 +63,11 @@ class PackedSessions:
         shard = self._shards[hash(session) % SHARDS]
         before = shard.pop(session, None)
         if before is None:
-            self._counts[record.model] += 1
             self.used_bytes += entry_bytes(session, tail)
         else:
+            self._counts[self._packing.identity(before)[0]] -= 1
             self.used_bytes += tail + HEADER_BYTES - len(before)
+        self._counts[record.model] += 1
         shard[session] = self._packing.pack(record, self._clock() - record.idle_s)
 
     def get(self, session: str, durable: bool | None = None, snapshot: Snapshot | None = None) -> SessionRecord | None:

@@ -161,7 +161,7 @@ class RedisStore:
         self._moved += EMA_ALPHA * (moved - self._moved)
 
     def _remember(self, record: SessionRecord) -> None:
-        """Caches a session in place of its earlier record, if there is one. The time of its last use is now."""
+        """Caches a session in place of its earlier record, if there is one."""
         session, snapshots = record.session, self._snapshots
         if snapshots:
             snapshots.pop(session, None)
@@ -181,6 +181,7 @@ class RedisStore:
         return self._remembered.kind(session)
 
     async def touch(self, session: str) -> None:
+        self._remembered.touch(session)
         for key in self.keys(session):
             self.trips.tell("PEXPIRE", key, self._ttl_ms)
 

@@ -311,9 +311,13 @@ class RedisPipeline:
         self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        """Waits until Redis is reachable."""
+        """Waits until Redis is reachable, by new connections. The idle ones may lead to an earlier primary that now
+        refuses changes."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
+            idle, self._idle = self._idle, []
+            for connection in idle:
+                await connection.disconnect(nowait=True)
             if await self._greet():
                 break
         logger.warning("the session store is reachable")

@@ -18,7 +18,7 @@ from wane.service.runners.runner import HIDDEN, NEXT, Array
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.packed import entry_bytes
+from wane.service.sessions.stores.packed import SHARDS, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
 from wane.service.state.cache import CachedState, StateCache
 from wane.service.types import Mode, StepRequest
@@ -189,6 +189,24 @@ async def test_a_stepped_session_does_not_expire_before_its_write(bench: Bench) 
     ]
     assert await bench.store.count("m") == 1
     assert (await bench.record("a")).position == 4
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["buffered", "state dropped"])
+async def test_an_expired_buffered_session_is_removed_although_a_session_of_its_shard_is_in_use(
+    bench: Bench, dropped: bool
+) -> None:
+    other = next(name for name in map(str, range(10**6)) if hash(name) % SHARDS == hash("a") % SHARDS)
+    await bench.start("a")
+    bench.clock.now_s += TTL_S - 1
+    await bench.start(other)
+    bench.clock.now_s += 2
+    if dropped:
+        bench.cache.drop_idle(bench.clock() - TTL_S)
+    assert await bench.store.count("m") == 1
+    assert len(bench.store.sessions) == 1
+    assert await bench.store.get("a") is None
+    await bench.store.delete(other)
+    assert bench.store.sessions.used_bytes == 0
 
 
 async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from wane.service.sessions.record import TokenHistory
@@ -61,11 +63,15 @@ def test_invalid_bytes_are_unreadable(name: str) -> None:
         codec.read("s", invalid_records()[name], 300)
 
 
-def test_a_session_of_another_format_is_unreadable() -> None:
-    data = bytearray(codec.write(PLAIN))
-    data[12] = 1
-    with pytest.raises(codec.Unreadable, match="written in format 1, but this version reads format 2"):
-        codec.read("s", bytes(data), 300)
+IDENTITY = b'["m", "1", "auto", 2, ""]'
+FORMAT_1 = struct.pack(">QIHBQQq17p17p", 2**32, 0, 59 + len(IDENTITY), 1, 3, 1, 0, b"\5", b"") + IDENTITY + b"\0\0\5\0"
+"""A session as the earlier format had it: the length of the head stands where format 2 has its number."""
+
+
+@pytest.mark.parametrize("data", [FORMAT_1, codec.write(PLAIN)[:12] + b"\3" + codec.write(PLAIN)[13:]])
+def test_a_session_of_another_format_is_unreadable(data: bytes) -> None:
+    with pytest.raises(codec.Unreadable, match="not written in format 2, which is the only one this version reads"):
+        codec.read("s", data, 300)
 
 
 def test_a_snapshot_round_trips() -> None:

@@ -50,3 +50,12 @@ def test_an_expired_session_is_neither_returned_nor_counted() -> None:
     clock.now_s += 5
     assert [name for name in "abc" if remembered.get(name)] == ["c"]
     assert [remembered.count(model) for model in "mn"] == [1, 0]
+
+
+def test_a_session_that_was_created_again_with_another_model_counts_for_that_model() -> None:
+    remembered, _ = make()
+    remembered.put(record("a"))
+    remembered.put(record("a", "n"))
+    assert [remembered.count(model) for model in "mn"] == [0, 1]
+    remembered.forget("a")
+    assert [remembered.count(model) for model in "mn"] == [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError  # noqa: A004  (of redis)
 
-from tests.service.engine_harness import MakeHarness
+from tests.service.engine_harness import Clock, MakeHarness
 from tests.service.sessions.stores.append import append
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.proxy import proxy
-from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
+from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer, redis_server
 from wane.service.errors import Overloaded, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.record import TokenHistory
@@ -251,6 +252,18 @@ async def test_an_idle_session_expires_and_a_session_in_use_does_not(
     assert await store.get("s") is None
 
 
+async def test_a_touched_copy_lives_as_long_as_its_session(common: RedisServer, make_store: MakeStore) -> None:
+    clock = Clock()
+    store = await make_store(common.url, ttl_s=30_000.0, clock=clock)
+    await begin(store)
+    clock.now_s += 29_000
+    await store.touch("s")
+    clock.now_s += 29_000
+    assert store.get_cached("s") is not None
+    clock.now_s += 2_000
+    assert store.get_cached("s") is None
+
+
 async def until_gone(redis: Redis, key: str) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while await redis.exists(key):
@@ -378,6 +391,26 @@ async def test_a_cut_network_is_detected_and_then_commands_fail_immediately(
         assert await append(store, here, (7,), STEP)
 
 
+async def test_a_new_primary_is_used_although_the_earlier_one_keeps_its_connections(
+    server: RedisServer, tmp_path: Path, make_store: MakeStore
+) -> None:
+    with redis_server(tmp_path / "new") as new:
+        async with (
+            proxy(server.port) as between,
+            Redis.from_url(server.url) as earlier,
+            Redis.from_url(new.url) as primary,
+        ):
+            store = await make_store(f"redis://127.0.0.1:{between.port}/0")
+            await begin(store)
+            await earlier.replicaof("127.0.0.1", str(new.port))
+            between.target = new.port  # only new connections lead to the new primary
+            with pytest.raises(Unavailable):
+                await store.create(record("t"))
+            await until(lambda: store.standing.reachable)
+            assert await store.create(record("t"))
+            assert await primary.exists(store.keys("t")[0])
+
+
 async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(server.url, timeout_s=1.0)
     here = await begin(store)
@@ -438,7 +471,7 @@ async def test_a_session_written_by_another_version_is_not_changed(common: Redis
     async with Redis.from_url(common.url) as redis:
         key = store.keys("s")[0]
         await redis.setrange(key, 12, b"\x09")
-        with pytest.raises(Unavailable, match=r"format 9.*another version"):
+        with pytest.raises(Unavailable, match=r"not written in format 2.*another version"):
             await store.get("s")
 
 
