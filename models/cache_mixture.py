@@ -15,7 +15,8 @@ Kuhn and De Mori (1990), "A cache-based natural language model for speech recogn
 alone. A window and an uninterrupted run with the same last N tokens therefore add the same probabilities of the cache.
 
 A model of events may also have transition tables (`models/transitions.py`). This distribution is then mixed with
-theirs, and "the cache" below means both."""
+theirs, and "the cache" below means both.
+"""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class Table:
         return of, np.arange(len(of)) + (first - before)[of]
 
     def count_of(self, event: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the entries at pairs of an event and another, 0 where there is none: float64, of the arguments'
-        shape."""
+        """Returns the table's count of each pair of events, float64, of the arguments' shape. The count of a pair
+        without an entry is 0."""
         if not len(self._keys):
             return np.zeros(event.shape)
         keys = event * self._size + other

@@ -91,10 +91,10 @@ class LiveAccuracy:
         ]
 
     def judge(self, steps: Iterable[Step]) -> None:
-        """Counts committed steps."""
-        find, ranks = self._kept.get, self._ranks
+        """Counts committed steps. Drops the answer before each of them, so that it judges no later step."""
+        drop, ranks = self._kept.pop, self._ranks
         for session, position, token in steps:
-            kept = find(session)
+            kept = drop(session, None)
             if kept is not None and kept[0] == position:
                 listed = kept[1]
                 ranks[listed.index(token) + 1 if token in listed else 0] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.engine.live_accuracy import SNAPSHOTS, SPAN_S, LiveAccuracy, LiveCounts
+from wane.service.errors import UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.types import ANYBODY, Answer, Filter, History, Mode, PredictRequest, StepRequest
 
@@ -111,24 +113,49 @@ async def test_what_has_no_answer_before_it_is_not_judged(make_harness: MakeHarn
     assert counts(harness)["unjudged"] == 2
 
 
+async def lose_answer(harness: EngineHarness, token: int, position: int) -> None:
+    """Appends a token to session "a", up to `position`, by a step whose caller leaves before its answer."""
+    harness.runner.gate.clear()
+    harness.runner.busy.clear()
+    pending = harness.engine.submit(StepRequest("a", (token,), creator=ANYBODY))
+    await harness.runner.until_busy()
+    pending.cancel()
+    harness.runner.gate.set()
+    for _ in range(1000):
+        with suppress(UnknownSession):
+            if (await harness.engine.get_session("a")).position == position:
+                return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"the step to position {position} was not committed")
+
+
 async def test_an_answer_that_nobody_got_judges_nothing(make_harness: MakeHarness) -> None:
     harness = make_harness(live_accuracy=K)
     client = Client(harness)
     await client.step("a", [5], creator=ANYBODY)
     await client.step("a", [6])
-    harness.runner.gate.clear()
-    harness.runner.busy.clear()
-    pending = harness.engine.submit(StepRequest("a", (7,)))
-    await harness.runner.until_busy()
-    pending.cancel()
-    harness.runner.gate.set()
-    for _ in range(1000):
-        if (await harness.engine.get_session("a")).position == 3:
-            break
-        await asyncio.sleep(0.01)
+    await lose_answer(harness, 7, 3)
     assert counts(harness)["judged"] == 2  # the step was committed, and its token follows an answer
     await harness.engine.submit(StepRequest("a", (8,)))
     assert (counts(harness)["judged"], counts(harness)["unjudged"]) == (2, 1)
+
+
+@pytest.mark.parametrize("removed", ["rewound", "deleted"])
+async def test_an_answer_to_removed_tokens_judges_nothing(make_harness: MakeHarness, removed: str) -> None:
+    harness = make_harness(live_accuracy=K)
+    engine = harness.engine
+    tokens = (5, 6, 7) if removed == "rewound" else (5,)
+    for token in tokens:
+        await engine.submit(StepRequest("a", (token,), creator=ANYBODY))
+    if removed == "rewound":
+        await engine.rewind("a", len(tokens) - 1)
+    else:
+        await engine.delete_session("a")
+    await lose_answer(harness, 8, len(tokens))  # the session is at the position of the answer to the removed token
+    before = counts(harness)
+    await engine.submit(StepRequest("a", (9,)))
+    assert counts(harness)["judged"] == before["judged"]
+    assert counts(harness)["unjudged"] == before["unjudged"] + 1
 
 
 async def test_nothing_is_kept_without_the_setting(harness: EngineHarness) -> None:
