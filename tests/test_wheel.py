@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.service.live_server import TIMEOUT_S, LiveServer, environment
+from wane.models.bundle import Bundle
 from wane.service.api.routes.console import FOLDER
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,9 @@ SOURCES = (
 DELETED = "wane/service/deleted.py"
 """The path of a module that is only in the build folder, as if it had been deleted from the checkout after an earlier
 build."""
-MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
+BUNDLES = [Bundle.open(path.parent) for path in (ROOT / "models" / "bundles").glob("*/manifest.json")]
+MODELS = {bundle.manifest.name for bundle in BUNDLES} - {"gated-stable"}
+"""The models of the wheel. Benchmarks and research pages use gated-stable, too."""
 
 CONSOLE = [path for path in FOLDER.rglob("*") if path.is_file()]
 
@@ -173,6 +176,14 @@ def test_the_wheel_has_no_files_of_an_earlier_build(site: Path) -> None:
     files = installed(site)
     assert "wane/service/settings.py" in files
     assert DELETED not in files
+
+
+def test_the_wheel_has_one_model_of_each_family(site: Path) -> None:
+    names = {name.split("/")[3] for name in installed(site) if name.startswith("wane/models/bundles/")} - {"README.md"}
+    shipped = [bundle.manifest for bundle in BUNDLES if bundle.manifest.name in names]
+    assert names == MODELS
+    families = [(each.vocabulary.kind, *(layer.kind for layer in each.architecture.layers)) for each in shipped]
+    assert len(set(families)) == len(families)
 
 
 def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def _form(path: str, method: str, operation: Schema, examples: Sequence[object])
 
 
 def _curl(path: str, method: str, body: object) -> str:
-    address = f"http://127.0.0.1:8000{path.replace('{session}', 'demo').replace('{name}', 'gated-stable')}"
+    address = f"http://127.0.0.1:8000{path.replace('{session}', 'demo').replace('{name}', 'gated-stable-64')}"
     command = f"curl -X {method.upper()} {address} -H 'content-type: application/json' -d '{json.dumps(body)}'"
     return f"<pre>{escape(command)}</pre>"
 

@@ -31,9 +31,9 @@ def test_the_readmes_example_of_the_openai_package_runs(live: LiveServer) -> Non
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "openai" in block]
     block = re.sub(r"print\((.*)\)\n", r"import json; print(json.dumps(\1))\n", block)
-    assert run(here(block, live).replace("rnn-stable-64", "rnn-stable"))
+    assert run(here(block, live))
 
 
 def here(program: str, live: LiveServer) -> str:
     """Returns the program with the URL and the model of the test's server instead of the page's."""
-    return program.replace("http://127.0.0.1:8000", live.url).replace("gated-stable", "rnn-stable")
+    return program.replace("http://127.0.0.1:8000", live.url).replace("gated-stable-64", "rnn-stable")

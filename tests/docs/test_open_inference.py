@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "open_inference.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server(WANE_BUNDLES=str(ROOT / "models" / "bundles" / "gated-stable")) as server:
+    with live_server(WANE_BUNDLES=str(ROOT / "models" / "bundles" / "gated-stable-64")) as server:
         yield server
 
 

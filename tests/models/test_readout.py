@@ -4,11 +4,11 @@ rounding leaves between the states of two runs."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import onnxruntime
 import pytest
@@ -18,6 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import architecture, random_weights
 from tests.models.rounding import rounding
+from tests.models.serving import answers
+from tests.service.live_server import live_server
 from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle, CertificateError, verify_graphs
 from wane.models.certificate import certify
@@ -32,20 +34,13 @@ from wane.models.export.roles import build_graph
 from wane.models.manifest import StateError
 from wane.models.reference import Reference
 from wane.models.weights import encode_weights, tensor_extents
-from wane.service.engine.engine import Engine
-from wane.service.observability.metrics import Metrics
-from wane.service.registry import loader
-from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, PredictRequest
+from wane.service.types import Mode, PredictRequest
 
 PAST, HELD, LAST = 2, 3, 4
 HOLD = 1023
 TOKENS = (*(PAST,) * 60, *(HELD,) * HOLD, LAST)
 ROUNDING = 1e-6
 """The tolerance of an observed total variation, for the rounding of probabilities to float32."""
-
-Make = Callable[..., Engine]
 
 
 def vanishing(
@@ -95,21 +90,6 @@ def export(tmp_path: Path) -> Callable[..., Bundle]:
     return run
 
 
-def answers(bundle: Bundle, requests: list[PredictRequest]) -> list[Answer]:
-    """Returns the answers of an engine that serves the bundle."""
-    settings = Settings()
-
-    async def ask() -> list[Answer]:
-        store = MemoryStore(2048, settings.session_ttl_s, settings.session_budget_bytes)
-        engine = await loader.start(loader.open_graphs(bundle, settings), store, settings, Metrics())
-        try:
-            return [await engine.submit(request) for request in requests]
-        finally:
-            await engine.close()
-
-    return asyncio.run(ask())
-
-
 @pytest.mark.parametrize(("epsilon", "head"), [(1e-8, 4.0), (1e-10, 2.0)])
 def test_no_bound_is_passed_if_the_input_of_the_last_norm_vanishes(
     export: Callable[..., Bundle], epsilon: float, head: float
@@ -138,6 +118,46 @@ def test_no_bound_is_passed_if_the_input_of_the_last_norm_vanishes(
     for answer in found[2:4]:
         assert answer.error_bound is not None and answer.error_bound >= seen - ROUNDING
         assert answer.predictions[0].token_id == full or not answer.top1_proved
+
+
+def test_no_bound_is_passed_and_nothing_is_proved_falsely_over_http(export: Callable[..., Bundle]) -> None:
+    bundle = export(*vanishing(1e-8, 4.0))
+    both: dict[str, Any] = {"mode": "both", "window": HOLD + 1}
+    asked: list[dict[str, Any]] = [both, {"mode": "window", "window": HOLD + 1}, {"mode": "window", "window": 64}]
+    asked += [{"mode": "auto", "tolerance": 0.5}, {"tokens": TOKENS[-HOLD - 1 :], "truncated": True}]
+    asked += [{"mode": "recurrent", "tokens": TOKENS[-64:], "truncated": True}]
+    with live_server(WANE_BUNDLES=str(bundle.path)) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+
+        def ask(route: str, **fields: Any) -> dict[str, Any]:
+            response = http.post(route, json={"tokens": TOKENS, **fields})
+            assert response.status_code == 200, response.text
+            found: dict[str, Any] = response.json()
+            return found
+
+        def distribution(found: dict[str, Any]) -> NDArray[np.float64]:
+            values = {one["token_id"]: one["probability"] for one in found["predictions"]}
+            return np.array([values.get(token, 0.0) for token in range(11)])
+
+        def check(apart: float, found: dict[str, Any], same: bool) -> None:
+            assert apart <= found["error_bound"] + ROUNDING, found
+            assert same or not found["top1_proved"], found
+
+        exact = distribution(ask("/v1/predict", mode="recurrent", top_k=11))
+        seen, pairs = list[float](), list[dict[str, Any]]()
+        for prove in (False, True):
+            for fields in asked:
+                found = ask("/v1/predict", top_k=11, prove=prove, **fields)
+                shown = distribution(found)
+                seen.append(float(np.abs(shown - exact).sum() / 2))
+                check(seen[-1], found, bool(shown.argmax() == exact.argmax()))
+                if fields is both:
+                    pairs.append(found["agreement"])
+        compared = ask("/v1/compare", windows=[64, 512, HOLD + 1], repeat=1)["models"][0]["windows"]
+        pairs += [one["agreement"] for one in compared]
+        for pair in pairs:
+            check(pair["total_variation"], pair, pair["top1_match"])
+    assert len(pairs) == 5
+    assert max(seen[1::6]) > 1e-4, "rounding has no effect on this model, so this test checks nothing"
 
 
 def test_two_runs_stay_within_the_bound_of_their_states_and_of_hidden(export: Callable[..., Bundle]) -> None:

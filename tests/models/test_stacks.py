@@ -3,6 +3,7 @@ reach has the bits of the uninterrupted run, and no run leaves the bounds."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from tests.models.bundles import PROVENANCE, words_tokenizer
 from tests.models.random_models import random_weights
+from tests.models.serving import answers
 from wane.models.architecture import LARGEST_STATE, Architecture
 from wane.models.bundle import Bundle, verify_graphs
 from wane.models.certificate import certify
@@ -24,9 +26,13 @@ from wane.models.certificate.request import RequestBound
 from wane.models.certificate.rounding import of_finite
 from wane.models.export import export_bundle
 from wane.models.export.parity import OnnxGraphs
+from wane.models.manifest import Role
 from wane.models.networks import Network
 from wane.models.parity import compare_bits
 from wane.models.reference import Reference
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.runner import Feeds
+from wane.service.types import Mode, PredictRequest
 
 Fields = dict[str, Any]
 TOKENS = 11
@@ -193,6 +199,38 @@ def test_no_run_in_float32_is_further_from_exact_arithmetic_than_its_rounding(
         apart = np.linalg.norm(computed - hidden, axis=1)
         logits = computed @ exact.head.T.astype(np.float32) + weights["head.bias"] - exact.logits(hidden)
         assert np.all(apart + np.ptp(logits - (computed - hidden) @ exact.head.T, axis=1) <= limit)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_finite_model_whose_bits_differ_is_served_with_the_bound_of_its_rounding(
+    residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph `window` differs from `step` in the last bit, as if it added in another order."""
+    below = {"kind": "convolution", "units": 6, "kernel_size": 3, "dilation": 2, "channels": "full"}
+    bundle = exported(tmp_path, random_network(stack([below | {"activation": "tanh"}], residual), 3))
+    run = OnnxRunner.run
+
+    def in_another_order(runner: OnnxRunner, role: Role, feeds: Feeds) -> dict[str, Any]:
+        outputs = run(runner, role, feeds)
+        if role == "window":
+            outputs["hidden"] = np.nextafter(outputs["hidden"], np.float32(np.inf))
+        return outputs
+
+    tokens = tuple(np.random.default_rng(0).integers(TOKENS, size=30).tolist())
+    requests = [
+        PredictRequest(tokens, mode=Mode.WINDOW, window=8),
+        PredictRequest(tokens, mode=Mode.RECURRENT),
+        PredictRequest(tokens, mode=Mode.WINDOW, window=2),
+    ]
+    assert [each.error_bound for each in answers(bundle, requests)[:2]] == [0, 0]
+    monkeypatch.setattr(OnnxRunner, "run", in_another_order)
+    found = answers(bundle, requests)
+    limit, certificate = bundle.finite_rounding(), bundle.manifest.certificate
+    assert limit is not None and limit > 0
+    rounded = math.tanh(certificate.head_diameter * 2 * limit / 4)
+    assert [each.error_bound for each in found] == [pytest.approx(rounded), pytest.approx(rounded), 1.0]
+    assert residual or rounded < 0.01
+    assert not residual or not any(each.top1_proved for each in found)
 
 
 @settings(max_examples=5, deadline=None)

@@ -58,9 +58,9 @@ class CompletionBody(Body, kw_only=True):
     """Complete one or many prompts."""
 
     examples = (
-        {"model": "gated-stable", "prompt": HISTORY, "max_tokens": 8, "temperature": 0},
-        {"model": "gated-stable", "prompt": [HISTORY, "In 1990"], "n": 2, "max_tokens": 4, "seed": 7, "stop": ["."]},
-        {"model": "gated-stable", "prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1},
+        {"model": "gated-stable-64", "prompt": HISTORY, "max_tokens": 8, "temperature": 0},
+        {"model": "gated-stable-64", "prompt": [HISTORY, "In 1990"], "n": 2, "max_tokens": 4, "seed": 7, "stop": ["."]},
+        {"model": "gated-stable-64", "prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1},
     )
 
     rules: ClassVar = (
