@@ -185,18 +185,19 @@ class Engine:
         )
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
+        self.answer_builder = AnswerBuilder(
+            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
+        )
         places = TopPlaces(
             self.batcher,
             self.forward,
             vocabulary,
             cache,
+            self.answer_builder.turns,
             has_hiddens=HIDDENS in runner.outputs("scan"),
             start_tokens=len(manifest.start_tokens),
         )
         self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
-        self.answer_builder = AnswerBuilder(
-            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
-        )
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
         if shadow_runner is not None:
