@@ -38,7 +38,7 @@ from wane.service.chunked.layout import ThroughputProfile
 from wane.service.deadline import until
 from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
-from wane.service.engine.backlog import Backlog
+from wane.service.engine.backlog import LONG_S, Backlog, Share
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
@@ -592,6 +592,14 @@ class Engine:
         self._limits.preferences(request)
         if request.window is not None:
             self._limits.of_window(request.window)
+
+    def check_generations(self, requests: Sequence[GenerateRequest]) -> None:
+        """Checks the first of several requests like `check_generation`. They differ only in their tokens and samples.
+        Raises Overloaded if long requests among them would miss their deadline together."""
+        self.check_generation(requests[0])
+        long = [one_s for one in requests if (one_s := self.predictor.generation_seconds(one)) >= LONG_S]
+        if len(long) > 1:
+            self.backlog.check(Share(None, sum(long), requests[0].deadline))
 
     async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns a stream of tokens that ends with a `Finish`.

@@ -287,7 +287,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     bias = bias_of(body.logit_bias or {})  # all samples share its arrays, even without a bias
     await asyncio.sleep(0)
     wanted = [generation(body, bias, one, sample, until) for one in read for sample in range(samples)]
-    engine.check_generation(wanted[0])  # before the step, because an invalid request must not change its session
+    engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
         step = await stepped(request, engine, body, session, read[0])
