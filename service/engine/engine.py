@@ -44,7 +44,7 @@ from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
-from wane.service.engine.pending import Admission, Pending
+from wane.service.engine.pending import Admission, Pending, outcome_of
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow
@@ -510,15 +510,13 @@ class Engine:
                 if len(pending) % BEGUN_AT_ONCE == 0:
                     await asyncio.sleep(0)
             for index, one in pending:
-                try:
-                    results[index] = await one
-                except Exception as error:
-                    results[index] = error
-                else:
+                outcome = results[index] = await outcome_of(one)
+                if all_s and not isinstance(outcome, Exception):
                     done_s += expected[index]
-                    if all_s:
-                        share.progress(done_s / all_s)
-        return [result for result in results if result is not None]
+                    share.progress(done_s / all_s)
+        found = [result for result in results if result is not None]
+        results.clear()  # an error of a check has a traceback that holds this frame
+        return found
 
     async def score(self, request: ScoreRequest) -> Score:
         """Returns one log-probability for each token or skipped event of the request. It is None for a token that has

@@ -380,9 +380,13 @@ async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequen
     if len(wanted) == 1:
         return [await engine.submit(wanted[0])]
     answers: list[Answer] = []
-    for outcome in await engine.predict_many(wanted):
+    outcomes = await engine.predict_many(wanted)
+    for outcome in outcomes:
         if isinstance(outcome, Exception):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome, outcomes  # the traceback of the error holds this frame
         answers.append(outcome)
     return answers
 
