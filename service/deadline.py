@@ -27,8 +27,15 @@ class until:  # noqa: N801  (read as `async with until(deadline)`)
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timeout is not None:
-            try:
-                await self._timeout.__aexit__(kind, error, trace)
-            except TimeoutError:
-                raise DeadlineExceeded(self._why) from error
+        timeout, self._timeout = self._timeout, None
+        if timeout is None:
+            return
+        is_late = False
+        try:
+            await timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            is_late = True
+        finally:
+            del timeout  # it holds the task, whose error will hold this frame
+        if is_late:
+            raise DeadlineExceeded(self._why) from error

@@ -44,7 +44,7 @@ def spare_the_processors(environment: Mapping[str, str]) -> None:
 # The idle timeout of connections. It exceeds the usual idle timeout of proxies (60 s), so that the proxy, and not the
 # server, closes an idle connection.
 KEEP_ALIVE_S = 75
-GC_THRESHOLDS = (20_000, 10, 10)  # garbage collections can be rare, because requests create few reference cycles
+GC_THRESHOLDS = (2_000, 10, 10)  # a collection of many more objects would hold the event loop too long
 CLOSE_S = 5  # the time after the drain in which clients can read the rest of their responses
 END_S = 5  # the time after the server has stopped in which its threads can end
 

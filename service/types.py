@@ -285,6 +285,24 @@ class ScoreRequest:
             _at_least("top_k", self.top_k, 0)
 
 
+class Bias:
+    """The biases of tokens, which all samples of a request share. ids: int64 (n), distinct. values: float64 (n)."""
+
+    def __init__(self, given: Mapping[int, float]) -> None:
+        """`given` maps token ids to biases. Raises InvalidRequest for a bias that is out of range."""
+        self.ids = np.fromiter(given, np.int64, len(given))
+        self.values = np.fromiter(given.values(), np.float64, len(given))
+        self.added: NDArray[np.float64] | None = None
+        """What `Preferences` adds to the log-probability of each token of the vocabulary: float64 (V). None before the
+        first sample."""
+        for place in np.flatnonzero(~(abs(self.values) <= MAX_BIAS))[:1]:
+            raise InvalidRequest(
+                f"logit_bias of token {self.ids[place]} is {self.values[place]:g}, but must be a number from "
+                f"-{MAX_BIAS} to {MAX_BIAS}",
+                "logit_bias",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Generate up to `max_tokens` tokens that continue `tokens`, or the tokens of `session`. The session does not
@@ -317,7 +335,7 @@ class GenerateRequest:
     position: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Bias | None = None
     top_logprobs: int | None = None
     sample: int = 0
     unknown: tuple[str, ...] = ()
@@ -338,12 +356,6 @@ class GenerateRequest:
             _at_least("position", self.position, 0)
         _within("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _within("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        for token, value in (self.logit_bias or {}).items():
-            if not -MAX_BIAS <= value <= MAX_BIAS:
-                raise InvalidRequest(
-                    f"logit_bias of token {token} is {value}, but must be a number from -{MAX_BIAS} to {MAX_BIAS}",
-                    "logit_bias",
-                )
         if self.top_logprobs is not None:
             _at_least("top_logprobs", self.top_logprobs, 0)
         _at_least("max_tokens", self.max_tokens, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 from wane.models.vocabulary import Vocabulary
@@ -131,6 +130,8 @@ async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     except BaseException:
         await _cancelled(tasks)
         raise
+    finally:
+        tasks.clear()  # they hold the error, whose traceback holds this frame
 
 
 async def started(calls: Sequence[Callable[[], Awaitable[Generation]]]) -> list[Generation]:
@@ -166,21 +167,26 @@ async def merged(streams: Sequence[Generation]) -> AsyncGenerator[tuple[int, Gen
     left = len(streams)
     try:
         while left:
+            item: GeneratedToken | Finish | BaseException | None
             number, item = await queue.get()
             if isinstance(item, BaseException):
                 raise item
             left -= isinstance(item, Finish)
             yield number, item
     finally:
-        await _cancelled(tasks)
-        for stream in streams:
-            await stream.aclose()
+        item = None
+        try:
+            await _cancelled(tasks)
+        finally:
+            while not queue.empty():  # the traceback of an error in the queue holds the queue
+                queue.get_nowait()
+            for stream in streams:
+                await stream.aclose()
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[T]]) -> None:
     """Cancels the tasks, and waits until they have ended."""
     for task in tasks:
         task.cancel()
-    for task in tasks:
-        with suppress(BaseException):
-            await task
+    if tasks:
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -269,7 +269,7 @@ class AnswerBuilder:
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = self.compared(plan, recurrent, window)
+            pair = self.counted(self.apart(plan, recurrent, window))
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
                 Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k, plan.ranking), window.latency),
@@ -353,9 +353,8 @@ class AnswerBuilder:
         """Returns the `top_k` most probable tokens of a result, among the tokens that `ranking` may list."""
         return listed(ranking.largest(result, top_k), top_k, self._vocabulary)
 
-    def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """Like `apart`, but also counts the comparison in the statistics."""
-        pair = self.apart(plan, recurrent, window)
+    def counted(self, pair: Agreement) -> Agreement:
+        """Counts the result of `apart` in the statistics, and returns it."""
         self._stats.compared(pair, Source.BOTH)
         return pair
 

@@ -116,8 +116,8 @@ class Backlog:
             yield Share(None, seconds, deadline)
             return
         share = Share(self, seconds, deadline)
-        if self.shares:
-            self._check(share)
+        if any(one.takes_turns and one.deadline > self._clock() for one in self.shares):
+            self.check(share)
         self.shares.append(share)
         share.resume()
         try:
@@ -145,13 +145,11 @@ class Backlog:
         self.pace += EMA_ALPHA * (min(max(measured, FASTEST), SLOWEST) - self.pace)
         self._worked_s = self._turn_s = 0.0
 
-    def _check(self, new: Share) -> None:
+    def check(self, new: Share) -> None:
         """Raises Overloaded if the new request would miss its deadline, or would make an admitted request miss its
         deadline."""
         now = self._clock()
         shares = [share for share in self.shares if share.deadline > now]
-        if not any(share.takes_turns for share in shares):
-            return
         shares.sort(key=left_of)
         own_s, left_s = MARGIN * self.pace * new.left_s, new.deadline - now
         finish_s = MARGIN * self.pace * (new.left_s + sum([min(share.left_s, new.left_s) for share in shares]))

@@ -14,6 +14,7 @@ from wane.service.engine.forward import Forward, RunResult, sequence, tail
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import (
+    Agreement,
     ComparedMode,
     CompareRequest,
     Comparison,
@@ -22,6 +23,7 @@ from wane.service.types import (
     Mode,
     Percentiles,
     Phases,
+    Prediction,
     StateSource,
 )
 
@@ -89,18 +91,25 @@ async def compare(
     async def line(index: int, window: int | None) -> ComparedMode:
         plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, position, ranking, request.cache)
         own = await part(index, plan)
+        recurrent = None if window is None else await part(0, plan)
+
+        def read() -> tuple[tuple[Prediction, ...], Agreement | None]:
+            found = answer_builder.predictions(own.result, PREDICTIONS, ranking)
+            return found, None if recurrent is None else answer_builder.apart(plan, recurrent, own)
+
+        predictions, pair = await answer_builder.turns.run(len(own.result.network_logits), read)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
             state=StateSource.RESIDENT if window is None else StateSource.WINDOW,
-            predictions=answer_builder.predictions(own.result, PREDICTIONS, ranking),
+            predictions=predictions,
             latency=Phases(
                 queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
                 compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
                 total=_percentiles([latency.total_ms for latency in latencies[index]]),
             ),
             error_bound=None if own.bound is None else own.bound.variation,
-            agreement=None if window is None else answer_builder.compared(plan, await part(0, plan), own),
+            agreement=None if pair is None else answer_builder.counted(pair),
         )
 
     cache = answer_builder.cache if request.cache else None

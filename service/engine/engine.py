@@ -39,14 +39,14 @@ from wane.service.chunked.layout import ThroughputProfile
 from wane.service.deadline import until
 from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
-from wane.service.engine.backlog import Backlog
+from wane.service.engine.backlog import LONG_S, Backlog, Share
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import LiveAccuracy
-from wane.service.engine.pending import Admission, Pending
+from wane.service.engine.pending import Admission, Pending, outcome_of
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow
@@ -194,18 +194,19 @@ class Engine:
         if settings.live_accuracy:
             self._live = LiveAccuracy(settings.live_accuracy, pool.capacity, metrics, name, self.version)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
+        self.answer_builder = AnswerBuilder(
+            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
+        )
         places = TopPlaces(
             self.batcher,
             self.forward,
             vocabulary,
             cache,
+            self.answer_builder.turns,
             has_hiddens=HIDDENS in runner.outputs("scan"),
             start_tokens=len(manifest.start_tokens),
         )
         self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
-        self.answer_builder = AnswerBuilder(
-            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
-        )
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
         if shadow_runner is not None:
@@ -513,15 +514,13 @@ class Engine:
                 if len(pending) % BEGUN_AT_ONCE == 0:
                     await asyncio.sleep(0)
             for index, one in pending:
-                try:
-                    results[index] = await one
-                except Exception as error:
-                    results[index] = error
-                else:
+                outcome = results[index] = await outcome_of(one)
+                if all_s and not isinstance(outcome, Exception):
                     done_s += expected[index]
-                    if all_s:
-                        share.progress(done_s / all_s)
-        return [result for result in results if result is not None]
+                    share.progress(done_s / all_s)
+        found = [result for result in results if result is not None]
+        results.clear()  # an error of a check has a traceback that holds this frame
+        return found
 
     async def score(self, request: ScoreRequest) -> Score:
         """Returns one log-probability for each token or skipped event of the request. It is None for a token that has
@@ -595,6 +594,14 @@ class Engine:
         self._limits.preferences(request)
         if request.window is not None:
             self._limits.of_window(request.window)
+
+    def check_generations(self, requests: Sequence[GenerateRequest]) -> None:
+        """Checks the first of several requests like `check_generation`. They differ only in their tokens and samples.
+        Raises Overloaded if long requests among them would miss their deadline together."""
+        self.check_generation(requests[0])
+        long = [one_s for one in requests if (one_s := self.predictor.generation_seconds(one)) >= LONG_S]
+        if len(long) > 1:
+            self.backlog.check(Share(None, sum(long), requests[0].deadline))
 
     async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns a stream of tokens that ends with a `Finish`.

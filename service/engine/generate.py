@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,11 +19,11 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.turns import HEAVY_TOKENS, Turns
+from wane.service.batching.turns import Turns
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
-from wane.service.engine.logits import FORBID, Preferences, Sampler, log_softmax, most_probable
+from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
 from wane.service.types import (
     Finish,
     FinishReason,
@@ -31,6 +31,7 @@ from wane.service.types import (
     GenerateRequest,
     Identity,
     Mode,
+    Prediction,
     StateSource,
     id_of,
 )
@@ -248,43 +249,41 @@ async def generate(
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
     `RunResult.mix`. `turns`: the turns of all generations of the model."""
     preferences: Preferences | None = None
-    bias = dict(request.logit_bias or {})
     never_drawn = vocabulary.never_drawn(include_unknown=request.include_unknown)
-    bias.update(dict.fromkeys(never_drawn, FORBID))
-    if request.presence_penalty or request.frequency_penalty or bias:
-        preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
+    if request.presence_penalty or request.frequency_penalty or request.logit_bias is not None or never_drawn:
+        preferences = Preferences(vocabulary.size, request, never_drawn)
     sampler = Sampler(request, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
     result = await source.prompt()
     start = source.start
     recent = deque(start.history, maxlen=0 if cache is None else cache.length)
+
+    def draw(result: RunResult, position: int) -> tuple[RunResult, int, float, tuple[Prediction, ...] | None]:
+        mixed = result.mix(cache, list(recent), position)
+        logprobs = log_softmax(mixed.logits)
+        token, places = sampler.choose(logprobs), None
+        if request.top_logprobs is not None:
+            places = most_probable(logprobs, request.top_logprobs, token, vocabulary, never_drawn)
+        return mixed, token, float(logprobs[token]), places
+
     while True:
-        await turns.take(vocabulary.size)
         position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
         if source.window is not None:
             known = min(source.window, known)
-        if cache is not None:
-            result = result.mix(cache, list(recent), position)
+        result, token, logprob, places = await turns.run(vocabulary.size, partial(draw, result, position))
         found = bound(manifest.certificate, known, position, result.radius, result.norms)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
-        logprobs = log_softmax(result.logits)
-        if vocabulary.size < HEAVY_TOKENS:
-            token = sampler.choose(logprobs)
-        else:  # sorting releases the interpreter lock
-            token = await asyncio.to_thread(sampler.choose, logprobs)
         recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
         yield GeneratedToken(
             token_id=token,
             token=vocabulary.token(token),
             text=stream.push(token, final=is_last),
-            logprob=float(logprobs[token]),
+            logprob=logprob,
             bytes=vocabulary.partials[token],
-            predictions=None
-            if request.top_logprobs is None
-            else most_probable(logprobs, request.top_logprobs, token, vocabulary, never_drawn),
+            predictions=places,
         )
         share.progress(len(stream.tokens) / request.max_tokens)
         if is_last or stream.stopped:

@@ -74,22 +74,22 @@ class Limits:
                 f"top_logprobs is {request.top_logprobs}, but must be at most {self._settings.top_k_limit}",
                 "top_logprobs",
             )
-        bias = request.logit_bias or {}
-        for token in bias:
-            if not 0 <= token < self._size:
-                raise InvalidRequest(
-                    f"logit_bias contains the token {truncate_repr(token)}, but the vocabulary has {self._size} tokens "
-                    f"(0..{self._size - 1})",
-                    "logit_bias",
-                )
-        never_drawn = self._vocabulary.never_drawn(include_unknown=request.include_unknown)
-        if forced := [token for token, value in bias.items() if value >= FORCE and token in never_drawn]:
+        bias = request.logit_bias
+        if bias is None:
+            return
+        for token in bias.ids[(bias.ids < 0) | (bias.ids >= self._size)].tolist():
             raise InvalidRequest(
-                f"logit_bias forces the token {forced[0]}, {self._vocabulary.token(forced[0])!r}, which is never drawn",
+                f"logit_bias contains the token {truncate_repr(token)}, but the vocabulary has {self._size} tokens "
+                f"(0..{self._size - 1})",
                 "logit_bias",
             )
-        forbidden = {token for token, value in bias.items() if value <= FORBID} | never_drawn
-        if len(forbidden) == self._size:
+        never_drawn = self._vocabulary.never_drawn(include_unknown=request.include_unknown)
+        for token in never_drawn.intersection(bias.ids[bias.values >= FORCE].tolist()):
+            raise InvalidRequest(
+                f"logit_bias forces the token {token}, {self._vocabulary.token(token)!r}, which is never drawn",
+                "logit_bias",
+            )
+        if len(never_drawn.union(bias.ids[bias.values <= FORBID].tolist())) == self._size:
             raise InvalidRequest("logit_bias forbids every token of the vocabulary", "logit_bias")
 
     def windows(self, windows: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ does not change the probabilities of the listed tokens. They are those of the wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import compress
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from wane.models.vocabulary import Vocabulary
 from wane.service.engine.forward import RunResult
 from wane.service.runners.outputs import Largest
-from wane.service.types import NO_FILTER, Filter, GenerateRequest, Prediction
+from wane.service.types import NO_FILTER, Bias, Filter, GenerateRequest, Prediction
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -263,20 +263,21 @@ class Preferences:
     a bias of FORBID or less are never drawn.
     """
 
-    def __init__(self, size: int, bias: Mapping[int, float], presence: float, frequency: float) -> None:
-        """`size` is the number of tokens in the vocabulary. `bias` maps token ids to biases. It must not forbid every
-        token."""
-        self._presence = presence
-        self._frequency = frequency
+    def __init__(self, size: int, request: GenerateRequest, never_drawn: frozenset[int]) -> None:
+        """`size` is the number of tokens in the vocabulary. `request` has the bias and the penalties. Its bias and
+        `never_drawn`, tokens that are never drawn, must not forbid every token together."""
+        self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
         self._drawn: dict[int, int] = {}
-        tokens = np.fromiter(bias.keys(), np.int64, len(bias))
-        values = np.fromiter(bias.values(), np.float64, len(bias))
-        is_forced = values >= FORCE
-        self._bias = np.full(size, -np.inf if is_forced.any() else 0.0)
-        if is_forced.any():
-            self._bias[tokens[is_forced]] = 0.0
-        else:
-            self._bias[tokens] = np.where(values <= FORBID, -np.inf, values)
+        bias = request.logit_bias or Bias({})
+        if bias.added is None or len(bias.added) != size:
+            is_forced = bias.values >= FORCE
+            bias.added = np.full(size, -np.inf if is_forced.any() else 0.0)
+            if is_forced.any():
+                bias.added[bias.ids[is_forced]] = 0.0
+            else:
+                bias.added[bias.ids] = np.where(bias.values <= FORBID, -np.inf, bias.values)
+            bias.added[[*never_drawn]] = -np.inf
+        self._bias = bias.added
 
     def apply(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the values to draw from: float64 (V), -inf for a token that is never drawn."""

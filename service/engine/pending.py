@@ -102,6 +102,16 @@ class Pending(asyncio.Future[T]):
             self._timer = None
 
 
+async def outcome_of(pending: Pending[T]) -> T | Exception:
+    """Returns a request's result, or its error."""
+    try:
+        return await pending
+    except Exception as error:
+        return error
+    finally:
+        del pending  # it holds the error, whose traceback holds this frame
+
+
 class Admission:
     """Counts the requests of one engine, and refuses them after `close`. All methods must be called on the event loop's
     thread."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,6 +26,7 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
+from wane.service.batching.turns import Turns
 from wane.service.engine.forward import Forward, RunResult
 from wane.service.engine.logits import log_softmax, most_probable
 from wane.service.state.pool import ZERO
@@ -43,17 +45,20 @@ class TopPlaces:
         forward: Forward,
         vocabulary: Vocabulary,
         cache: CacheMixture | None,
+        turns: Turns,
         *,
         has_hiddens: bool,
         start_tokens: int,
     ) -> None:
-        """`cache` is the model's cache, if it has one. `has_hiddens` says whether the graph `scan` outputs
-        `hiddens`. `start_tokens` is the number of tokens that the model reads before a sequence."""
+        """`cache` is the model's cache, if it has one. `turns` limits the work in one turn of the event loop.
+        `has_hiddens` says whether the graph `scan` outputs `hiddens`. `start_tokens` is the number of tokens that the
+        model reads before a sequence."""
         self._start_tokens = start_tokens
         self._batcher = batcher
         self._forward = forward
         self._vocabulary = vocabulary
         self._cache = cache
+        self._turns = turns
         self.has_hiddens = has_hiddens
 
     async def find(
@@ -68,23 +73,28 @@ class TopPlaces:
         """Returns one list for each of the n tokens of `input_ids` that follow index `first`. `scored`: float64 (n),
         the log-probabilities of these tokens from the scoring run. `hiddens`: float32 (n, H), the output layer's inputs
         from which the scoring run predicted these tokens. If `hiddens` is None, the tokens run as steps."""
-        assert request.top_k is not None, "the score request has no top_k: this is a bug"
+        top_k = request.top_k
+        assert top_k is not None, "the score request has no top_k: this is a bug"
         cache = self._cache if request.cache else None
         omitted = self._vocabulary.never_drawn(include_unknown=request.include_unknown)
         starts = 0 if request.truncated else self._start_tokens  # the cache does not contain the start token
         lists: list[tuple[Prediction, ...]] = []
+
+        def predictions(result: RunResult, place: int) -> tuple[Prediction, ...]:
+            if cache is not None:
+                history = input_ids[max(starts, place - cache.length) : place]
+                result = result.mix(cache, history, place - starts + request.truncated)
+            token, logprob = int(input_ids[place]), scored.item(place - first - 1)
+            found = most_probable(log_softmax(result.logits), top_k, token, self._vocabulary, omitted)
+            return with_own(found, token, logprob)
+
         results = self._steps(input_ids, first, len(scored), ticket)
         if hiddens is not None and self.has_hiddens:
             results = self._heads(hiddens, ticket)
         async with aclosing(results):
             async for result in results:
                 place = first + len(lists) + 1
-                if cache is not None:
-                    history = input_ids[max(starts, place - cache.length) : place]
-                    result = result.mix(cache, history, place - starts + request.truncated)
-                token, logprob = int(input_ids[place]), scored.item(len(lists))
-                found = most_probable(log_softmax(result.logits), request.top_k, token, self._vocabulary, omitted)
-                lists.append(with_own(found, token, logprob))
+                lists.append(await self._turns.run(self._vocabulary.size, partial(predictions, result, place)))
         return lists
 
     async def _heads(self, hiddens: NDArray[np.float32], ticket: Ticket) -> AsyncGenerator[RunResult, None]:

@@ -211,7 +211,7 @@ def test_a_finite_model_whose_bits_differ_is_served_with_the_bound_of_its_roundi
     run = OnnxRunner.run
 
     def in_another_order(runner: OnnxRunner, role: Role, feeds: Feeds) -> dict[str, Any]:
-        outputs = run(runner, role, feeds)
+        outputs = dict(run(runner, role, feeds))
         if role == "window":
             outputs["hidden"] = np.nextafter(outputs["hidden"], np.float32(np.inf))
         return outputs

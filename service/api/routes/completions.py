@@ -46,6 +46,7 @@ from wane.service.errors import InvalidRequest, NotFound, SessionExists, Unknown
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
     Answer,
+    Bias,
     Finish,
     GenerateRequest,
     Score,
@@ -273,8 +274,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     until, total = deadline(request), 0
     read: list[EventTokens] = []
     for one in given:
-        if isinstance(one, str):
-            await asyncio.sleep(0)  # lets the event loop run other work between many short texts
+        await asyncio.sleep(0)  # lets the event loop run other work between many prompts
         if isinstance(one, str) and engine.vocabulary.kind == "events":
             engine.check_event_count(one.count("\n"))
             is_long = len(one) >= HEAVY_TOKENS
@@ -283,9 +283,11 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
             read.append(await tokens_of(engine, one, until))
         total += len(read[-1].tokens)
     of_completion(body, settings(request), total).check(settings(request))
-    bias = bias_of(body.logit_bias)
+    await asyncio.sleep(0)
+    bias = bias_of(body.logit_bias or {})  # all samples share its arrays, even without a bias
+    await asyncio.sleep(0)
     wanted = [generation(body, bias, one, sample, until) for one in read for sample in range(samples)]
-    engine.check_generation(wanted[0])  # before the step, because an invalid request must not change its session
+    engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
         step = await stepped(request, engine, body, session, read[0])
@@ -394,7 +396,7 @@ async def stepped(request: Request, engine: Engine, body: CompletionBody, sessio
 
 def generation(
     body: CompletionBody,
-    bias: dict[int, float] | None,
+    bias: Bias | None,
     given: EventTokens,
     sample: int,
     until: float | None,

@@ -7,14 +7,17 @@ log-probabilities of the given tokens, or both. An inference with a `sequence_id
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Path
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +25,7 @@ from wane.service.api import encode, signature, tensors
 from wane.service.api.deps import model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
-from wane.service.api.infer_call import InferCall, decoded_call, rows_of
+from wane.service.api.infer_call import ROWS_AT_ONCE, InferCall, decoded_call, rows_of
 from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.openapi import headers, json_body
 from wane.service.api.routes.repository import FAILURE
@@ -62,6 +65,7 @@ from wane.service.api.tensors import HEADER_LENGTH, Rows
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
+from wane.service.settings import Settings
 from wane.service.types import Answer, Filter, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
 
 Version = Annotated[str, Path(examples=["2"], description="the served version")]
@@ -242,7 +246,7 @@ async def _infer(request: Request, engine: Engine) -> Response:
             head["id"] = asked.body.id
         if unknown := [name for row in results.rows for name in row.unknown]:
             head["parameters"] = {"unknown": json.dumps(unknown, ensure_ascii=False)}
-        answer = await tensors.reply(head, asked.wanted, results.arrays(asked, settings(request)))
+        answer = await tensors.reply(head, asked.wanted, await results.arrays(asked, settings(request)))
     except BaseException:
         counted.fail.add(time.perf_counter() - started_s)
         raise
@@ -272,7 +276,7 @@ class InferResults:
         found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
-    def arrays(self, asked: InferCall, limits: Any) -> dict[str, Rows]:
+    async def arrays(self, asked: InferCall, limits: Settings) -> dict[str, Rows]:
         """Returns the values of the requested outputs, by name. Raises InvalidRequest if a row has no known event and
         the model predicts nothing before the first event."""
         answers, names = self.answers, asked.names
@@ -285,11 +289,13 @@ class InferResults:
         found: dict[str, Rows] = {}
         k = signature.listed(self.engine, limits)
         if TOP_IDS in names:
-            ids = [[one.token_id for one in answer.predictions[:k]] for answer in answers]
-            found[TOP_IDS] = np.array(ids, np.int64)
+            found[TOP_IDS] = await _each(
+                answers, lambda one: np.array([p.token_id for p in one.predictions[:k]], np.int64)
+            )
         if TOP_LOGPROBS in names:
-            logprobs = [[one.logprob for one in answer.predictions[:k]] for answer in answers]
-            found[TOP_LOGPROBS] = np.array(logprobs, np.float32)
+            found[TOP_LOGPROBS] = await _each(
+                answers, lambda one: np.array([p.logprob for p in one.predictions[:k]], np.float32)
+            )
         if LOGITS in names:
             found[LOGITS] = [answer.logits for answer in answers if answer.logits is not None]
         if ERROR_BOUND in names:
@@ -307,6 +313,7 @@ class InferResults:
             scored = np.full((len(self.rows), width), np.nan, np.float32)
             for index, one in enumerate(self.scores):
                 scored[index, : len(one.logprobs)] = one.logprobs  # None becomes NaN
+                await _turn(index)
             if not self.scores:
                 for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
                     skipped = np.array(row.skipped, np.intp)
@@ -314,6 +321,21 @@ class InferResults:
                     scored[index, places] = answer.token_logprobs or ()
             found[TOKEN_LOGPROBS] = scored
         return found
+
+
+async def _turn(index: int) -> None:
+    """Lets the event loop run other work after every ROWS_AT_ONCE rows. `index` is the index of the last row."""
+    if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
+        await asyncio.sleep(0)
+
+
+async def _each(answers: Sequence[Answer], row_of: Callable[[Answer], NDArray[Any]]) -> list[NDArray[Any]]:
+    """Returns the row of each answer."""
+    rows: list[NDArray[Any]] = []
+    for index, answer in enumerate(answers):
+        rows.append(row_of(answer))
+        await _turn(index)
+    return rows
 
 
 async def _answered(request: Request, engine: Engine, asked: InferCall) -> InferResults:
@@ -333,8 +355,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
     rows = await rows_of(engine, asked, limits, limits.max_batch_inputs)
     results = InferResults(engine, rows, time.perf_counter())
     if asked.is_predicted:
-        wanted = [_prediction(request, engine, asked, given) for given in rows]
-        results.answers = await _predicted(engine, wanted)
+        results.answers = await _predicted(engine, _predictions(request, engine, asked, rows))
         note_answer(request.scope, results.answers[0])
     if asked.is_scored:
         with until_hangup(request):
@@ -354,10 +375,12 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
     return results
 
 
-def _prediction(request: Request, engine: Engine, asked: InferCall, given: EventTokens) -> PredictRequest:
+def _predictions(
+    request: Request, engine: Engine, asked: InferCall, rows: Sequence[EventTokens]
+) -> list[PredictRequest]:
     parameters = asked.body.parameters
-    return PredictRequest(
-        tokens=given.tokens,
+    make = partial(
+        PredictRequest,
         mode=Mode.AUTO if parameters.mode is None else parameters.mode,
         window=parameters.window,
         tolerance=parameters.tolerance,
@@ -365,9 +388,9 @@ def _prediction(request: Request, engine: Engine, asked: InferCall, given: Event
         deadline=asked.deadline,
         truncated=bool(parameters.truncated),
         logits=LOGITS in asked.names,
-        unknown=given.unknown,
         filter=Filter(include_unknown=bool(parameters.include_unknown)),
     )
+    return [make(given.tokens, unknown=given.unknown) for given in rows]
 
 
 def _top_k(request: Request, engine: Engine, asked: InferCall) -> int:
@@ -380,9 +403,13 @@ async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequen
     if len(wanted) == 1:
         return [await engine.submit(wanted[0])]
     answers: list[Answer] = []
-    for outcome in await engine.predict_many(wanted):
+    outcomes = await engine.predict_many(wanted)
+    for outcome in outcomes:
         if isinstance(outcome, Exception):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome, outcomes  # the traceback of the error holds this frame
         answers.append(outcome)
     return answers
 

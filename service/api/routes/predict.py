@@ -79,24 +79,25 @@ async def _predict_many(
     request: Request, engine: Engine, body: PredictBody, inputs: Sequence[str | tuple[int, ...] | EventsBody]
 ) -> Batch:
     """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
-    filtered: Filter | InvalidRequest
+    filtered: Filter | Failed
     try:
         filtered = await filter_of(engine, body)
     except InvalidRequest as error:
-        filtered = error
+        filtered = Failed(failure_document(request.scope, error))
     wanted: list[PredictRequest] = []
-    refused: dict[int, Exception] = {}
+    refused: dict[int, Failed] = {}
     for index, given in enumerate(inputs):
         if not isinstance(given, tuple):
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts or lists of events
         try:
             sequence = EventInput(given.events, body.unknown) if isinstance(given, EventsBody) else given
             tokens = await tokens_of(engine, sequence, deadline(request))
-            if isinstance(filtered, InvalidRequest):
-                raise filtered
-            wanted.append(asked(request, body, tokens, filtered))
+            if isinstance(filtered, Failed):
+                refused[index] = filtered
+            else:
+                wanted.append(asked(request, body, tokens, filtered))
         except Exception as error:
-            refused[index] = error
+            refused[index] = Failed(failure_document(request.scope, error))
     answered = iter(await engine.predict_many(wanted))
     results: list[Answer | Failed] = []
     for index in range(len(inputs)):

@@ -30,6 +30,7 @@ from wane.service.types import (
     MAX_BIAS,
     MAX_PENALTY,
     MAX_STOPS,
+    Bias,
     Mode,
     says,
 )
@@ -49,17 +50,18 @@ LogitBias = Annotated[
 ]
 
 
-def bias_of(given: dict[str, float] | None) -> dict[int, float] | None:
-    """Returns the value of the field `logit_bias` with its keys as integers. Raises InvalidRequest for a key that is
-    not a token id."""
+def bias_of(given: dict[str, float] | None) -> Bias | None:
+    """Returns the value of the field `logit_bias`. Raises InvalidRequest for a key that is not a token id, and for a
+    bias that is out of range."""
     if given is None:
         return None
+    is_id = re.compile(ID_AS_TEXT).fullmatch
     for name in given:
-        if re.fullmatch(ID_AS_TEXT, name) is None:
+        if is_id(name) is None:
             raise InvalidRequest(
                 f"logit_bias has the name {truncate_repr(name)}, which is not a token id", "logit_bias"
             )
-    return {int(name): value for name, value in given.items()}
+    return Bias({int(name): value for name, value in given.items()})
 
 
 class GenerateBody(SequenceBody, kw_only=True):

@@ -41,7 +41,9 @@ async def test_a_cancelled_caller_does_not_stop_the_others() -> None:
     assert [task.cancelled() for task in tasks] == [False, True, False, False]
 
 
-@pytest.mark.parametrize(("tokens", "callers", "begun"), [(0, 256, 10**6), (TOKENS_A_TURN // 2, 4, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "callers", "begun"), [(0, 256, 10**6), (TOKENS_A_TURN // 2, 4, 1), (TOKENS_A_TURN, 256, 10**6)]
+)
 async def test_small_work_does_not_wait_behind_large_work(tokens: int, callers: int, begun: int) -> None:
     turns = Turns()
     large = [asyncio.create_task(turns.take(size)) for size in (begun, *[10**6] * callers)]

@@ -23,6 +23,7 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
 from wane.service.types import (
     Answer,
+    Bias,
     CompareRequest,
     Filter,
     Finish,
@@ -492,4 +493,4 @@ async def test_generation_never_draws_unk(make_harness: MakeHarness) -> None:
 async def test_a_bias_that_leaves_only_unk_is_refused(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=NAMES[:2]))
     with pytest.raises(InvalidRequest, match="logit_bias forbids every token"):
-        await harness.engine.generate(GenerateRequest((2,), logit_bias={0: -100, 2: -100, 3: -100}))
+        await harness.engine.generate(GenerateRequest((2,), logit_bias=Bias({0: -100, 2: -100, 3: -100})))

@@ -9,7 +9,7 @@ import pytest
 from tests.service.engine.test_generate import generate
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.errors import InvalidRequest, PositionConflict, UnknownSession
-from wane.service.types import GenerateRequest, History, Mode, StateSource, StepRequest
+from wane.service.types import Bias, GenerateRequest, History, Mode, StateSource, StepRequest
 
 EOS = 0
 TOKENS = (5, 6, 7, 8)
@@ -47,7 +47,7 @@ async def test_it_continues_the_session_and_does_not_change_it(harness: EngineHa
 
 async def test_it_is_that_of_the_same_tokens_without_a_session(harness: EngineHarness) -> None:
     await session(harness, *TOKENS)
-    for changes in ({"temperature": 1.0, "seed": 3}, {"logit_bias": {9: 100.0}}, {"frequency_penalty": 2.0}):
+    for changes in ({"temperature": 1.0, "seed": 3}, {"logit_bias": Bias({9: 100.0})}, {"frequency_penalty": 2.0}):
         _, here = await generate(harness, request(**changes))
         _, apart = await generate(harness, request(**changes, session=None, tokens=TOKENS))
         assert here.tokens == apart.tokens
@@ -106,7 +106,6 @@ async def test_an_unknown_session_is_refused(harness: EngineHarness) -> None:
         ("position", {"position": -1}),
         ("presence_penalty", {"presence_penalty": 2.5}),
         ("frequency_penalty", {"frequency_penalty": float("nan")}),
-        ("logit_bias", {"logit_bias": {5: 101.0}}),
         ("top_logprobs", {"top_logprobs": -1}),
     ],
     ids=str,
@@ -117,11 +116,18 @@ def test_an_invalid_request_names_its_field(field: str, changes: dict[str, Any])
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("value", [101.0, -100.5, float("nan")])
+def test_a_bias_out_of_range_is_refused(value: float) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^logit_bias of token 5 is {value:g}, ") as caught:
+        Bias({4: 100.0, 5: value})
+    assert caught.value.field == "logit_bias"
+
+
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("logit_bias", {"logit_bias": {9999: 1.0}}),
-        ("logit_bias", {"logit_bias": dict.fromkeys(range(258), -100.0)}),
+        ("logit_bias", {"logit_bias": Bias({9999: 1.0})}),
+        ("logit_bias", {"logit_bias": Bias(dict.fromkeys(range(258), -100.0))}),
         ("top_logprobs", {"top_logprobs": 101}),
     ],
     ids=str,

@@ -1,0 +1,79 @@
+"""Tests that requests leave no reference cycles. A cycle keeps all arrays of a request until the garbage collector
+runs, which then holds the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+
+import pytest
+
+from tests.service.engine_harness import EngineHarness, MakeHarness
+from wane.service.api.choices import merged, started
+from wane.service.engine.engine import Engine
+from wane.service.errors import WaneError
+from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest
+
+LONG = (7,) * 40
+
+
+async def generations(engine: Engine, deadline: float | None) -> None:
+    wanted = [GenerateRequest(LONG, max_tokens=4, deadline=deadline, sample=sample) for sample in range(4)]
+    begun = await started([lambda one=one: engine.generate(one) for one in wanted])  # type: ignore[misc]
+    async with aclosing(merged(begun)) as items:
+        async for _ in items:
+            pass
+
+
+async def predictions(engine: Engine, deadline: float | None) -> None:
+    assert await engine.predict_many([PredictRequest(LONG, Mode.RECURRENT, deadline=deadline)] * 4)
+
+
+ASKED: dict[str, Callable[[Engine, float | None], Awaitable[object]]] = {
+    "generations": generations,
+    "predictions": predictions,
+    "prediction": lambda engine, deadline: engine.submit(PredictRequest(LONG, Mode.BOTH, deadline=deadline)),
+    "score": lambda engine, deadline: engine.score(ScoreRequest(LONG, deadline=deadline)),
+    "listed": lambda engine, deadline: engine.score(ScoreRequest(LONG, top_k=3, deadline=deadline)),
+    "comparison": lambda engine, deadline: engine.compare(CompareRequest(LONG, (8, 16), 3, deadline)),
+}
+
+
+@pytest.mark.parametrize("end", ["succeeds", "late", "leaves", "fails"])
+@pytest.mark.parametrize("asked", ASKED)
+async def test_a_finished_request_leaves_no_reference_cycle(make_harness: MakeHarness, asked: str, end: str) -> None:
+    harness: EngineHarness = make_harness()
+    engine, runner, loop = harness.engine, harness.runner, asyncio.get_running_loop()
+
+    async def run() -> None:
+        if end in ("late", "leaves"):
+            runner.gate.clear()
+        runner.poison = 7 if end == "fails" else None
+        task = asyncio.ensure_future(ASKED[asked](engine, loop.time() + 0.05 if end == "late" else None))
+        if end == "leaves":
+            await runner.until_busy()
+            task.cancel()
+        if end in ("late", "leaves"):
+            loop.call_later(0.1, runner.gate.set)
+        with suppress(WaneError, asyncio.CancelledError):
+            await task
+        del task
+        runner.poison = None
+        await asyncio.sleep(0.15 if end in ("late", "leaves") else 0.02)
+
+    for _ in range(2):  # the first requests also create objects that later requests reuse
+        await run()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        await run()
+        gc.collect()
+        assert not Counter(type(one).__name__ for one in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
