@@ -13,17 +13,9 @@ from wane.service.engine.backlog import Share
 from wane.service.engine.forward import Forward, RunResult, sequence, tail
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import ZERO, StatePool
-from wane.service.types import (
-    ComparedMode,
-    CompareRequest,
-    Comparison,
-    Identity,
-    Latency,
-    Mode,
-    Percentiles,
-    Phases,
-    StateSource,
-)
+from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.request import CompareRequest, Latency
+from wane.service.types.text import ComparedMode, Comparison, Percentiles, Phases
 
 PREDICTIONS = 5
 

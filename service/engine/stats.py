@@ -17,7 +17,9 @@ from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
 from wane.service.observability.metrics import Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
-from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
+from wane.service.types.answer import Agreement, Answer
+from wane.service.types.common import Mode, ModelDocument
+from wane.service.types.request import Latency
 
 logger = logging.getLogger("wane.engine")
 

@@ -9,7 +9,8 @@ from functools import partial
 
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
-from wane.service.types import Answer, Owner, StepRequest, id_of
+from wane.service.types.answer import Answer
+from wane.service.types.request import Owner, StepRequest, id_of
 
 
 class StepCall(asyncio.Future[None]):
