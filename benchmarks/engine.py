@@ -49,7 +49,8 @@ from wane.service.server import spare_the_collector
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
-from wane.service.types import Mode, PredictRequest, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest, StepRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
 ROLES = ("step", "window")

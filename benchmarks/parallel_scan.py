@@ -68,7 +68,7 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import ZERO
-from wane.service.types import ScoreMethod, ScoreRequest
+from wane.service.types.request import ScoreMethod, ScoreRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
 THREADS = 2

@@ -43,7 +43,7 @@ from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, of_tokens
 from wane.service.settings import Settings
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 SHIPPED = Path("models/bundles/gated-stable")
 VOCABULARY = 2048

@@ -47,7 +47,8 @@ from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, Snapshot, Store
 from wane.service.settings import Settings
-from wane.service.types import Mode, PredictRequest, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest, StepRequest
 
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")

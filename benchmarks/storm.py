@@ -46,7 +46,9 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Append, LastStep
 from wane.service.settings import Settings
-from wane.service.types import Answer, StateSource, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import StateSource
+from wane.service.types.request import StepRequest
 
 matplotlib.use("Agg")
 

@@ -48,7 +48,9 @@ from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, PredictRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest
 
 BUNDLES = Path("models/bundles")
 SERVED = (("gated-stable-64", 64), ("gated-stable-128", 128))

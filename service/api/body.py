@@ -49,7 +49,7 @@ from wane.service.errors import (
 )
 from wane.service.net.connection import CONNECTION, Connection
 from wane.service.settings import Settings
-from wane.service.types import MAX_POSITION, NO_FILTER, Filter, is_session_id
+from wane.service.types.request import MAX_POSITION, NO_FILTER, Filter, is_session_id
 
 MOST_DIGITS = 1000
 """The largest number of digits of one number in a large body. Decoding time grows with the square of the number of

@@ -10,7 +10,8 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.api.schemas.completions import ChoiceDocument, LogprobsDocument
 from wane.service.engine.generate import TextPieces
 from wane.service.engine.stream import Stream
-from wane.service.types import Finish, FinishReason, GeneratedToken, Prediction, Score
+from wane.service.types.answer import Prediction
+from wane.service.types.text import Finish, FinishReason, GeneratedToken, Score
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, registry
 from wane.service.engine.engine import Engine
 from wane.service.settings import Settings
-from wane.service.types import Owner, name_within
+from wane.service.types.request import Owner, name_within
 
 
 def settings(request: HTTPConnection) -> Settings:

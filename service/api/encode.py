@@ -1,4 +1,4 @@
-"""Encodes results as JSON. The members of a result's JSON object are the fields of its class in `service/types.py`.
+"""Encodes results as JSON. The members of a result's JSON object are the fields of its class in `service/types/`.
 `reply` builds the response."""
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from wane.service.api.disconnect import has_left
 from wane.service.api.exchange import context
 from wane.service.engine.engine import Engine
 from wane.service.errors import Abandoned
-from wane.service.types import COLUMNS, SELDOM, Answer, Latency, ModelDocument, Result
+from wane.service.types.answer import COLUMNS, SELDOM, Answer
+from wane.service.types.common import ModelDocument, Result
+from wane.service.types.request import Latency
 
 VALUES_AT_ONCE = 16_384
 """The number of values of a long list that are encoded in one iteration of the event loop. The encoder holds the

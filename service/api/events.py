@@ -14,7 +14,7 @@ from wane.service.api.encode import event
 from wane.service.api.exchange import context, note_answer
 from wane.service.api.problem import failure_document
 from wane.service.engine.stream import Stream
-from wane.service.types import Finish, GeneratedToken, ScoredTokens, ScoreProgress, ScoreSummary
+from wane.service.types.text import Finish, GeneratedToken, ScoredTokens, ScoreProgress, ScoreSummary
 
 EVENTS: dict[type, str] = {
     GeneratedToken: "token",

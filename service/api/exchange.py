@@ -32,7 +32,9 @@ from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Parent, Traced, Tracing
 from wane.service.registry.registry import ModelRegistry
 from wane.service.registry.swap import Epochs
-from wane.service.types import ANYBODY, Answer, Finish, Owner
+from wane.service.types.answer import Answer
+from wane.service.types.request import ANYBODY, Owner
+from wane.service.types.text import Finish
 
 Envelope = Callable[[Scope, Exception], Response]
 """Converts an exception to a response in the format of the request path's protocol."""

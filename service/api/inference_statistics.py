@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from wane.service.api.schemas.inference import ModelStatisticsDocument, TimedDocument
 from wane.service.engine.engine import Engine
-from wane.service.types import Latency
+from wane.service.types.request import Latency
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from wane.service.api.faults import limit_of
 from wane.service.api.schemas.common import AT_LEAST, AT_MOST, OF_TOKENS, Body, anchored
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.settings import Settings
-from wane.service.types import REFERENCE, Failed, any_of
+from wane.service.types.answer import Failed
+from wane.service.types.common import REFERENCE, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}
 

@@ -14,7 +14,7 @@ from wane.service.api.exchange import registry
 from wane.service.api.schemas.inference import LARGEST_ID, InferParameters
 from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest, SessionExists, TokenizerChanged, UnknownSession, truncate_repr
-from wane.service.types import SESSION_RULE, id_of
+from wane.service.types.request import SESSION_RULE, id_of
 
 STARTS = 3
 """The number of attempts to start a sequence that other clients start at the same time."""

@@ -9,7 +9,7 @@ from hmac import compare_digest
 
 from wane.service.auth.keys import Key, digest
 from wane.service.errors import RateLimited, Unauthorized
-from wane.service.types import Owner
+from wane.service.types.request import Owner
 
 ROUNDING = 1e-9
 """A call that lacks fewer tokens than this is granted, because the shortage is a rounding error."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from wane.service.batching.batch import Row, Work
 from wane.service.observability.tracing import CURRENT, Traced
-from wane.service.types import Latency
+from wane.service.types.request import Latency
 
 
 class Ticket:

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict  # pydantic requires `typing_extensions.
 
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax
-from wane.service.types import Agreement
+from wane.service.types.answer import Agreement
 
 # Two float32 runs over the same tokens, in different batches or graphs, differ by rounding. The measured total
 # variations stay under 1e-6. A bound is violated only if it is exceeded by more than this constant.

@@ -23,7 +23,9 @@ from wane.service.engine.forward import Forward, Mixed, RunResult
 from wane.service.engine.logits import Ranking, Rankings, listed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.types import Agreement, Answer, Identity, Latency, Mode, ModeAnswer, Prediction, StateSource, id_of
+from wane.service.types.answer import Agreement, Answer, ModeAnswer, Prediction
+from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.request import Latency, id_of
 
 SMALL_ENOUGH = 1e-3
 """If the margin proof succeeds and the bound on the total variation is at most this value, the gradient proof is not

@@ -13,19 +13,10 @@ from wane.service.engine.backlog import Share
 from wane.service.engine.forward import Forward, RunResult, sequence, tail
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import ZERO, StatePool
-from wane.service.types import (
-    Agreement,
-    ComparedMode,
-    CompareRequest,
-    Comparison,
-    Identity,
-    Latency,
-    Mode,
-    Percentiles,
-    Phases,
-    Prediction,
-    StateSource,
-)
+from wane.service.types.answer import Agreement, Prediction
+from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.request import CompareRequest, Latency
+from wane.service.types.text import ComparedMode, Comparison, Percentiles, Phases
 
 PREDICTIONS = 5
 

@@ -69,29 +69,19 @@ from wane.service.sessions.stores.codec import model_fingerprint
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 from wane.service.state.cache import StateCache
-from wane.service.types import (
+from wane.service.types.answer import Answer, NewSession, Prediction, SessionState, SessionView
+from wane.service.types.common import Identity, Mode
+from wane.service.types.request import (
     ANYBODY,
-    Answer,
     CompareRequest,
-    Comparison,
-    Finish,
-    GeneratedToken,
     GenerateRequest,
     History,
-    Identity,
-    Mode,
-    NewSession,
     Owner,
-    Prediction,
     PredictRequest,
-    Score,
-    ScoredTokens,
     ScoreRequest,
-    ScoreSummary,
-    SessionState,
-    SessionView,
     StepRequest,
 )
+from wane.service.types.text import Comparison, Finish, GeneratedToken, Score, ScoredTokens, ScoreSummary
 
 ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded on the event loop's thread
 

@@ -12,7 +12,7 @@ from wane.models.manifest import Manifest, Unknown
 from wane.models.vocabulary import UNK, Vocabulary
 from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.settings import Settings
-from wane.service.types import Filter
+from wane.service.types.request import Filter
 
 TEXTS = ("prompt",)
 """Fields that hold a text with one event name in each line. Their routes have no field `unknown`."""

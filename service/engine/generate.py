@@ -24,17 +24,10 @@ from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
-from wane.service.types import (
-    Finish,
-    FinishReason,
-    GeneratedToken,
-    GenerateRequest,
-    Identity,
-    Mode,
-    Prediction,
-    StateSource,
-    id_of,
-)
+from wane.service.types.answer import Prediction
+from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.request import GenerateRequest, id_of
+from wane.service.types.text import Finish, FinishReason, GeneratedToken
 
 NOTHING_TO_CONTINUE = (
     "there is nothing to continue: the model starts from the zero state, and predicts nothing before the first event"

@@ -10,7 +10,7 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.engine.logits import FORBID, FORCE
 from wane.service.errors import InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
-from wane.service.types import GenerateRequest
+from wane.service.types.request import GenerateRequest
 
 
 class Limits:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.observability.metrics import Metrics
-from wane.service.types import Answer
+from wane.service.types.answer import Answer
 
 SPAN_S = 600
 """The length of the sliding window in seconds."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from wane.models.vocabulary import Vocabulary
 from wane.service.engine.forward import RunResult
 from wane.service.runners.outputs import Largest
-from wane.service.types import NO_FILTER, Bias, Filter, GenerateRequest, Prediction
+from wane.service.types.answer import Prediction
+from wane.service.types.request import NO_FILTER, Bias, Filter, GenerateRequest
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

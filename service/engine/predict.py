@@ -22,16 +22,10 @@ from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentS
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import StatePool
-from wane.service.types import (
-    Answer,
-    Finish,
-    GeneratedToken,
-    GenerateRequest,
-    Identity,
-    Mode,
-    PredictRequest,
-    StateSource,
-)
+from wane.service.types.answer import Answer
+from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.request import GenerateRequest, PredictRequest
+from wane.service.types.text import Finish, GeneratedToken
 
 
 class Predictor:

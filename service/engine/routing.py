@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from wane.models.manifest import Certificate
 from wane.service.engine.bounds import expected, meets, smallest_window
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # faster than looking up the enum member on each use
 

@@ -41,16 +41,10 @@ from wane.service.engine.backlog import Share
 from wane.service.engine.forward import sequence
 from wane.service.engine.top_places import TopPlaces
 from wane.service.state.pool import ZERO, StatePool
-from wane.service.types import (
-    Identity,
-    Prediction,
-    ScoredTokens,
-    ScoreMethod,
-    ScoreProgress,
-    ScoreRequest,
-    ScoreSummary,
-    StateSource,
-)
+from wane.service.types.answer import Prediction
+from wane.service.types.common import Identity, StateSource
+from wane.service.types.request import ScoreMethod, ScoreRequest
+from wane.service.types.text import ScoredTokens, ScoreProgress, ScoreSummary
 
 RESIDUAL = 1e-5
 """If the request has no tolerance, the two states at a joint may differ by at most this amount in each unit."""

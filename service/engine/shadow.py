@@ -28,7 +28,9 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.forward import RunResult, tail
 from wane.service.engine.stats import Stats
 from wane.service.runners.runner import HIDDEN, NEXT, NORMS, RADIUS, Runner
-from wane.service.types import Agreement, Latency, Mode
+from wane.service.types.answer import Agreement
+from wane.service.types.common import Mode
+from wane.service.types.request import Latency
 
 logger = logging.getLogger("wane.engine")
 

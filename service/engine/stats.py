@@ -18,7 +18,9 @@ from wane.service.engine.agreement import AgreementBySource, AgreementStatistics
 from wane.service.engine.live_accuracy import LiveReport
 from wane.service.observability.metrics import Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
-from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
+from wane.service.types.answer import Agreement, Answer
+from wane.service.types.common import Mode, ModelDocument
+from wane.service.types.request import Latency
 
 logger = logging.getLogger("wane.engine")
 

@@ -32,20 +32,9 @@ from wane.service.sessions.sessions import Commit, Sessions, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord, is_first
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
-from wane.service.types import (
-    NO_FILTER,
-    Answer,
-    Filter,
-    GenerateRequest,
-    Identity,
-    Mode,
-    PredictRequest,
-    SessionState,
-    SessionView,
-    StateSource,
-    StepRequest,
-    id_of,
-)
+from wane.service.types.answer import Answer, SessionState, SessionView
+from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, PredictRequest, StepRequest, id_of
 
 RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
 NO_TOKENS = np.empty(0, np.int64)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
-from wane.service.types import Answer, StepRequest, id_of
+from wane.service.types.answer import Answer
+from wane.service.types.request import StepRequest, id_of
 
 BEGUN_AT_ONCE = 32  # the number of sessions whose steps begin in one iteration of the event loop
 

@@ -30,7 +30,8 @@ from wane.service.batching.turns import Turns
 from wane.service.engine.forward import Forward, RunResult
 from wane.service.engine.logits import log_softmax, most_probable
 from wane.service.state.pool import ZERO
-from wane.service.types import Prediction, ScoreRequest
+from wane.service.types.answer import Prediction
+from wane.service.types.request import ScoreRequest
 
 SLICE = 32
 """Largest number of positions whose runs of `head` are submitted together."""

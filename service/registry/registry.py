@@ -40,7 +40,8 @@ from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store, StoreHealth, UnsavedSessions
 from wane.service.settings import Settings
-from wane.service.types import Condition, id_of
+from wane.service.types.common import Condition
+from wane.service.types.request import id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,8 @@ class ModelRegistry:
             await self.wait_for(name, deadline)
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> Engine:
-        """Returns the engine of a session. `session` is the session's internal name (see `types.py`). Waits while the
-        session's model is loading.
+        """Returns the engine of a session. `session` is the session's internal name (see `types/request.py`). Waits
+        while the session's model is loading.
 
         Raises UnknownSession and DeadlineExceeded. Raises InvalidRequest if `model` is not the session's model. Raises
         TokenizerChanged if the session's tokens are from a tokenizer that is not loaded. Raises Unavailable if the

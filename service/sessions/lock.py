@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from wane.service.errors import Overloaded
-from wane.service.types import id_of
+from wane.service.types.request import id_of
 
 MOST_WAITERS = 64  # largest number of requests that wait for one session; the batcher's queue limit does not count them
 

@@ -44,7 +44,8 @@ from wane.service.sessions.stores.store import (
 )
 from wane.service.state.cache import CachedState, StateCache
 from wane.service.state.pool import START
-from wane.service.types import ANYBODY, History, Mode, Owner, StepRequest, id_of, name_within
+from wane.service.types.common import Mode
+from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_of, name_within
 
 ID_BYTES = 16
 

@@ -26,7 +26,7 @@ from tests.service.engine_harness import Clock, EngineHarness
 from wane.service.app import ROUTES
 from wane.service.server import CLOSE_S
 from wane.service.settings import Settings
-from wane.service.types import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]

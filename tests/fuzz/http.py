@@ -31,7 +31,7 @@ from tests.service.live_server import LiveServer, live_server
 from tests.service.versions import make_eventful, put
 from wane.service.api.schemas.inference import InferBody
 from wane.service.auth.guard import OPEN
-from wane.service.types import is_session_id
+from wane.service.types.request import is_session_id
 
 Case = schemathesis.Case[Any]
 

@@ -10,7 +10,8 @@ from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import Answer, PredictRequest
+from wane.service.types.answer import Answer
+from wane.service.types.request import PredictRequest
 
 
 def answers(bundle: Bundle, requests: Sequence[PredictRequest]) -> list[Answer]:

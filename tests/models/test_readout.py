@@ -34,7 +34,8 @@ from wane.models.export.roles import build_graph
 from wane.models.manifest import StateError
 from wane.models.reference import Reference
 from wane.models.weights import encode_weights, tensor_extents
-from wane.service.types import Mode, PredictRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest
 
 PAST, HELD, LAST = 2, 3, 4
 HOLD = 1023

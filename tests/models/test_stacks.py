@@ -32,7 +32,8 @@ from wane.models.parity import compare_bits
 from wane.models.reference import Reference
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.runner import Feeds
-from wane.service.types import Mode, PredictRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest
 
 Fields = dict[str, Any]
 TOKENS = 11

@@ -33,7 +33,7 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Append, Appended, Store
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
-from wane.service.types import Answer
+from wane.service.types.answer import Answer
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate", "cache", "start", "unknown")

@@ -20,7 +20,8 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.pending import Pending
 from wane.service.errors import WaneError
 from wane.service.settings import Settings
-from wane.service.types import ANYBODY, Answer, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.request import ANYBODY, StepRequest
 
 TIMEOUT_S = Settings().request_timeout_ms / 1000
 """The timeout of every step."""

@@ -21,38 +21,33 @@ from wane.service.registry.registry import IndexEntry
 from wane.service.registry.swap import Epochs
 from wane.service.sessions.stores.store import StoreHealth
 from wane.service.settings import Settings
-from wane.service.types import (
+from wane.service.types.answer import Agreement, Answer, ModeAnswer, NewSession, Prediction, SessionState, SessionView
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import (
     ANYBODY,
-    Agreement,
-    Answer,
-    ComparedMode,
     CompareRequest,
+    GenerateRequest,
+    History,
+    Latency,
+    Owner,
+    PredictRequest,
+    ScoreRequest,
+    StepRequest,
+    id_of,
+    name_within,
+)
+from wane.service.types.text import (
+    ComparedMode,
     Comparison,
     Finish,
     FinishReason,
     GeneratedToken,
-    GenerateRequest,
-    History,
-    Latency,
-    Mode,
-    ModeAnswer,
-    NewSession,
-    Owner,
     Percentiles,
     Phases,
-    Prediction,
-    PredictRequest,
     Score,
     ScoredTokens,
     ScoreProgress,
-    ScoreRequest,
     ScoreSummary,
-    SessionState,
-    SessionView,
-    StateSource,
-    StepRequest,
-    id_of,
-    name_within,
 )
 
 VOCABULARY = byte_vocabulary()

@@ -16,7 +16,7 @@ from wane.service.engine.engine import Engine
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
-from wane.service.types import StepRequest
+from wane.service.types.request import StepRequest
 
 PREDICT = "/v1/predict"
 STEP = "/v1/sessions/a/tokens"

@@ -20,7 +20,9 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.types import ANYBODY, Filter, Mode, NewSession, StepRequest
+from wane.service.types.answer import NewSession
+from wane.service.types.common import Mode
+from wane.service.types.request import ANYBODY, Filter, StepRequest
 
 EOS = 0
 MakeReplica = Callable[..., Awaitable[EngineHarness]]

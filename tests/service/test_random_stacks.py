@@ -26,7 +26,9 @@ from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, PredictRequest, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest, StepRequest
 
 pytestmark = pytest.mark.train
 

@@ -6,7 +6,8 @@ from math import inf, nan
 import pytest
 
 from wane.service.errors import InvalidRequest
-from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 
 SOME = (1, 2)
 

@@ -43,17 +43,9 @@ from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, NotFound, SessionExists, UnknownSession
-from wane.service.types import (
-    MAX_KEY_CHARACTERS,
-    Answer,
-    Bias,
-    Finish,
-    GenerateRequest,
-    Score,
-    ScoreRequest,
-    StepRequest,
-    id_of,
-)
+from wane.service.types.answer import Answer
+from wane.service.types.request import MAX_KEY_CHARACTERS, Bias, GenerateRequest, ScoreRequest, StepRequest, id_of
+from wane.service.types.text import Finish, Score
 
 IDEMPOTENCY_KEY = "idempotency-key"
 FIELDS = {"input": "prompt", "tokens": "prompt", "top_logprobs": "logprobs"}

@@ -19,7 +19,9 @@ from wane.service.api.exchange import note_answer
 from wane.service.api.openapi import answers, json_body
 from wane.service.api.schemas.generate import GenerateBody, bias_of
 from wane.service.engine.stream import Stream
-from wane.service.types import Finish, Generated, GeneratedToken, GenerateRequest, Prediction
+from wane.service.types.answer import Prediction
+from wane.service.types.request import GenerateRequest
+from wane.service.types.text import Finish, Generated, GeneratedToken
 
 router = APIRouter(tags=["generate"])
 

@@ -66,7 +66,10 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
 from wane.service.settings import Settings
-from wane.service.types import Answer, Filter, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import Filter, Latency, PredictRequest, ScoreRequest, StepRequest
+from wane.service.types.text import Score
 
 Version = Annotated[str, Path(examples=["2"], description="the served version")]
 

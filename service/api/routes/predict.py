@@ -22,16 +22,9 @@ from wane.service.api.schemas.predict import EventsBody, PredictBody
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest
-from wane.service.types import (
-    Answer,
-    Batch,
-    CompareRequest,
-    Comparison,
-    Comparisons,
-    Failed,
-    Filter,
-    PredictRequest,
-)
+from wane.service.types.answer import Answer, Batch, Failed
+from wane.service.types.request import CompareRequest, Filter, PredictRequest
+from wane.service.types.text import Comparison, Comparisons
 
 router = APIRouter(tags=["predict"])
 

@@ -14,7 +14,8 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.openapi import answers, json_body
 from wane.service.api.schemas.score import ScoreBody
-from wane.service.types import Score, ScoreRequest
+from wane.service.types.request import ScoreRequest
+from wane.service.types.text import Score
 
 router = APIRouter(tags=["predict"])
 

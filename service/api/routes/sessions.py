@@ -49,21 +49,8 @@ from wane.service.engine.steps.rows import StepRow
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.registry.registry import other_model
 from wane.service.sessions.stores.store import DamagedSession
-from wane.service.types import (
-    MAX_KEY_CHARACTERS,
-    SESSION_ID,
-    SLASH,
-    Answer,
-    Answers,
-    Failed,
-    History,
-    NewSession,
-    Owner,
-    SessionView,
-    StepColumns,
-    StepRequest,
-    name_within,
-)
+from wane.service.types.answer import Answer, Answers, Failed, NewSession, SessionView, StepColumns
+from wane.service.types.request import MAX_KEY_CHARACTERS, SESSION_ID, SLASH, History, Owner, StepRequest, name_within
 
 # This pattern is only for the OpenAPI description. `name_within` rejects an invalid id, because a rejection by the
 # framework would not be a problem document.

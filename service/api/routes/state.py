@@ -11,7 +11,7 @@ from wane.service.api.deps import deadline, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.openapi import answers
 from wane.service.api.routes.sessions import SessionId
-from wane.service.types import SessionState
+from wane.service.types.answer import SessionState
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 

@@ -57,7 +57,8 @@ from wane.service.errors import (
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
-from wane.service.types import Answer, PredictRequest
+from wane.service.types.answer import Answer
+from wane.service.types.request import PredictRequest
 
 NORMAL = 1000
 DISCONNECTED = 1006

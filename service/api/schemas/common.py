@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct
 
 from wane.models.manifest import Unknown
-from wane.service.types import MAX_KEY_CHARACTERS, MAX_STOP_CHARACTERS, SESSION_ID, Mode, ScoreMethod, says
+from wane.service.types.common import Mode, says
+from wane.service.types.request import MAX_KEY_CHARACTERS, MAX_STOP_CHARACTERS, SESSION_ID, ScoreMethod
 
 HISTORY = "The game was released on"
 

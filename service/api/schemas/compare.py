@@ -17,7 +17,8 @@ from wane.service.api.schemas.common import (
     at_most,
     keywords,
 )
-from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, says
+from wane.service.types.common import says
+from wane.service.types.request import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT
 
 
 class CompareBody(SequenceBody, kw_only=True):

@@ -21,7 +21,8 @@ from wane.service.api.schemas.common import (
     keywords,
 )
 from wane.service.api.schemas.generate import LogitBias, Penalty
-from wane.service.types import MAX_STOPS, says
+from wane.service.types.common import says
+from wane.service.types.request import MAX_STOPS
 
 MAX_TOKENS = 16
 """The default of `max_tokens`."""

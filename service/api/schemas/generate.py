@@ -24,16 +24,8 @@ from wane.service.api.schemas.common import (
     modes,
 )
 from wane.service.errors import InvalidRequest, truncate_repr
-from wane.service.types import (
-    GENERATED_MODES,
-    GENERATED_WINDOW_MODES,
-    MAX_BIAS,
-    MAX_PENALTY,
-    MAX_STOPS,
-    Bias,
-    Mode,
-    says,
-)
+from wane.service.types.common import Mode, says
+from wane.service.types.request import GENERATED_MODES, GENERATED_WINDOW_MODES, MAX_BIAS, MAX_PENALTY, MAX_STOPS, Bias
 
 ID_AS_TEXT = "0|[1-9][0-9]{0,9}"
 """The pattern of a token id as text."""

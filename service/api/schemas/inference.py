@@ -16,7 +16,7 @@ from wane.service.api.schemas.common import (
     Window,
     keywords,
 )
-from wane.service.types import Mode, says
+from wane.service.types.common import Mode, says
 
 LARGEST_ID = 2**64 - 1
 CONTENT_TYPE = {"type": ["string", "null"], "description": "ignored"}

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict  # pydantic requires this TypedDict befo
 from wane.models.manifest import Certificate, Contraction, Quality, Readout, Rounding, Start, Unknown, VocabularyInfo
 from wane.service.api.schemas.common import Body
 from wane.service.batching.cost_model import Costs
-from wane.service.types import Condition, says
+from wane.service.types.common import Condition, says
 
 
 class IndexBody(Body, kw_only=True):

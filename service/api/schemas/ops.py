@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
-from wane.service.types import ModelDocument
+from wane.service.types.common import ModelDocument
 
 
 class LivenessDocument(TypedDict):

@@ -25,12 +25,8 @@ from wane.service.api.schemas.common import (
     absent,
     at_most,
 )
-from wane.service.types import (
-    TOLERANCE_MODES,
-    WINDOW_MODES,
-    Mode,
-    says,
-)
+from wane.service.types.common import Mode, says
+from wane.service.types.request import TOLERANCE_MODES, WINDOW_MODES
 
 
 class EventsBody(Body, kw_only=True):

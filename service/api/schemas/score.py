@@ -18,7 +18,8 @@ from wane.service.api.schemas.common import (
     Truncated,
     at_most,
 )
-from wane.service.types import ScoreMethod, says
+from wane.service.types.common import says
+from wane.service.types.request import ScoreMethod
 
 
 class ScoreBody(SequenceBody, kw_only=True):

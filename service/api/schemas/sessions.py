@@ -28,7 +28,8 @@ from wane.service.api.schemas.common import (
     at_most,
     present,
 )
-from wane.service.types import MAX_POSITION, Mode, says
+from wane.service.types.common import Mode, says
+from wane.service.types.request import MAX_POSITION
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
 """The JSON schema rule of a body that continues a history. The body's `position` is at least 1."""

@@ -7,7 +7,7 @@ from typing import Annotated
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import HISTORY, Body, Model, TokenId, at_most
-from wane.service.types import says
+from wane.service.types.common import says
 
 
 class TokenizeBody(Body, kw_only=True):

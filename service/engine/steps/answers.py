@@ -32,7 +32,9 @@ from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import StepKind
-from wane.service.types import NO_FILTER, Answer, Identity, Latency, Mode, StateSource, id_of
+from wane.service.types.answer import Answer
+from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.request import NO_FILTER, Latency, id_of
 
 Float = TypeVar("Float", np.float32, np.float64)
 

@@ -49,7 +49,9 @@ from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions, StepKind
 from wane.service.sessions.stores.store import Appended, SessionRecord
 from wane.service.state.cache import StateCache
-from wane.service.types import MAX_POSITION, Answer, Mode, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import MAX_POSITION, StepRequest
 
 logger = logging.getLogger("wane.engine")
 

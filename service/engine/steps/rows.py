@@ -18,7 +18,8 @@ from wane.service.engine.pending import Pending
 from wane.service.observability.tracing import Traced
 from wane.service.sessions.sessions import Commit, StepKind
 from wane.service.sessions.stores.store import SessionRecord
-from wane.service.types import NO_FILTER, Answer, Owner, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.request import NO_FILTER, Owner, StepRequest
 
 NO_POSITION = -1  # the expected position of a step whose request has none
 

@@ -40,7 +40,8 @@ from functools import lru_cache
 from wane.models.manifest import Manifest
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, digest
-from wane.service.types import Mode, id_of
+from wane.service.types.common import Mode
+from wane.service.types.request import id_of
 
 FORMAT = 2
 NO_STEP = -1

@@ -29,7 +29,7 @@ from wane.service.sessions.stores.store import (
     branch,
     of_tokens,
 )
-from wane.service.types import owner_of
+from wane.service.types.request import owner_of
 
 logger = logging.getLogger("wane.store")
 

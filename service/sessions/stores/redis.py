@@ -46,7 +46,7 @@ from wane.service.sessions.stores.store import (
     appended,
     branch,
 )
-from wane.service.types import SLASH, owner_of
+from wane.service.types.request import SLASH, owner_of
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
 CLAIM = Script("claim")

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from wane.service.errors import Unavailable
 from wane.service.sessions.record import TokenHistory
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 
 class DamagedSession(Unavailable):

@@ -13,17 +13,9 @@ import pytest
 
 from wane.service.api.docs_page import CLOSES, STREAM
 from wane.service.api.schemas.sessions import StreamBody
-from wane.service.types import (
-    Agreement,
-    Answer,
-    Generated,
-    Latency,
-    Prediction,
-    Score,
-    SessionState,
-    SessionView,
-    StepColumns,
-)
+from wane.service.types.answer import Agreement, Answer, Prediction, SessionState, SessionView, StepColumns
+from wane.service.types.request import Latency
+from wane.service.types.text import Generated, Score
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests.service.fake_engine import MANIFEST, FakeEngine, FakeRegistry
-from wane.service.types import GenerateRequest, Mode, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 MODEL = {"model": "fake", "model_version": "3", "device": "cpu"}
 LATENCY = {"queue_ms": 0.25, "compute_ms": 0.5, "total_ms": 1.0}

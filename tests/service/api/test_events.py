@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 from tests.service.engine.test_events import CACHE, NAMES, assert_lists, distribution, ranking
 from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
 from tests.service.server_harness import ServerHarness, served
-from wane.service.types import Prediction
+from wane.service.types.answer import Prediction
 
 CLOSE = 1e-5
 TOKENS = [4, 9, 4, 30, 12]

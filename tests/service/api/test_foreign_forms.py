@@ -24,7 +24,7 @@ from wane.service.api.schemas.common import anchored
 from wane.service.engine.event_names import EventNames
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
-from wane.service.types import SESSION_ID, is_session_id
+from wane.service.types.request import SESSION_ID, is_session_id
 
 PREDICT: dict[str, object] = {"tokens": [5], "top_k": 1}
 TENSOR: dict[str, object] = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The"]}

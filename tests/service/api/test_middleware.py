@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from tests.service.conftest import LIMIT
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.problems import assert_problem
-from wane.service.types import PredictRequest
+from wane.service.types.request import PredictRequest
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"

@@ -29,11 +29,11 @@ from wane.service.api.schemas.score import ScoreBody
 from wane.service.api.schemas.sessions import StepBody
 from wane.service.engine import stats
 from wane.service.registry import registry
-from wane.service.types import (
+from wane.service.types.common import Result
+from wane.service.types.request import (
     CompareRequest,
     GenerateRequest,
     PredictRequest,
-    Result,
     ScoreMethod,
     ScoreRequest,
     StepRequest,
@@ -83,9 +83,13 @@ def assert_as_described(name: str, document: object, openapi: dict[str, Any]) ->
         Draft202012Validator({"$ref": f"#/components/schemas/{name}", **openapi}).validate(document)
 
 
-SCHEMAS = [import_module(module.name) for module in iter_modules(schemas.__path__, f"{schemas.__name__}.")]
+DECLARED = [
+    import_module(module.name)
+    for package in (types, schemas)
+    for module in iter_modules(package.__path__, f"{package.__name__}.")
+]
 RESULTS: dict[str, Any] = {}
-for module in (types, registry, stats, *SCHEMAS):
+for module in (registry, stats, *DECLARED):
     RESULTS |= vars(module)
 OPENAI = ("/v1/completions", "/tokenize", "/detokenize", "/tokenizer_info")
 """The paths whose error documents have the format of OpenAI's API."""

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.service.fake_engine import FakeEngine
-from wane.service.types import PredictRequest
+from wane.service.types.request import PredictRequest
 
 PREDICT, COMPARE, SCORE, GENERATE = "/v1/predict", "/v1/compare", "/v1/score", "/v1/generate"
 STEPS, LOAD, UNLOAD = "/v1/sessions/tokens", "/v2/repository/models/fake/load", "/v2/repository/models/fake/unload"

@@ -10,7 +10,8 @@ from tests.service.engine_harness import HIDDEN, EngineHarness, FakeRunner, InOr
 from wane.service.batching.cost_model import RUN_EMA_ALPHA, CostModel, RunTimeModel
 from wane.service.chunked.layout import SEGMENT_TOKENS
 from wane.service.state.pool import StatePool
-from wane.service.types import Mode, PredictRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest
 
 PIECE = 512
 

@@ -24,7 +24,9 @@ from wane.service.runners.runner import Array, Feeds, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED
-from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest, StepRequest
 
 MODEL = next((path for path in PATHS if path.name == "gated-stable"), PATHS[0])
 SESSIONS = 60

@@ -19,17 +19,9 @@ from wane.service.errors import DeadlineExceeded, TooLarge, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import (
-    GenerateRequest,
-    Mode,
-    PredictRequest,
-    Score,
-    ScoredTokens,
-    ScoreMethod,
-    ScoreProgress,
-    ScoreRequest,
-    StepRequest,
-)
+from wane.service.types.common import Mode
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from wane.service.types.text import Score, ScoredTokens, ScoreProgress
 
 STEPS = 16  # the number of tokens in a cell; a cell is the part of a chunk that one run reads
 

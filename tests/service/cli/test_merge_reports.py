@@ -16,7 +16,9 @@ from wane.service.engine.agreement import Source
 from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.stats import Stats
 from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, quantile
-from wane.service.types import Agreement, Latency, Mode
+from wane.service.types.answer import Agreement
+from wane.service.types.common import Mode
+from wane.service.types.request import Latency
 
 BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
 REPLICAS = 3

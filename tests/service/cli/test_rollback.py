@@ -15,7 +15,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.registry.repository import Repository
 from wane.service.settings import Settings
-from wane.service.types import StepRequest
+from wane.service.types.request import StepRequest
 
 
 def put_version(folder: Path, version: str, model: str = MODEL) -> Path:

@@ -48,7 +48,9 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
-from wane.service.types import Answer, Filter, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
+from wane.service.types.answer import Answer, Prediction, SessionView
+from wane.service.types.common import Mode
+from wane.service.types.request import Filter, History, PredictRequest, StepRequest
 
 # Ordinary steps use only tokens with an id below TOKENS. A run with the token POISON fails. The token HOT makes the
 # session's state NaN.

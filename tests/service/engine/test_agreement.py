@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from wane.service.engine.agreement import AgreementStatistics, compare, violates
 from wane.service.engine.bounds import Bound
-from wane.service.types import Agreement
+from wane.service.types.answer import Agreement
 
 P = np.log(np.array([0.5, 0.3, 0.2], np.float32))
 Q = np.log(np.array([0.25, 0.6, 0.15], np.float32))

@@ -18,7 +18,8 @@ from wane.service.engine.backlog import EMA_ALPHA, LONG_S, MARGIN, MEASURED_S, B
 from wane.service.engine.engine import BEGUN_AT_ONCE, Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.errors import DeadlineExceeded, Overloaded
-from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 
 
 class Requests:

@@ -16,7 +16,9 @@ from tests.models.random_models import BLOCKS
 from tests.service.oracle import Small
 from wane.models.layer_registry import FADING, Kind
 from wane.service.engine.agreement import FLOAT32_ROUNDING
-from wane.service.types import Answer, Filter, Mode, PredictRequest, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import Filter, PredictRequest, StepRequest
 
 EVERYTHING = 11
 ALL = Filter(include_unknown=True)

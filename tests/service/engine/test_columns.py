@@ -30,7 +30,9 @@ from wane.service.runners.runner import Array, Feeds
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.store import SessionRecord
-from wane.service.types import ANYBODY, Answer, Filter, Mode, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import ANYBODY, Filter, StepRequest
 
 HOUR_S = 3600.0
 TRAVELS_S = 1.1 * HOUR_S  # longer than an hour, because a coarse timer may fire late by a 64th of its duration

@@ -4,7 +4,8 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness
 from wane.service.errors import InvalidRequest
-from wane.service.types import CompareRequest, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import CompareRequest
 
 EOS = 0
 TOKENS = tuple(range(10, 20))

@@ -21,21 +21,19 @@ from wane.service.engine.steps.answers import StepAnswer
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
-from wane.service.types import (
-    Answer,
+from wane.service.types.answer import Answer, Prediction
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import (
     Bias,
     CompareRequest,
     Filter,
-    Finish,
     GenerateRequest,
     History,
-    Mode,
-    Prediction,
     PredictRequest,
     ScoreRequest,
-    StateSource,
     StepRequest,
 )
+from wane.service.types.text import Finish
 
 EOS, UNK = 0, 1
 NAMES = [f"item {index}" for index in range(60)]

@@ -15,7 +15,8 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.api.choices import merged, started
 from wane.service.engine.engine import Engine
 from wane.service.errors import WaneError
-from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest
 
 LONG = (7,) * 40
 

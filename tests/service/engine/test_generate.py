@@ -8,7 +8,9 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
 from wane.service.errors import DeadlineExceeded, InvalidRequest, WaneError
-from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import GenerateRequest
+from wane.service.types.text import Finish, FinishReason, GeneratedToken
 
 EOS = 0
 PROMPT = tuple(range(10, 20))

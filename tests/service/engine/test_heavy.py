@@ -23,7 +23,7 @@ from wane.service.engine.engine import LONG_DOCUMENT
 from wane.service.engine.logits import Sampler
 from wane.service.engine.step_many import BEGUN_AT_ONCE, step_many
 from wane.service.net.connection import CONNECTION
-from wane.service.types import GenerateRequest, ScoreRequest, StepRequest
+from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest
 
 NAMES = [f"item {index}" for index in range(HEAVY_TOKENS)]
 

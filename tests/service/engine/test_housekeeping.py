@@ -9,7 +9,8 @@ from tests.service.engine_harness import EngineHarness, MakeHarness, listed
 from wane.service.engine import housekeeping
 from wane.service.errors import Unavailable
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.types import StateSource, StepRequest
+from wane.service.types.common import StateSource
+from wane.service.types.request import StepRequest
 
 
 @pytest.fixture

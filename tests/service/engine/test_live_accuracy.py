@@ -14,7 +14,9 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.engine.live_accuracy import SNAPSHOTS, SPAN_S, LiveAccuracy, LiveCounts
 from wane.service.errors import UnknownSession
 from wane.service.observability.metrics import Metrics
-from wane.service.types import ANYBODY, Answer, Filter, History, Mode, PredictRequest, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import ANYBODY, Filter, History, PredictRequest, StepRequest
 
 K = 4
 NOTHING = {"judged": 0, "hits": 0, "reciprocal_ranks": 0.0, "recall": None, "mrr": None, "unjudged": 0}

@@ -16,7 +16,8 @@ from wane.service.engine.logits import Ranking, Rankings, listed, log_softmax
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
-from wane.service.types import Filter, Prediction
+from wane.service.types.answer import Prediction
+from wane.service.types.request import Filter
 
 VOCABULARY = byte_vocabulary()
 K = 16

@@ -5,7 +5,7 @@ import pytest
 
 from tests.service.engine_harness import name_vocabulary
 from wane.service.engine.logits import Sampler, largest, listed, log_softmax
-from wane.service.types import GenerateRequest
+from wane.service.types.request import GenerateRequest
 
 LOGITS = np.log(np.array([0.1, 0.5, 0.25, 0.15], np.float32))
 DRAWS = 4000

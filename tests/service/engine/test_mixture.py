@@ -17,19 +17,18 @@ from wane.models.reference.cache import mixture
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.score import RESIDUAL
 from wane.service.engine.steps.answers import StepAnswer
-from wane.service.types import (
-    Answer,
+from wane.service.types.answer import Answer, Prediction
+from wane.service.types.common import Mode
+from wane.service.types.request import (
     CompareRequest,
-    GeneratedToken,
     GenerateRequest,
     History,
-    Mode,
-    Prediction,
     PredictRequest,
     ScoreMethod,
     ScoreRequest,
     StepRequest,
 )
+from wane.service.types.text import GeneratedToken
 
 EOS, UNK = 0, 1
 LENGTH = 24

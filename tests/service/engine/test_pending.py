@@ -13,7 +13,9 @@ from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Unavailable, WaneError
-from wane.service.types import Answer, Mode, PredictRequest, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest, StepRequest
 
 WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 

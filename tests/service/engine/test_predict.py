@@ -11,7 +11,9 @@ from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness
 from wane.models.manifest import Certificate
 from wane.service.engine.logits import largest
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
-from wane.service.types import Answer, Mode, PredictRequest, StateSource
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest
 
 EOS = 0
 TOKENS = tuple(range(10, 20))

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from tests.service.engine_harness import MakeHarness
-from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest, StepRequest
 
 
 async def test_short_lived_states_are_rebuilt_from_the_tokens_of_a_window(

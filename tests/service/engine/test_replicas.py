@@ -21,7 +21,9 @@ from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.types import Answer, History, Mode, NewSession, PredictRequest, SessionView, StateSource, StepRequest
+from wane.service.types.answer import Answer, NewSession, SessionView
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import History, PredictRequest, StepRequest
 
 pytestmark = pytest.mark.stack
 

@@ -6,7 +6,7 @@ from tests.models.rounding import LAYERS, rounding
 from tests.service.engine_harness import CONTRACTIVE
 from wane.models.manifest import Certificate
 from wane.service.engine.routing import UNASKED, Cost, is_free, of_session, rebuilt_from, ways
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 BOUNDS = tuple(0.5**k for k in range(1, 17))
 CERTIFIED = Certificate(

@@ -13,7 +13,7 @@ from wane.models.manifest import Role
 from wane.service.engine import score
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.score import RESIDUAL
-from wane.service.types import ScoreMethod, ScoreRequest
+from wane.service.types.request import ScoreMethod, ScoreRequest
 
 EOS = 0
 

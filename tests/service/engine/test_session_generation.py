@@ -9,7 +9,8 @@ import pytest
 from tests.service.engine.test_generate import generate
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.errors import InvalidRequest, PositionConflict, UnknownSession
-from wane.service.types import Bias, GenerateRequest, History, Mode, StateSource, StepRequest
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import Bias, GenerateRequest, History, StepRequest
 
 EOS = 0
 TOKENS = (5, 6, 7, 8)

@@ -16,7 +16,9 @@ from wane.service.engine.stats import ShadowReport
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest, StepRequest
 
 EOS = 0
 NOWHERE = np.zeros(4, np.float32)

@@ -10,16 +10,9 @@ from prometheus_client.utils import floatToGoString
 from tests.service.engine_harness import EngineHarness, MakeHarness, known
 from wane.service.engine.stats import PHASES, Stats, durations
 from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, Observed
-from wane.service.types import (
-    Answer,
-    GenerateRequest,
-    Latency,
-    Mode,
-    PredictRequest,
-    ScoreRequest,
-    StateSource,
-    StepRequest,
-)
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import GenerateRequest, Latency, PredictRequest, ScoreRequest, StepRequest
 
 TOKENS = tuple(range(10, 20))
 

@@ -29,7 +29,9 @@ from wane.service.errors import (
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import entry_bytes
 from wane.service.sessions.stores.store import Append, Appended, LastStep, SessionRecord, Store, of_tokens
-from wane.service.types import Filter, Mode, PredictRequest, ScoreRequest, SessionView, StateSource, StepRequest
+from wane.service.types.answer import SessionView
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import Filter, PredictRequest, ScoreRequest, StepRequest
 
 EOS = 0
 

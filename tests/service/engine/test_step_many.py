@@ -17,7 +17,9 @@ from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import step_many
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession
 from wane.service.sessions.stores.store import Append, Appended
-from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import Latency, StepRequest
 
 
 class Stepper:

@@ -22,7 +22,8 @@ from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import CompareRequest, Filter, Mode, PredictRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import CompareRequest, Filter, PredictRequest
 
 VOCABULARY = 11
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}

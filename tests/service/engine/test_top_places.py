@@ -12,7 +12,10 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.top_places import with_own
 from wane.service.errors import InvalidRequest
-from wane.service.types import Mode, Prediction, PredictRequest, Score, ScoreMethod, ScoreRequest
+from wane.service.types.answer import Prediction
+from wane.service.types.common import Mode
+from wane.service.types.request import PredictRequest, ScoreMethod, ScoreRequest
+from wane.service.types.text import Score
 
 EOS = 0
 TOKENS = tuple(int(one) for one in np.random.default_rng(3).integers(2, 250, 300))

@@ -21,7 +21,8 @@ from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
-from wane.service.types import Answer, PredictRequest, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.request import PredictRequest, StepRequest
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"

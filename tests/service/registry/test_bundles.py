@@ -18,16 +18,10 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import (
-    Answer,
-    GeneratedToken,
-    GenerateRequest,
-    Mode,
-    PredictRequest,
-    ScoreRequest,
-    StateSource,
-    StepRequest,
-)
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
+from wane.service.types.text import GeneratedToken
 
 STREAMED = 1000
 

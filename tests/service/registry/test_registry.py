@@ -36,7 +36,8 @@ from wane.service.registry.repository import FoundBundle, RegistryError
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.runner import Array
 from wane.service.settings import Settings
-from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest, StepRequest
 
 STABLE = FOLDER / "rnn-stable"
 

@@ -15,7 +15,9 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest, StepRequest
 
 VERSIONS = ("lstm", "rnn-stable")
 MODEL = "small"

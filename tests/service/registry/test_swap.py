@@ -34,7 +34,9 @@ from wane.service.registry import loader
 from wane.service.registry.registry import IndexEntry, ModelRegistry
 from wane.service.registry.repository import RegistryError
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest, StepRequest
 
 TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5

@@ -52,7 +52,9 @@ from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
-from wane.service.types import Answer, Mode, PredictRequest, ScoreMethod, ScoreRequest, StateSource, StepRequest
+from wane.service.types.answer import Answer
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 LOGPROB = 1e-4  # the tolerance of float32 log-probabilities, as in `models/parity.py`
 SLOTS = 24

@@ -21,7 +21,8 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import SHARDS, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
 from wane.service.state.cache import CachedState, StateCache
-from wane.service.types import Mode, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import StepRequest
 
 TTL_S, HISTORY, BUDGET_BYTES = 64.0, 40, 2**20
 CAPACITY = 16

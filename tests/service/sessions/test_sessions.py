@@ -13,7 +13,9 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.oracle import ROUNDING, Small
 from wane.models.layer_registry import FADING, Kind
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
-from wane.service.types import History, Mode, NewSession, Owner, PredictRequest, SessionView, StateSource, StepRequest
+from wane.service.types.answer import NewSession, SessionView
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import History, Owner, PredictRequest, StepRequest
 
 TOKENS = tuple(range(10, 30))
 

@@ -30,7 +30,7 @@ from wane.service.errors import (
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
-from wane.service.types import PredictRequest, ScoreRequest, StepRequest
+from wane.service.types.request import PredictRequest, ScoreRequest, StepRequest
 
 INFER = "/v2/models/fake/infer"
 TOKENS = {"name": "tokens", "shape": [1, 3], "datatype": "INT64", "data": [5, 6, 7]}

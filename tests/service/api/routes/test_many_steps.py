@@ -10,7 +10,8 @@ import pytest
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.problems import assert_members, assert_problem
 from wane.service.errors import PositionConflict, Unavailable
-from wane.service.types import Mode, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import StepRequest
 
 PATH = "/v1/sessions/tokens"
 

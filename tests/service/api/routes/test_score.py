@@ -17,7 +17,7 @@ from tests.service.live_server import TIMEOUT_S
 from tests.service.problems import assert_problem
 from wane.service.api import encode
 from wane.service.errors import Unavailable
-from wane.service.types import Prediction
+from wane.service.types.answer import Prediction
 
 
 def events(text: str) -> list[tuple[str, Any]]:

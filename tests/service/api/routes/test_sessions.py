@@ -13,7 +13,8 @@ from websockets.sync.client import connect
 from tests.service.fake_engine import FakeEngine
 from tests.service.live_server import LiveServer
 from tests.service.problems import assert_problem
-from wane.service.types import History, Mode
+from wane.service.types.common import Mode
+from wane.service.types.request import History
 
 MODEL = "rnn-stable"
 

@@ -41,7 +41,9 @@ from wane.service.errors import (
 )
 from wane.service.net.connection import MOST_EARLY
 from wane.service.settings import Settings
-from wane.service.types import Mode, Owner, Prediction, PredictRequest, StepRequest
+from wane.service.types.answer import Prediction
+from wane.service.types.common import Mode
+from wane.service.types.request import Owner, PredictRequest, StepRequest
 
 KEY = "alice-0123456789abcdefgh"
 PATH = "/v1/sessions/s/stream"

@@ -10,7 +10,7 @@ from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
 from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 WIDE = TokenHistory.start(7, 70_000).append((69_999, 3), 2, 300)
 PLAIN = SessionRecord("s", "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300))

@@ -17,7 +17,7 @@ from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, StoreError
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 STEP = LastStep(1, b"t" * 16, b"key")
 

@@ -11,7 +11,7 @@ from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import EXPIRED_AT_ONCE, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, digest, follows
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 STEP = LastStep(0, b"hash", None)
 

@@ -6,7 +6,7 @@ from tests.service.engine_harness import Clock
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.packed import PackedSessions, entry_bytes
 from wane.service.sessions.stores.store import SessionRecord
-from wane.service.types import Mode
+from wane.service.types.common import Mode
 
 ONE = entry_bytes("a", 2)
 

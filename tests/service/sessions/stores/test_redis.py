@@ -23,7 +23,8 @@ from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.redis import SNAPSHOTS, RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
 from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, follows
-from wane.service.types import Mode, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import StepRequest
 
 pytestmark = pytest.mark.stack
 

@@ -1,0 +1,445 @@
+"""The requests of the engine, the names of sessions in them, and how long a request took.
+
+The constructor of a request validates its fields and raises `InvalidRequest`. The engine checks the limits that depend
+on a model or on the settings (vocabulary, largest window, longest input).
+
+Inside the service, a session's name consists of its owner's name, a slash, and the session's id. Two owners may
+therefore use the same id for different sessions, and an owner cannot access another owner's session. Without API keys,
+a session's name is its id. An id has no slash, so such a name never equals the name of another owner's session.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, ClassVar, NamedTuple, Self
+from unicodedata import is_normalized
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.service.errors import InvalidRequest, truncate_repr
+from wane.service.types.common import Mode, Result, says
+
+SLASH = "/"
+
+
+class Owner(NamedTuple):
+    """The owner of sessions. `name` is the name of an API key, or "" without API keys. `sessions` is the largest number
+    of sessions that the owner may have. None means no limit."""
+
+    name: str = ""
+    sessions: int | None = None
+
+
+ANYBODY = Owner()
+
+
+def name_within(owner: str, session: str) -> str:
+    """Returns the name of the session with the id `session` that belongs to the owner with the name `owner`. Raises
+    InvalidRequest if the id is invalid."""
+    check_session_id(session)
+    return owner + SLASH + session if owner else session
+
+
+def id_of(session: str) -> str:
+    """Returns a session's id, given the session's name."""
+    return session.rpartition(SLASH)[2]
+
+
+def owner_of(session: str) -> str:
+    """Returns the name of a session's owner, given the session's name."""
+    return session.rpartition(SLASH)[0]
+
+
+# An id must not be `.` or `..`, because clients and proxies remove them from a path. JSON Schema cannot say more.
+SESSION_ID = r"(?!\.{1,2}$)[^/\\\u0000-\u001f\u007f-\u009f\ufffd]{1,128}"
+ASCII_ID = re.compile(r"(?!\.{1,2}$)[ -.0-\[\]-~]{1,128}").fullmatch
+TEXT_ID = re.compile(SESSION_ID).fullmatch
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_PENALTY = 2
+MAX_BIAS = 100
+MAX_COMPARED_MODELS = 8
+MAX_COMPARED_WINDOWS = 32
+MAX_REPEAT = 1000
+MAX_KEY_CHARACTERS = 255
+MAX_POSITION = 10**14  # integers in the stores' scripts are exact up to 2^53, about 9 * 10^15
+
+WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
+"""The modes in which a prediction request may set `window`."""
+
+TOLERANCE_MODES = (Mode.AUTO,)
+GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
+GENERATED_WINDOW_MODES = (Mode.WINDOW,)
+
+
+class ScoreMethod(StrEnum):
+    """The methods of scoring a text."""
+
+    PARALLEL = "parallel"
+    SEQUENTIAL = "sequential"
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Selects the tokens that an answer may list. The filter does not change the tokens' probabilities: they remain
+    those of the whole distribution. All fields except `include_unknown` are only for models of events.
+
+    `exclude` are the ids of tokens that are not listed. If `exclude_seen`, the sequence's own tokens are not listed
+    either, as far as the server knows them. If `candidates` is not None, only these ids are listed. `<eos>` is listed
+    only if `include_end`, and `<unk>` only if `include_unknown`. `unknown` are the names of the request's candidates
+    that the vocabulary lacks.
+    """
+
+    exclude: tuple[int, ...] = ()
+    exclude_seen: bool = False
+    candidates: tuple[int, ...] | None = None
+    include_end: bool = False
+    unknown: tuple[str, ...] = ()
+    include_unknown: bool = False
+
+
+NO_FILTER = Filter()
+
+
+@dataclass(frozen=True, slots=True)
+class PredictRequest:
+    """Predict the token after `tokens`, or the next token of `session` without appending to it.
+
+    `window` is k, the number of tokens in a window of mode auto, window or both. The default is the model's own k.
+    `tolerance` is the largest accepted error bound of an answer in mode auto. With a session, auto means the session's
+    own mode, and an answer whose bound exceeds the tolerance is an error. A request with a field that its mode does not
+    use is invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If
+    `prove`, run the gradient proof (`engine/top1_proof.py`), which may prove the most probable token and may lower the
+    error bound. If `cache`, mix the network's distribution with the distribution of the model's cache, if the model has
+    a cache. If `logits`, the answer has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the
+    names of the request's events that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the
+    answer is the prediction after an empty sequence.
+    """
+
+    tokens: tuple[int, ...] = ()
+    mode: Mode = Mode.AUTO
+    window: int | None = None
+    tolerance: float | None = None
+    top_k: int = 5
+    session: str | None = None
+    deadline: float | None = None
+    truncated: bool = False
+    prove: bool = False
+    cache: bool = True
+    logits: bool = False
+    filter: Filter = NO_FILTER
+    unknown: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.session is None:
+            _some_tokens(self.tokens, self.unknown)
+        elif self.tokens:
+            raise InvalidRequest(
+                "a prediction from a session cannot append tokens to it: give session or tokens, not both", "session"
+            )
+        elif self.truncated:
+            raise InvalidRequest("truncated cannot be combined with session", "truncated")
+        _window(self.window, self.mode, *WINDOW_MODES)
+        if self.tolerance is not None:
+            _within("tolerance", self.tolerance, 0, 1)
+            if self.mode not in TOLERANCE_MODES:
+                raise InvalidRequest(
+                    f"tolerance is given, but mode is {self.mode}; only mode auto has a tolerance", "tolerance"
+                )
+        _at_least("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The last tokens of a sequence that a new session continues at `position`.
+
+    If there are `position` tokens, they are the whole sequence, and the start token is fed before them. If there are
+    fewer tokens, they are the end of the sequence.
+    """
+
+    tokens: tuple[int, ...]
+    position: int
+
+    def __post_init__(self) -> None:
+        _within("position", self.position, 0, MAX_POSITION)
+        if self.position and not self.tokens:
+            raise InvalidRequest(
+                f"position is {self.position}, but the history is empty: give the last tokens before that position",
+                "history",
+            )
+        if len(self.tokens) > self.position:
+            raise InvalidRequest(
+                f"the history has {len(self.tokens)} tokens, but must have at most {self.position}, because "
+                f"position is {self.position}",
+                "position",
+            )
+
+
+@dataclass(slots=True)
+class StepRequest:
+    """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `PredictRequest`
+    describes `prove`, `cache`, `logits`, `filter` and `unknown`. A step whose events were all skipped has no tokens and
+    appends nothing. If `token_logprobs`, the answer has the log-probability of each token. If the session does not
+    exist, the step creates it for `creator`, in mode auto. If `creator` is None, such a step fails."""
+
+    session: str
+    tokens: tuple[int, ...]
+    mode: Mode | None = None
+    expected_position: int | None = None
+    idempotency_key: str | None = None
+    top_k: int = 5
+    deadline: float | None = None
+    prove: bool = False
+    cache: bool = True
+    logits: bool = False
+    token_logprobs: bool = False
+    filter: Filter = NO_FILTER
+    unknown: tuple[str, ...] = ()
+    creator: Owner | None = None
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens, self.unknown)
+        if self.expected_position is not None:
+            _at_least("expected_position", self.expected_position, 0)
+        if self.idempotency_key is not None and not 1 <= len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
+            raise InvalidRequest(
+                f"idempotency_key has {len(self.idempotency_key)} characters, but must have 1 to {MAX_KEY_CHARACTERS}",
+                "idempotency_key",
+            )
+        _at_least("top_k", self.top_k, 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step asks nothing but the next token."""
+        return (
+            self.filter is NO_FILTER
+            and self.mode is None
+            and self.idempotency_key is None
+            and self.cache
+            and not (self.prove or self.logits or self.token_logprobs or self.unknown)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest accepted bound
+    of the error (total variation) that the method parallel adds. The method sequential adds no error. If `truncated`,
+    the tokens are the end of a longer sequence. The start token is not fed, so the first token has no prediction.
+    `PredictRequest` describes `cache`. `top_k` is the number of most probable tokens to list at the position of each
+    token. If `top_k` is None, no tokens are listed. `include_unknown` says whether the lists may contain `<unk>` where
+    it is not the token itself. `unknown`: see `PredictRequest`. `skipped` are the indexes of the
+    skipped events in the request's list of events, ascending. The score has null at these indexes.
+    """
+
+    tokens: tuple[int, ...]
+    method: ScoreMethod = ScoreMethod.SEQUENTIAL
+    tolerance: float | None = None
+    deadline: float | None = None
+    truncated: bool = False
+    cache: bool = True
+    top_k: int | None = None
+    unknown: tuple[str, ...] = ()
+    skipped: tuple[int, ...] = ()
+    include_unknown: bool = False
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens, self.unknown)
+        if self.tolerance is not None:
+            _within("tolerance", self.tolerance, 0, 1)
+        if self.top_k is not None:
+            _at_least("top_k", self.top_k, 0)
+
+
+class Bias:
+    """The biases of tokens, which all samples of a request share. ids: int64 (n), distinct. values: float64 (n)."""
+
+    def __init__(self, given: Mapping[int, float]) -> None:
+        """`given` maps token ids to biases. Raises InvalidRequest for a bias that is out of range."""
+        self.ids = np.fromiter(given, np.int64, len(given))
+        self.values = np.fromiter(given.values(), np.float64, len(given))
+        self.added: NDArray[np.float64] | None = None
+        """What `Preferences` adds to the log-probability of each token of the vocabulary: float64 (V). None before the
+        first sample."""
+        for place in np.flatnonzero(~(abs(self.values) <= MAX_BIAS))[:1]:
+            raise InvalidRequest(
+                f"logit_bias of token {self.ids[place]} is {self.values[place]:g}, but must be a number from "
+                f"-{MAX_BIAS} to {MAX_BIAS}",
+                "logit_bias",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Generate up to `max_tokens` tokens that continue `tokens`, or the tokens of `session`. The session does not
+    change. `position` is the session's expected position.
+
+    A `temperature` of 0 always selects the most probable token. If `top_k` and `top_p` are None, every token can be
+    sampled. The same `seed` gives the same text. If the client wants several samples, each is a request of its own, and
+    `sample` is its index. Samples with the same seed and different indices use different random numbers. The text ends
+    before the first of the `stop` strings. Mode auto means the session's own mode or, without a session, recurrent.
+    `window` is the number of tokens in a window of mode window. If `truncated`, the tokens are the end of a longer
+    sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`. `engine/logits.py`
+    describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
+    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed. `<unk>` is drawn and
+    listed only if `include_unknown`.
+    """
+
+    tokens: tuple[int, ...] = ()
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    mode: Mode = Mode.AUTO
+    window: int | None = None
+    deadline: float | None = None
+    truncated: bool = False
+    cache: bool = True
+    session: str | None = None
+    position: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Bias | None = None
+    top_logprobs: int | None = None
+    sample: int = 0
+    unknown: tuple[str, ...] = ()
+    include_unknown: bool = False
+
+    def __post_init__(self) -> None:
+        if self.session is None:
+            _some_tokens(self.tokens, self.unknown)
+            if self.position is not None:
+                raise InvalidRequest("position is given without a session", "position")
+        elif self.tokens:
+            raise InvalidRequest(
+                "a generation from a session cannot append input to it: give session or tokens, not both", "session"
+            )
+        elif self.truncated:
+            raise InvalidRequest("truncated cannot be combined with session", "truncated")
+        if self.position is not None:
+            _at_least("position", self.position, 0)
+        _within("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _within("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        if self.top_logprobs is not None:
+            _at_least("top_logprobs", self.top_logprobs, 0)
+        _at_least("max_tokens", self.max_tokens, 1)
+        if not 0 <= self.temperature < math.inf:
+            raise InvalidRequest(
+                f"temperature is {self.temperature}, but must be a finite number, 0 or more", "temperature"
+            )
+        if self.top_k is not None:
+            _at_least("top_k", self.top_k, 1)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InvalidRequest(f"top_p is {self.top_p}, but must be over 0 and at most 1", "top_p")
+        if self.seed is not None:
+            _at_least("seed", self.seed, 0)
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(f"stop holds {len(self.stop)} strings, but must hold at most {MAX_STOPS}", "stop")
+        for index, text in enumerate(self.stop):
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequest(
+                    f"stop[{index}] has {len(text)} characters, but must have 1 to {MAX_STOP_CHARACTERS}",
+                    f"stop[{index}]",
+                )
+        if self.mode not in GENERATED_MODES:
+            raise InvalidRequest("mode is both, but text is generated only in mode auto, recurrent or window", "mode")
+        _window(self.window, self.mode, *GENERATED_WINDOW_MODES)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRequest:
+    """Measure recurrent mode and windows of several sizes. Recurrent mode and each window predict the token after
+    `tokens`, `repeat` times. `PredictRequest` describes `cache` and `unknown`."""
+
+    tokens: tuple[int, ...]
+    windows: tuple[int, ...] = (8, 16, 32, 64)
+    repeat: int = 20
+    deadline: float | None = None
+    cache: bool = True
+    unknown: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens, self.unknown)
+        if not 1 <= len(self.windows) <= MAX_COMPARED_WINDOWS:
+            raise InvalidRequest(
+                f"windows holds {len(self.windows)} values, but must hold 1 to {MAX_COMPARED_WINDOWS}",
+                "windows",
+            )
+        for index, window in enumerate(self.windows):
+            _at_least(f"windows[{index}]", window, 1)
+        _within("repeat", self.repeat, 1, MAX_REPEAT)
+
+
+def check_session_id(session: str) -> None:
+    """Raises InvalidRequest unless `session` is a session's id (see `is_session_id`)."""
+    if not is_session_id(session):
+        raise InvalidRequest(f"session is {truncate_repr(session)}, but must be {SESSION_RULE}", "session")
+
+
+SESSION_RULE = '1 to 128 printable characters in the form NFC, without / and \\, and not "." or ".."'
+
+
+def is_session_id(text: str) -> bool:
+    """Returns whether a text is a session's id. Two texts that look alike because they are different forms of the same
+    characters are never both ids. An id has no character that `str.isprintable` refuses: controls, formats (such as
+    those that change the direction of writing), unassigned and private characters, and separators but the ASCII space.
+    Letters, marks and symbols without a visible shape, such as U+3164, U+FE0F and U+2800, are accepted."""
+    return ASCII_ID(text) is not None or (
+        TEXT_ID(text) is not None and text.isprintable() and is_normalized("NFC", text)
+    )
+
+
+def _at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidRequest(f"{field} is {value}, but must be at least {least}", field)
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidRequest unless `value` is in the range. NaN is always invalid."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
+
+
+def _some_tokens(tokens: tuple[int, ...], unknown: tuple[str, ...]) -> None:
+    if not tokens and not unknown:
+        raise InvalidRequest("the input is empty: give at least one token", "tokens")
+
+
+def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
+    """Raises InvalidRequest if the window is invalid or the mode does not use a window."""
+    if window is None:
+        return
+    _at_least("window", window, 1)
+    if mode not in takes:
+        raise InvalidRequest(
+            f"window is given, but mode is {mode}; modes with a window are {', '.join(takes)}", "window"
+        )
+
+
+class Latency(Result, dict=True):
+    """The latency of each phase of a request in the engine, in milliseconds. It does not include reading the request
+    and tokenising its text."""
+
+    queue_ms: Annotated[float, says("the time in the queue")]
+    compute_ms: Annotated[float, says("the time of the run")]
+    total_ms: Annotated[float, says("the time from the start of the request in the engine to its answer")]
+
+    batch_items: ClassVar[int] = 0
+    """The number of requests in the largest batch that contained the request. It is not in JSON: `with_batch` sets it
+    as an attribute of the instance that is not a field."""
+
+    def with_batch(self, items: int) -> Self:
+        """Sets `batch_items`."""
+        vars(self)["batch_items"] = items
+        return self
+
+    def phases(self) -> tuple[float, float, float]:
+        """Returns the time in the queue, the time of the run, and the total."""
+        return self.queue_ms, self.compute_ms, self.total_ms
