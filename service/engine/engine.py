@@ -637,6 +637,29 @@ class Engine:
             view = self.steps.view(record, self.identity)
             return NewSession(**asdict(view)) if created else view
 
+    async def fork(
+        self,
+        session: str,
+        given: str | None = None,
+        position: int | None = None,
+        owner: Owner = ANYBODY,
+        deadline: float | None = None,
+    ) -> SessionView:
+        """Creates a session with the given id or a random id from the tokens of `session` up to `position`, by default
+        all, after its step in flight, if any, has ended. Runs no token. Returns a `NewSession`, or a `SessionView` if
+        this call has created the session before and it has made no step.
+
+        Raises UnknownSession, SessionExists, QuotaExceeded. Raises InvalidRequest, with the possible positions, if the
+        session's stored tokens do not reach back to `position`.
+        """
+        with self.admission.admitted():
+            async with until(deadline), self.sessions.locks.held(session):
+                record, created = await self.sessions.fork(session, given, position, owner)
+            if created and self._live is not None:
+                self._live.forget(record.session)
+            view = self.steps.view(record, self.identity)
+            return NewSession(**asdict(view)) if created else view
+
     async def get_session(self, session: str) -> SessionView:
         """Returns a session without resetting its idle time. Raises UnknownSession."""
         return self.steps.view(await self.sessions.read(session), self.identity)

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict  # pydantic requires `typing_extensions.
 from wane.service.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
+    Overloaded,
     PositionConflict,
     SessionExists,
     TokenizerChanged,
@@ -180,7 +181,35 @@ class Sessions:
         if history is not None:
             position = history.position
             tail = tail.ending(history.tokens, position, self._store.session_history_tokens)
-        record = self._new(session, mode)._replace(position=position, tail=tail)
+        return await self._create(given, self._new(session, mode)._replace(position=position, tail=tail), owner)
+
+    async def fork(
+        self, session: str, given: str | None, position: int | None, owner: Owner
+    ) -> tuple[SessionRecord, bool]:
+        """Like `create`, for a session with the tokens of another session up to `position`, by default all, and with
+        its mode. If the other session's state is in memory and at `position`, its copy is the new session's state.
+        Otherwise the next step rebuilds it. The caller holds the lock of the other session.
+
+        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
+        back to `position`."""
+        name = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
+        record = await self.read(session)
+        position = record.position if position is None else position
+        _check_reach(record, position, "forked at")
+        tail = record.tail.without_last(record.position - position)
+        forked, created = await self._create(
+            given, self._new(name, record.mode)._replace(position=position, tail=tail), owner
+        )
+        cached = self.cached(record) if created and 0 < position == record.position else None
+        if cached is not None:
+            with suppress(Overloaded), self._state_cache.hold(cached.slot), self._state_cache.lease() as slot:
+                self._state_cache.unpack(slot, self._state_cache.pack(cached.slot))
+                self.keep(forked, slot, cached.dropped_tokens)
+        return forked, created
+
+    async def _create(self, given: str | None, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:
+        """Adds a new session to the store: see `create`."""
+        session = record.session
         while (created := await self._store.create(record, owner.sessions)) is None:
             there = await self._store.get(session)
             if there is None:  # the session expired or was deleted in the meantime
@@ -385,10 +414,7 @@ class Sessions:
         """
         while True:
             record = await self.read(session)
-            if not record.earliest <= position <= record.position:
-                first, last = record.earliest, record.position
-                reach = f"position {last} only" if first == last else f"positions {first} to {last}"
-                raise InvalidRequest(f"position is {position}, but the session can be rewound to {reach}", "position")
+            _check_reach(record, position, "rewound to")
             if position == record.position:  # the session keeps its state and its last step
                 await self._store.touch(session)
                 return record._replace(idle_s=0.0)
@@ -425,6 +451,14 @@ def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:
     equal."""
     kept = there.model, there.vocabulary, there.mode, there.position, there.tail
     return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
+
+
+def _check_reach(record: SessionRecord, position: int, can_be: str) -> None:
+    """Raises InvalidRequest unless the stored tokens reach back to `position`. `can_be`: what is done there."""
+    first, last = record.earliest, record.position
+    if not first <= position <= last:
+        reach = f"position {last} only" if first == last else f"positions {first} to {last}"
+        raise InvalidRequest(f"position is {position}, but the session can be {can_be} {reach}", "position")
 
 
 def _reaches(record: SessionRecord, position: int) -> bool:

@@ -35,6 +35,7 @@ from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, anchored
 from wane.service.api.schemas.sessions import (
+    ForkBody,
     RewindBody,
     SessionBody,
     SessionStepBody,
@@ -114,9 +115,13 @@ async def create(request: Request) -> Response:
     view = await engine.create_session(body.session, body.mode, owner(request), history)
     if unknown:
         view = replace(view, unknown=unknown)
-    return encode.reply(
-        view, 201 if isinstance(view, NewSession) else 200, {"location": f"/v1/sessions/{quote(view.session, safe='')}"}
-    )
+    return _session_reply(view)
+
+
+def _session_reply(view: SessionView) -> Response:
+    """Returns the answer to a request that creates a session."""
+    status, path = 201 if isinstance(view, NewSession) else 200, f"/v1/sessions/{quote(view.session, safe='')}"
+    return encode.reply(view, status, {"location": path})
 
 
 async def _history(engine: Engine, body: SessionBody, until: float | None) -> tuple[History | None, tuple[str, ...]]:
@@ -271,6 +276,27 @@ async def rewind(request: Request, session: SessionId) -> Response:
     with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
     return encode.reply(view)
+
+
+@router.post(
+    "/{session}/fork",
+    status_code=201,
+    response_model=None,
+    openapi_extra=json_body(ForkBody),
+    responses=answers(SessionView, status=201, links=LINKS)
+    | answers(SessionView, description="The same fork was made before, and has made no step", links=LINKS),
+)
+async def fork(request: Request, session: SessionId) -> Response:
+    """Starts a session from this session's tokens, at its position or an earlier one. Runs no token: if this session's
+    state is in memory, the new session gets a copy. This session does not change.
+
+    Answers 200 with the new session if the client sends the same request again before its first step."""
+    body = await decode(request, ForkBody)
+    name = session_key(request, session)
+    engine = await session_engine(request, name)
+    with until_hangup(request):
+        view = await engine.fork(name, body.session, body.position, owner(request), deadline(request))
+    return _session_reply(view)
 
 
 @router.post(

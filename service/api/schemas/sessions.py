@@ -171,6 +171,18 @@ class StreamBody(StepBody, kw_only=True):
     idempotency_key: Annotated[IdempotencyKey | None, says(IDEMPOTENCY)] = None
 
 
+class ForkBody(Body, kw_only=True):
+    """Create a session from another session's tokens."""
+
+    examples = ({"session": "what-if"}, {"position": 1}, {})
+
+    session: Annotated[SessionId | None, says("the new session's id; default: a new id")] = None
+    position: Annotated[
+        Natural | None,
+        says("the number of tokens to take over; the server must still have the last of these tokens; default: all"),
+    ] = None
+
+
 class RewindBody(Body, kw_only=True):
     """Drop a session's latest tokens."""
 

@@ -1,0 +1,93 @@
+"""Tests of forks: a session that is made from another one continues it without running its tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.service.engine_harness import EngineHarness, MakeHarness, listed
+from wane.service.errors import InvalidRequest, QuotaExceeded, SessionExists, UnknownSession
+from wane.service.types import ANYBODY, Mode, NewSession, Owner, SessionView, StateSource, StepRequest
+
+TOKENS = (5, 6, 7, 8)
+
+
+async def begin(harness: EngineHarness, mode: Mode | None = None) -> None:
+    await harness.engine.create_session("a", mode)
+    await harness.engine.submit(StepRequest("a", TOKENS))
+    harness.runner.calls.clear()
+
+
+async def step(harness: EngineHarness, session: str, *tokens: int) -> list[tuple[int, float]]:
+    return listed(await harness.engine.submit(StepRequest(session, tokens)))
+
+
+def assert_close(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> None:
+    assert [token for token, _ in one] == [token for token, _ in other]
+    assert [logprob for _, logprob in one] == pytest.approx([logprob for _, logprob in other])
+
+
+async def test_a_fork_has_a_copy_of_the_state_and_runs_no_token(harness: EngineHarness) -> None:
+    await begin(harness)
+    view = await harness.engine.fork("a", "b")
+    assert isinstance(view, NewSession)
+    assert (view.session, view.position, view.state, view.error_bound) == ("b", 4, StateSource.RESIDENT, 0.0)
+    assert harness.runner.calls == []
+    other = await step(harness, "b", 9)
+    assert harness.runner.roles() == ["step"]
+    assert await step(harness, "a", 9) == other
+    assert await step(harness, "a", 3) != await step(harness, "b", 4)  # they are two sessions from now on
+    harness.engine.state_cache.check_integrity(idle=True)
+
+
+async def test_a_fork_at_an_earlier_position_equals_a_session_of_these_tokens(harness: EngineHarness) -> None:
+    await begin(harness)
+    view = await harness.engine.fork("a", "b", 2)
+    assert view.position == 2
+    await harness.engine.create_session("c")
+    await harness.engine.submit(StepRequest("c", TOKENS[:2]))
+    assert_close(await step(harness, "b", 9), await step(harness, "c", 9))
+    assert (await harness.engine.get_session("a")).position == 4
+    empty = await harness.engine.fork("a", "d", 0)
+    assert (empty.position, empty.state) == (0, StateSource.RESIDENT)
+
+
+@pytest.mark.parametrize("mode", [Mode.RECURRENT, Mode.WINDOW])
+async def test_a_fork_has_the_mode_of_its_session(harness: EngineHarness, mode: Mode) -> None:
+    await begin(harness, mode)
+    assert (await harness.engine.fork("a")).mode is mode
+    assert len((await harness.engine.fork("a")).session) > 20
+
+
+async def test_the_same_fork_again_is_the_same_session_until_it_has_made_a_step(harness: EngineHarness) -> None:
+    await begin(harness)
+    await harness.engine.fork("a", "b")
+    again = await harness.engine.fork("a", "b")
+    assert type(again) is SessionView
+    with pytest.raises(SessionExists):
+        await harness.engine.fork("a", "b", 3)
+    await step(harness, "b", 9)
+    with pytest.raises(SessionExists):
+        await harness.engine.fork("a", "b")
+
+
+async def test_faults_of_forks(make_harness: MakeHarness) -> None:
+    harness = make_harness(session_history_tokens=3)
+    with pytest.raises(UnknownSession):
+        await harness.engine.fork("a", "b")
+    await begin(harness)
+    for position in (0, 5):
+        with pytest.raises(InvalidRequest, match=r"can be forked at positions 2 to 4"):
+            await harness.engine.fork("a", "b", position)
+    with pytest.raises(InvalidRequest):
+        await harness.engine.fork("a", "b/c")
+    with pytest.raises(QuotaExceeded):
+        await harness.engine.fork("a", "b", owner=Owner("", 1))
+    assert isinstance(await harness.engine.fork("a", "b", owner=ANYBODY), NewSession)
+
+
+async def test_a_fork_of_a_session_without_a_state_rebuilds_it(harness: EngineHarness) -> None:
+    await begin(harness)
+    harness.engine.state_cache.drop("a")
+    await harness.engine.fork("a", "b")
+    assert harness.runner.calls == []
+    assert_close(await step(harness, "b", 9), await step(harness, "a", 9))
