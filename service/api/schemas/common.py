@@ -2,8 +2,8 @@
 fields.
 
 Decoding converts nothing: "5" and 5.0 are not integers, and true is not a number. If a member occurs several times in
-an object, the last one counts. Decoding does not check ranges, because `wane.service.types` and
-the engine check them for every route. The OpenAPI description still shows the ranges.
+an object, the last one counts. Decoding does not check ranges, because `wane.service.types.request` and the engine
+check them for every route. The OpenAPI description still shows the ranges.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, listed
 from wane.service.errors import InvalidRequest, QuotaExceeded, SessionExists, UnknownSession
-from wane.service.types import ANYBODY, Mode, NewSession, Owner, SessionView, StateSource, StepRequest
+from wane.service.types.answer import NewSession, SessionView
+from wane.service.types.common import Mode, StateSource
+from wane.service.types.request import ANYBODY, Owner, StepRequest
 
 TOKENS = (5, 6, 7, 8)
 
