@@ -244,22 +244,29 @@ def save_models(models: Sequence[ModelFigures], path: Path, same_tokens: bool) -
     perplexity = "perplexity" if same_tokens else "perplexity, each of other tokens: not comparable"
     axes.set(xlabel="round trip of a step, one connection, ms (rounds: median, least to most)", ylabel=perplexity)
     axes.legend(frameon=False)
-    _label_points(axes, [(one.model, one.step_ms.median, one.perplexity) for one in models])
+    _label_points(axes, [(one.model, one.step_ms, one.perplexity) for one in models])
     figure.savefig(path, dpi=150)
 
 
-def _label_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
-    """Writes the name of each point (name, x, y) beside it, at the nearest place where it covers no name or point."""
+def _label_points(axes: Axes, points: Sequence[tuple[str, Spread, float]]) -> None:
+    """Writes the name of each point (name, spread of x, y) beside its median, at the nearest place where it covers no
+    name, point or spread."""
     from matplotlib.transforms import Bbox
 
     figure = axes.get_figure(root=True)
     assert figure is not None, "the axes are in no figure: this is a bug"
     figure.draw_without_rendering()  # The data's coordinates are final only after the layout.
-    taken = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in axes.transData.transform([at[1:] for at in points])]
+    taken = []
+    for _, x, y in points:
+        (start, height), (middle, _), (end, _) = axes.transData.transform(
+            [(at, y) for at in (x.least, x.median, x.most)]
+        )
+        taken.append(Bbox.from_bounds(middle - 8, height - 8, 16, 16))
+        taken.append(Bbox.from_extents(start, height - 1, end, height + 1))
     for name, x, y in points:
         for up, across in itertools.product((8, -8, 16, -16, 24, -24, 32, -32, 40, -40), (8, -8)):
             label = axes.annotate(
-                name, (x, y), xytext=(across, up), textcoords="offset points", fontsize=8, va="center",
+                name, (x.median, y), xytext=(across, up), textcoords="offset points", fontsize=8, va="center",
                 ha="left" if across > 0 else "right",
             )  # fmt: skip
             box = label.get_window_extent()

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks.page import with_tables
 from research import families
 from tests.models.bundles import edit_manifest
 from tests.service.shipped import FOLDER
 from tests.training.corpora import text_corpus
+from wane.service.cli import render
 from wane.service.cli.side_by_side import ModelFigures, Spread
 
 pytestmark = pytest.mark.train
@@ -61,6 +63,22 @@ def test_the_table_lists_the_best_family_first() -> None:
     assert [row.split("`")[1] for row in rows[2:]] == ["tcn", "gru"]
     assert "| 13 tokens | 30.00 | 31.00 | - | - | - |" in rows[2] and "| 100.0 % |" in rows[2]
     assert "| fades | 40.00 | 90.00 | 50.00 | 41.00 | 40.10 | 64 | 1,344 B | 0.50 (0.40 to 0.60) |" in rows[3]
+
+
+def test_no_name_in_the_plot_covers_another_name_or_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[Figure]()
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    render.save_models([one.figures for one in families.read(families.FIGURES).values()], tmp_path / "plot.png", True)
+    axes = drawn[0].axes[0]
+    (lines, places) = ([line for bars in axes.containers for line in bars[2]], axes.texts)
+    spreads = [axes.transData.transform(ends) for line in lines for ends in line.get_segments()]
+    boxes = [text.get_window_extent() for text in places]
+    assert len(boxes) == len(spreads) == len(families.NAMES)
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:index]), places[index].get_text()
+        for (start, height), (end, _) in spreads:
+            apart = not box.y0 <= height <= box.y1 or end < box.x0 or box.x1 < start
+            assert apart, f"{places[index].get_text()} covers the spread at {height}"
 
 
 def test_families_without_figures_are_named() -> None:
