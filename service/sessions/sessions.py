@@ -187,8 +187,9 @@ class Sessions:
         self, session: str, given: str | None, position: int | None, owner: Owner
     ) -> tuple[SessionRecord, bool]:
         """Like `create`, for a session with the tokens of another session up to `position`, by default all, and with
-        its mode. If the other session's state is in memory and at `position`, its copy is the new session's state.
-        Otherwise the next step rebuilds it. The caller holds the lock of the other session.
+        its mode. If the other session's state is in memory and has read no later token, its copy is the new session's
+        state. Otherwise the next step takes the store's snapshot, or rebuilds the state. The caller holds the lock of
+        the other session.
 
         Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
         back to `position`."""
@@ -196,15 +197,23 @@ class Sessions:
         record = await self.read(session)
         position = record.position if position is None else position
         _check_reach(record, position, "forked at")
+        await self.touch(session)
+        cache, base, snapshot = self._state_cache, self.cached(record, behind=True), self.kept(record)
+        if base is not None and not 0 < base.position <= position:
+            base = None
+        if base is not None and self._checkpoint_interval_tokens is not None:
+            packed = cache.pack(base.slot)
+            snapshot = Snapshot(base.position, base.dropped_tokens, self.model_fingerprint, packed)
+        if snapshot is not None and snapshot.position > position:
+            snapshot = None
         tail = record.tail.without_last(record.position - position)
-        forked, created = await self._create(
-            given, self._new(name, record.mode)._replace(position=position, tail=tail), owner
-        )
-        cached = self.cached(record) if created and 0 < position == record.position else None
-        if cached is not None:
-            with suppress(Overloaded), self._state_cache.hold(cached.slot), self._state_cache.lease() as slot:
-                self._state_cache.unpack(slot, self._state_cache.pack(cached.slot))
-                self.keep(forked, slot, cached.dropped_tokens)
+        new = self._new(name, record.mode)._replace(position=position, tail=tail, snapshot=snapshot)
+        with cache.hold(START if base is None else base.slot):
+            forked, created = await self._create(given, new, owner)
+            if created and base is not None:
+                with suppress(Overloaded), cache.lease() as slot:
+                    cache.copy(base.slot, slot)
+                    cache.put(forked.session, base._replace(slot=slot, revision=forked.revision), self._clock())
         return forked, created
 
     async def _create(self, given: str | None, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:

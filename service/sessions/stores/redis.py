@@ -254,7 +254,7 @@ class RedisStore:
     async def _replace(self, record: SessionRecord, before: int | None) -> SessionRecord | None:
         """Replaces a session at the revision `before` with `record`, which must have a new revision. If `before` is
         None, the session must not exist. Returns None, without side effects, if the session is at another revision. A
-        stored state that has read other tokens than `record` is deleted."""
+        stored state that has read other tokens than `record` is deleted, and the snapshot of `record` is stored."""
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -264,6 +264,7 @@ class RedisStore:
             self._ttl_ms,
             0 if before is None else record.position,
             b"" if before is None else codec.REVISION.pack(before),
+            b"" if record.snapshot is None else write_snapshot(record.snapshot),
         )
         if done != 1:
             self._lost(record.session, done)

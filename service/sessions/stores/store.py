@@ -181,9 +181,9 @@ class Store(Protocol):
     most_buffered_bytes: int
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
-        """Adds a new session, and returns it with its revision. Returns None if a session with this id exists. Raises
-        Overloaded if there are too many sessions, and QuotaExceeded if the session's owner already has `most`
-        sessions."""
+        """Adds a new session, with its snapshot if the store keeps states, and returns it with its revision. Returns
+        None if a session with this id exists. Raises Overloaded if there are too many sessions, and QuotaExceeded if
+        the session's owner already has `most` sessions."""
         ...
 
     async def get(self, session: str) -> SessionRecord | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
+
 import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, listed
 from wane.service.errors import InvalidRequest, QuotaExceeded, SessionExists, UnknownSession
+from wane.service.sessions.stores.store import Append, LastStep
 from wane.service.types.answer import NewSession, SessionView
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import ANYBODY, Owner, StepRequest
@@ -93,3 +97,64 @@ async def test_a_fork_of_a_session_without_a_state_rebuilds_it(harness: EngineHa
     await harness.engine.fork("a", "b")
     assert harness.runner.calls == []
     assert_close(await step(harness, "b", 9), await step(harness, "a", 9))
+
+
+async def test_a_fork_of_a_session_whose_state_is_behind_runs_only_the_tokens_that_the_state_has_not_read(
+    harness: EngineHarness,
+) -> None:
+    await begin(harness)
+    record = await harness.engine.sessions.read("a")
+    last = LastStep(record.position, b"", None)
+    await harness.store.append_many([Append(record, (3, 4), last)])  # as another replica does
+    await harness.engine.fork("a", "b", 5)
+    assert harness.runner.calls == []
+    await harness.engine.create_session("c")
+    await harness.engine.submit(StepRequest("c", (*TOKENS, 3)))
+    harness.runner.calls.clear()
+    found = await step(harness, "b", 9)
+    assert [rows for role, rows in harness.runner.calls if role != "head"] == [[[3]], [[9]]]
+    assert_close(found, await step(harness, "c", 9))
+
+
+async def test_a_fork_survives_the_deletion_and_the_eviction_of_its_session(make_harness: MakeHarness) -> None:
+    harness = make_harness()
+    await begin(harness)
+    await harness.engine.fork("a", "b")
+    await harness.engine.delete_session("a")
+    harness.runner.calls.clear()
+    await step(harness, "b", 9)
+    assert harness.runner.roles() == ["step"]
+
+
+async def test_a_fork_without_a_free_state_is_made_all_the_same(make_harness: MakeHarness) -> None:
+    harness = make_harness()
+    await begin(harness)
+    expected = await step(harness, "a", 9)
+    await harness.engine.rewind("a", 4)
+    await harness.engine.submit(StepRequest("a", (), unknown=("none",)))  # rebuilds the state
+    cache = harness.engine.state_cache
+    with ExitStack() as held:
+        for _ in range(cache.capacity - cache.used - 2):
+            held.enter_context(cache.lease())
+        view = await harness.engine.fork("a", "b")
+        assert (view.position, view.state) == (4, StateSource.REBUILT)
+    assert_close(await step(harness, "b", 9), expected)
+
+
+async def test_a_fork_waits_for_the_step_in_flight(harness: EngineHarness) -> None:
+    await begin(harness)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    stepping = harness.engine.submit(StepRequest("a", (9,)))
+    await harness.runner.until_busy()
+    forking = asyncio.create_task(harness.engine.fork("a", "b"))
+    cancelled = asyncio.create_task(harness.engine.fork("a", "c"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    harness.runner.gate.set()
+    await stepping
+    assert (await forking).position == 5
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    with pytest.raises(UnknownSession):
+        await harness.engine.get_session("c")

@@ -330,3 +330,19 @@ async def test_a_replica_without_its_store_refuses_steps_while_the_other_replica
         assert (await step(severed, 6, 1)).replayed is True
         answer = await step(severed, 7, 2)
         assert (listed(answer), answer.state) == (expected(severed, [5, 6, 7]), StateSource.RESIDENT)
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+async def test_a_fork_takes_the_state_of_its_session_to_other_replicas(make_replica: MakeReplica, earlier: int) -> None:
+    first, second = [await make_replica(store_policy="state", state_checkpoint_interval_tokens=4) for _ in range(2)]
+    await first.engine.create_session("s")
+    for token in range(5, 27):  # more tokens than a session keeps, so that only a state has read all of them
+        await step(first, token)
+    await second.engine.get_session("s")
+    forked = await first.engine.fork("s", "t", 22 - earlier)
+    assert (forked.durable, forked.error_bound) == (True, 0.0)
+    second.runner.calls.clear()
+    answer = await second.engine.submit(StepRequest("t", (9,)))
+    assert listed(answer) == expected(first, [*range(5, 27 - earlier), 9])
+    assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
+    assert sum(len(row) for _, rows in second.runner.calls for row in rows) <= 4 + 1
