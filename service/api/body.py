@@ -16,8 +16,9 @@ import asyncio
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import cache, partial
-from typing import Annotated, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -138,6 +139,9 @@ these fields, except token ids and events."""
 
 FAILURES = (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError)
 """The errors with which msgspec rejects a body."""
+
+CONVERTED = frozenset({"tokens", "unknown", "session", "stop", "logit_bias"})
+"""The fields whose values the engine's requests have in another form."""
 
 reader = cache(msgspec.json.Decoder)
 """Returns the decoder of a type. Makes it once for each type."""
@@ -397,6 +401,17 @@ async def tokens_of(
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
     return EventTokens(tokens)
+
+
+@cache
+def shared_fields(body: type[Body], request: type) -> list[str]:
+    """Returns the fields of a body that the engine's request has with the same name and value."""
+    return sorted({field.name for field in fields(request)} & {*body.__struct_fields__} - CONVERTED)
+
+
+def options_of(body: Body, request: type) -> dict[str, Any]:
+    """Returns the values of a body's fields that the engine's request of the class `request` takes as they are."""
+    return {name: getattr(body, name) for name in shared_fields(type(body), request)}
 
 
 async def filter_of(engine: Engine, body: RankedBody) -> Filter:

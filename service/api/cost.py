@@ -14,13 +14,11 @@ from starlette.requests import HTTPConnection
 
 from wane.service.api.exchange import context
 from wane.service.api.schemas.common import Body
-from wane.service.api.schemas.compare import CompareBody
 from wane.service.api.schemas.completions import MAX_TOKENS, CompletionBody
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.inference import InferBody
 from wane.service.api.schemas.models import IndexBody, LoadBody, UnloadBody
-from wane.service.api.schemas.predict import PredictBody
-from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import ForkBody, RewindBody, SessionBody, StepBody, StepsBody
 from wane.service.api.schemas.tokenizer import DetokenizeBody, TokenizeBody
 from wane.service.errors import InvalidRequest, TooLarge

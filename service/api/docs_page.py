@@ -128,9 +128,14 @@ def _operation(path: str, method: str, operation: Schema, components: Schema) ->
         yield "<h4>Body</h4>"
         yield from _fields(body["schema"], components)
     examples = [example["value"] for example in (body or {}).get("examples", {}).values()]
+    values = {
+        parameter["name"]: str(next(iter(parameter["schema"].get("examples", ())), ""))
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "path"
+    }
     for example in examples:
-        yield _curl(path, method, example)
-    yield from _form(path, method, operation, examples)
+        yield _curl(path.format(**values), method, example)
+    yield from _form(path, method, values, examples)
     for status, response in operation.get("responses", {}).items():
         answer = response.get("content", {}).get("application/json", {}).get("schema")
         if answer is not None and status.isdigit():
@@ -156,21 +161,18 @@ def _stream(components: Schema) -> Iterator[str]:
     yield "</table></details>"
 
 
-def _form(path: str, method: str, operation: Schema, examples: Sequence[object]) -> Iterator[str]:
-    """Renders a form that sends the first example, which the reader may change."""
+def _form(path: str, method: str, values: Mapping[str, str], examples: Sequence[object]) -> Iterator[str]:
+    """Renders a form that sends the first example, which the reader may change. `values` are the path's parameters."""
     yield f'<form data-method="{method.upper()}" data-path="{escape(path)}">'
-    for parameter in operation.get("parameters", ()):
-        if parameter["in"] == "path":
-            name = escape(parameter["name"])
-            value = escape(str(next(iter(parameter["schema"].get("examples", ())), "")))
-            yield f'<label>{name} <input name="{name}" value="{value}" required></label> '
+    for name, value in values.items():
+        yield f'<label>{name} <input name="{name}" value="{escape(value)}" required></label> '
     if examples:
         yield f'<textarea name="body" rows="4">{escape(json.dumps(examples[0]))}</textarea>'
     yield "<button>Send</button><output></output></form>"
 
 
 def _curl(path: str, method: str, body: object) -> str:
-    address = f"http://127.0.0.1:8000{path.replace('{session}', 'demo').replace('{name}', 'gated-stable-64')}"
+    address = f"http://127.0.0.1:8000{path}"
     command = f"curl -X {method.upper()} {address} -H 'content-type: application/json' -d '{json.dumps(body)}'"
     return f"<pre>{escape(command)}</pre>"
 

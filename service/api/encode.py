@@ -13,10 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from wane.service.api.disconnect import has_left
 from wane.service.api.exchange import context
-from wane.service.engine.engine import Engine
 from wane.service.errors import Abandoned
 from wane.service.types.answer import COLUMNS, SELDOM, Answer
-from wane.service.types.common import ModelDocument, Result
+from wane.service.types.common import Result
 from wane.service.types.request import Latency
 
 VALUES_AT_ONCE = 16_384
@@ -170,10 +169,6 @@ def reply(document: object, status: int = 200, headers: Mapping[str, str] | None
 async def long_reply(document: object) -> Response:
     """Returns a result or a document that may be long as a response. See `reply_in_pieces`."""
     return await reply_in_pieces(pieces(document))
-
-
-def model(engine: Engine) -> ModelDocument:
-    return {"model": engine.name, "model_version": engine.version, "device": engine.device}
 
 
 StepResult = Answer | Exception

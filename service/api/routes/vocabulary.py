@@ -13,7 +13,8 @@ from starlette.responses import Response
 from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.service.api import encode
 from wane.service.api.deps import model_engine
-from wane.service.api.schemas.models import VocabularyDocument, VocabularyEntry
+from wane.service.api.openapi import answers
+from wane.service.api.schemas.models import VocabularyEntry, VocabularyPage
 from wane.service.errors import InvalidRequest, truncate_repr
 
 DEFAULT_LIMIT = 1000
@@ -44,7 +45,9 @@ router = APIRouter(tags=["models"])
 
 
 @router.head("/v1/models/{name}/vocabulary", include_in_schema=False)
-@router.get("/v1/models/{name}/vocabulary", response_model=VocabularyDocument, openapi_extra=DESCRIBED)
+@router.get(
+    "/v1/models/{name}/vocabulary", response_model=None, responses=answers(VocabularyPage), openapi_extra=DESCRIBED
+)
 async def vocabulary(request: Request, name: str) -> Response:
     """Lists the names and ids of a model's events, or the texts and ids of a text model's tokens, by ascending id.
     Omits `<eos>`, `<unk>` and reserved tokens."""
@@ -59,7 +62,7 @@ async def vocabulary(request: Request, name: str) -> Response:
     return await encode.long_reply(found)
 
 
-def page(vocabulary: Vocabulary, prefix: str, after: int, limit: int) -> VocabularyDocument:
+def page(vocabulary: Vocabulary, prefix: str, after: int, limit: int) -> VocabularyPage:
     """Returns the first `limit` names that begin with `prefix` and whose id is more than `after`."""
     events: list[VocabularyEntry] = []
     for index in range(after + 1, vocabulary.size):
@@ -67,9 +70,9 @@ def page(vocabulary: Vocabulary, prefix: str, after: int, limit: int) -> Vocabul
         if not name.startswith(prefix) or name in (EOS, UNK) or index in vocabulary.reserved:
             continue
         if len(events) == limit:
-            return {"events": events, "next": events[-1]["id"]}
-        events.append({"id": index, "name": name})
-    return {"events": events, "next": None}
+            return VocabularyPage(events, events[-1].id)
+        events.append(VocabularyEntry(index, name))
+    return VocabularyPage(events, None)
 
 
 def _whole(request: Request, name: str, default: int, least: int, most: int | None = None) -> int:

@@ -118,7 +118,11 @@ class GenerateBody(SequenceBody, kw_only=True):
             "The generated token is always listed, too; 0: only the generated token"
         ),
     ] = None
-    mode: Annotated[Mode, modes(GENERATED_MODES)] = Mode.AUTO
+    mode: Annotated[
+        Mode,
+        modes(GENERATED_MODES),
+        says("auto: the session's own mode or, without a session, recurrent"),
+    ] = Mode.AUTO
     window: Window | None = None
     truncated: Truncated = False
     cache: Cache = True

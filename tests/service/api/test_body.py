@@ -24,12 +24,10 @@ from wane.service.api import faults
 from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
 from wane.service.api.exchange import RequestContext
 from wane.service.api.schemas.common import Body
-from wane.service.api.schemas.compare import CompareBody
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.models import UnloadBody
-from wane.service.api.schemas.predict import PredictBody
-from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import RewindBody, StepsBody, StreamBody
 from wane.service.errors import DeadlineExceeded, InvalidRequest, NotJson, TooLarge, WaneError, truncate_repr
 from wane.service.settings import Settings
