@@ -103,8 +103,8 @@ def of_completion(body: CompletionBody, settings: Settings, tokens: int | None =
 
 
 def _of_infer(body: InferBody, _: Settings) -> Cost:
-    rows = [one.shape[0] for one in body.inputs if one.shape and type(one.shape[0]) is int]
-    field = next((one.name for one in body.inputs), "inputs")
+    rows = [tensor.shape[0] for tensor in body.inputs if tensor.shape and type(tensor.shape[0]) is int]
+    field = next((tensor.name for tensor in body.inputs), "inputs")
     return Cost(max(rows, default=1), rows_field=field)
 
 

@@ -37,23 +37,21 @@ GROUPS = [
 ]
 """The groups of routes, in the order of the page `/docs`."""
 
-TIMEOUT_PARAMETER = {
-    "name": TIMEOUT_HEADER,
-    "in": "header",
-    "required": False,
-    "description": "the request's timeout in milliseconds; the server's own limit replaces a larger value",
-    "schema": {"type": "string", "pattern": anchored(TIMEOUT)},
-}
+
+def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the description of headers, with a text and a JSON schema for each header. A route that reads the headers
+    itself is faster than a route with the framework's header parameters."""
+    return {
+        "parameters": [
+            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
+            for name, (text, form) in described.items()
+        ]
+    }
 
 
-ENCODING_PARAMETER = {
-    "name": ENCODING,
-    "in": "header",
-    "required": False,
-    "description": "the compression of the body",
-    "schema": {"type": "string", "enum": [*WBITS, "identity"]},
-}
-
+TIMEOUT_TEXT = "the request's timeout in milliseconds; the server's own limit replaces a larger value"
+OF_ALL = headers({TIMEOUT_HEADER: (TIMEOUT_TEXT, {"pattern": anchored(TIMEOUT)})})["parameters"]
+OF_BODIES = headers({ENCODING: ("the compression of the body", {"enum": [*WBITS, "identity"]})})["parameters"]
 MODEL_PARAMETER = {
     "name": "name",
     "in": "path",
@@ -98,17 +96,6 @@ def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
     return {"requestBody": {"required": required, "content": content}}
 
 
-def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:
-    """Returns the description of headers, with a text and a JSON schema for each header. A route that reads the headers
-    itself is faster than a route with the framework's header parameters."""
-    return {
-        "parameters": [
-            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
-            for name, (text, form) in described.items()
-        ]
-    }
-
-
 def bodies(kind: type[Body]) -> Iterator[type[Body]]:
     """Yields the subclasses of a body type, and their subclasses."""
     for body in kind.__subclasses__():
@@ -145,16 +132,16 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
             continue
         most = limit_of(schema.pop(AT_MOST), settings)
         schema.pop(OF_TOKENS, None)
-        for one in (schema, *schema.get("anyOf", ())):
-            if most is not None and one.get("type") in BOUNDS:
-                one.pop("exclusiveMaximum", None)
-                one[BOUNDS[one["type"]]] = most
+        for option in (schema, *schema.get("anyOf", ())):
+            if most is not None and option.get("type") in BOUNDS:
+                option.pop("exclusiveMaximum", None)
+                option[BOUNDS[option["type"]]] = most
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["summary"] = operation["description"].partition(".")[0].replace("\n", " ")
             parameters = operation.setdefault("parameters", [])
-            parameters[:] = [MODEL_PARAMETER if one["name"] == "name" else one for one in parameters]
-            parameters += [ENCODING_PARAMETER, TIMEOUT_PARAMETER] if "requestBody" in operation else [TIMEOUT_PARAMETER]
+            parameters[:] = [MODEL_PARAMETER if parameter["name"] == "name" else parameter for parameter in parameters]
+            parameters += (OF_BODIES if "requestBody" in operation else []) + OF_ALL
     return document
 
 

@@ -155,10 +155,10 @@ class Envelopes:
 
     def __call__(self, scope: Scope, error: Exception) -> Response:
         """Returns the response to a failure. Adds the failure's code to the access log."""
-        here = context(scope)
+        request_context = context(scope)
         failure = described(scope, error)
-        here.fields["error"] = failure.code
-        return self._shape(scope["path"].removeprefix(scope.get("root_path", "")))(failure, here.request_id)
+        request_context.fields["error"] = failure.code
+        return self._shape(scope["path"].removeprefix(scope.get("root_path", "")))(failure, request_context.request_id)
 
     def _shape(self, path: str) -> Shape:
         for pattern, shape in self._shapes:

@@ -116,7 +116,7 @@ LONG: list[tuple[type[Body], dict[str, object], str]] = [
     (
         CompletionBody,
         {"model": "m", "prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1000)), 1) | {"x": None}},
-        "logit_bias",
+        "logit_bias.x",
     ),
     (StepsBody, {"steps": [*[{"session": "s", "tokens": [5] * 40}] * 200, {"tokens": [5]}]}, "steps[200].session"),
 ]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import re
 from typing import Any
 
 import httpx
 import pytest
 
-from wane.service.api.docs_page import CLOSES, STREAM
+from wane.service.api.docs_page import CLOSES, STREAM, marked
 from wane.service.api.schemas.sessions import StreamBody
 
 
@@ -66,7 +65,7 @@ async def test_every_route_has_a_summary_a_group_and_a_form(client: httpx.AsyncC
     for path, operations in description["paths"].items():
         for method, operation in operations.items():
             assert set(operation["tags"]) <= set(groups)
-            assert f"<code>{path}</code> {html.escape(operation['summary'])}</summary>" in page
+            assert f"<code>{path}</code> {marked(operation['summary'])}</summary>" in page
             assert f'<form data-method="{method.upper()}" data-path="{path}">' in page
     assert page.count("<h2>") == len(groups)
 
@@ -85,3 +84,9 @@ async def test_a_command_and_a_form_have_the_path_s_example_values(page: str) ->
 async def test_the_page_says_what_a_field_means_that_may_be_null(page: str) -> None:
     assert "<td>names of events, for a model of events, such as" in page
     assert "<td>a text; the model&#x27;s vocabulary tokenises it" in page
+
+
+async def test_the_page_shows_names_in_texts_as_code(page: str) -> None:
+    assert "<td>only with <code>stream</code></td>" in page and "`" not in re.sub(
+        "<pre>.*?</pre>", "", page, flags=re.S
+    )
