@@ -84,16 +84,23 @@ class VocabularyInfo(Frozen):
 
 
 class Perplexity(Frozen):
-    """The perplexity of one split in one mode. `per_word` is the perplexity per word, where one `<eos>` per line counts
-    as a word. It is null for event models."""
+    """The perplexity of one split in one mode.
+
+    `per_token`: the perplexity per token.
+    `per_word`: the perplexity per word, where one `<eos>` per line counts as a word. It is null for event models.
+    """
 
     per_token: float = Field(gt=0)
     per_word: float | None = Field(default=None, gt=0)
 
 
 class WindowPerplexity(Frozen):
-    """The perplexity of predictions from exactly the last k tokens, at positions spread over a split. `recurrent` is
-    the uninterrupted run's perplexity at the same positions."""
+    """The perplexity of predictions from exactly the last k tokens, at positions spread over a split.
+
+    `positions`: the number of positions.
+    `recurrent`: the uninterrupted run's perplexity at the same positions.
+    `by_k`: the perplexity for each evaluated k.
+    """
 
     positions: int = Field(ge=0)
     recurrent: Perplexity
@@ -121,8 +128,13 @@ class Quality(Frozen):
 
 
 class Condition(Frozen):
-    """One sufficient condition for contraction, as evaluated for a layer. `factor` is the contraction factor that the
-    condition proves in the norm `norm`. It is null if the condition does not apply to the layer."""
+    """One sufficient condition for contraction, as evaluated for a layer.
+
+    `rule`: the condition's name.
+    `norm`: the norm in which the condition holds.
+    `factor`: the contraction factor that the condition proves in this norm. It is null if the condition does not apply
+        to the layer.
+    """
 
     rule: str
     norm: str
@@ -132,6 +144,7 @@ class Condition(Frozen):
 class Contraction(Frozen):
     """One layer's contraction factor.
 
+    `layer`: the layer's index. `norm`: the norm of the factor. `conditions`: all conditions that were evaluated.
     `factor`: one step multiplies the difference of two states by at most this number, in the norm `norm`.
     `rule`: the rule that proves this, the best of `conditions`.
     `weights`: the numbers by which the state tensors are divided in the norm, in the state's order (`p` and `q` in the
@@ -154,8 +167,10 @@ class Contraction(Frozen):
 
 
 class StateError(Frozen):
-    """The bound of the error of one state tensor: `box` bounds the error of every unit, `ball` the 2-norm of all units'
-    errors."""
+    """The bound of the error of one state tensor.
+
+    `box`: the bound of the error of every unit. `ball`: the bound of the 2-norm of all units' errors.
+    """
 
     box: float = Field(ge=0)
     ball: float = Field(ge=0)
@@ -170,6 +185,8 @@ class Rounding(Frozen):
     and three tokens, and sequences chosen to make the state large. The repeated tokens include those that reduce the
     difference of two states least.
 
+    `dtype`: the number format of the graphs. `step_error`: how the error of one step is known. `steps`: the number of
+        measured steps. `safety`: the factor of the largest measured error.
     `step`: the largest error of one step, times `safety`, by state tensor of the layers.
     `output`: the largest error of the output, times a safety factor. This error is the sum of two numbers: the 2-norm
         error of `hidden` (0 in a plain network, where `hidden` is a state), and the greatest minus the least error of
@@ -300,7 +317,7 @@ class Certificate(Frozen):
         arithmetic: epsilon(k) = tanh(D e_k / 4). Each answer adds its own rounding.
     `head_diameter`: D, the largest 2-norm distance of two rows of the output matrix, or an upper bound of this distance
         if the vocabulary is large.
-    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why.
+    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. `reason`: why the model is not certified.
     `rounding`: the rounding of the graphs, from measured errors of one step. `readout`: the rounding of the graphs by a
         theorem, for residual networks with one layer of an input-gated cell. A model that is contractive may have one
         of the two. Without both, nothing bounds the rounding.

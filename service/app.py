@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -25,8 +24,8 @@ from wane.service.api.exchange import RequestPolicy
 from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.middleware import Endpoint, HotRoutes, RequestMiddleware
 from wane.service.api.openai_error import openai_response, problem_with_error
-from wane.service.api.openapi import GROUPS, complete
-from wane.service.api.problem import NOWHERE, Envelopes, ProblemDocument, Shape, inference_error, problem
+from wane.service.api.openapi import GROUPS, answers, complete
+from wane.service.api.problem import NOWHERE, PROBLEM_TYPE, Envelopes, ProblemDocument, Shape, inference_error, problem
 from wane.service.api.routes import (
     completions,
     console,
@@ -36,7 +35,6 @@ from wane.service.api.routes import (
     ops,
     predict,
     repository,
-    score,
     sessions,
     state,
     stream,
@@ -62,7 +60,6 @@ DESCRIPTION = (
 
 ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (predict.router, problem),
-    (score.router, problem),
     (generate.router, problem),
     (sessions.router, problem),
     (state.router, problem),
@@ -100,10 +97,12 @@ HOT: frozenset[Endpoint] = frozenset(
 )
 """The endpoints that are called before the framework's routing."""
 
-PROBLEM = {
-    "description": "any failure, as a problem document (RFC 9457)",
-    "content": {"application/problem+json": {"schema": TypeAdapter(ProblemDocument).json_schema()}},
-}
+PROBLEM = answers(
+    ProblemDocument,
+    status="default",
+    media=PROBLEM_TYPE,
+    description="any failure, as a problem document (RFC 9457)",
+)
 
 
 class Application(FastAPI):
@@ -189,7 +188,7 @@ def create_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: answer_problem},
         openapi_tags=GROUPS,
-        responses={"default": PROBLEM},
+        responses=PROBLEM,
         redirect_slashes=False,
         docs_url=None,  # the framework's documentation pages load scripts from other sites
         redoc_url=None,

@@ -16,8 +16,9 @@ import asyncio
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import cache, partial
-from typing import Annotated, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -139,6 +140,9 @@ these fields, except token ids and events."""
 FAILURES = (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError)
 """The errors with which msgspec rejects a body."""
 
+CONVERTED = frozenset({"tokens", "unknown", "session", "stop", "logit_bias"})
+"""The fields whose values the engine's requests have in another form."""
+
 reader = cache(msgspec.json.Decoder)
 """Returns the decoder of a type. Makes it once for each type."""
 
@@ -201,10 +205,10 @@ class Decoder:
             check_lengths(lambda name: getattr(body, name), model, self._settings)
         if model.alone is not None and getattr(body, model.alone) is not None:
             try:
-                given = reader(dict[str, object]).decode(raw)
+                document = reader(dict[str, object]).decode(raw)
             except FAILURES:  # a body that only `read_again` accepts
-                given = from_json(raw)
-            if others := {name for name, value in given.items() if value is not None} - {model.alone}:
+                document = from_json(raw)
+            if others := {name for name, value in document.items() if value is not None} - {model.alone}:
                 raise InvalidRequest(f"`{model.alone}` excludes other fields; found `{min(others)}`")
         return body
 
@@ -243,8 +247,8 @@ async def uncompressed(request: Request, raw: bytes) -> bytes:
     """Returns a received body without its `Content-Encoding`. The decompressed bytes count towards the receive budget
     until the request is answered. Raises UnsupportedMedia, Overloaded, DeadlineExceeded and the errors of
     `inflated`."""
-    here, app = context(request.scope), request.app
-    if here.header(ENCODING) is None:
+    request_context, app = context(request.scope), request.app
+    if request_context.header(ENCODING) is None:
         return raw
     lines = [value.decode("latin-1") for name, value in request.scope["headers"] if name == ENCODING.encode()]
     encoding = ", ".join(lines).strip().lower()
@@ -258,11 +262,11 @@ async def uncompressed(request: Request, raw: bytes) -> bytes:
     connection = connection_of(request.scope)
     decoder: Decoder = app.state.decoder
     largest, body = min(most, MOST_INFLATED * len(raw)), b""
-    async with until(here.deadline), decoder.inflating:
+    async with until(request_context.deadline), decoder.inflating:
         if connection is not None and not connection.hold(largest):
             raise Overloaded("the server is receiving too much data: try again later")
         try:
-            body = await decoder.run(inflated, raw, encoding, most, deadline=here.deadline)
+            body = await decoder.run(inflated, raw, encoding, most, deadline=request_context.deadline)
         finally:
             if connection is not None:
                 connection.hold(len(body) - largest)
@@ -302,17 +306,17 @@ def connection_of(scope: Scope) -> Connection | None:
 async def read(request: Request) -> bytes:
     """Reads the whole body, and decompresses it. Raises BodyTimeout, DeadlineExceeded, Abandoned and the errors of
     `uncompressed`."""
-    here = context(request.scope)
-    deadline = here.deadline
-    if deadline is not None and here.body_timeout_s < here.timeout_s:
-        deadline -= here.timeout_s - here.body_timeout_s
+    request_context = context(request.scope)
+    deadline = request_context.deadline
+    if deadline is not None and request_context.body_timeout_s < request_context.timeout_s:
+        deadline -= request_context.timeout_s - request_context.body_timeout_s
     try:
         async with asyncio.timeout_at(deadline):
             raw = await _receive(request)
     except TimeoutError:
-        if deadline == here.deadline:
+        if deadline == request_context.deadline:
             raise DeadlineExceeded("the deadline passed before the whole body was received") from None
-        raise BodyTimeout(f"the body was not complete after {here.body_timeout_s:g} s") from None
+        raise BodyTimeout(f"the body was not complete after {request_context.body_timeout_s:g} s") from None
     return await uncompressed(request, raw)
 
 
@@ -397,6 +401,17 @@ async def tokens_of(
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
     return EventTokens(tokens)
+
+
+@cache
+def shared_fields(body: type[Body], request: type) -> list[str]:
+    """Returns the fields of a body that the engine's request has with the same name and value."""
+    return sorted({field.name for field in fields(request)} & {*body.__struct_fields__} - CONVERTED)
+
+
+def options_of(body: Body, request: type) -> dict[str, Any]:
+    """Returns the values of a body's fields that the engine's request of the class `request` takes as they are."""
+    return {name: getattr(body, name) for name in shared_fields(type(body), request)}
 
 
 async def filter_of(engine: Engine, body: RankedBody) -> Filter:

@@ -80,7 +80,7 @@ class Choice:
         name = self._name(token)
         top: dict[str, float] | None = None
         if logprob is not None:
-            top = {self._name(one.token_id): one.logprob for one in places} | {name: logprob}
+            top = {self._name(place.token_id): place.logprob for place in places} | {name: logprob}
         logprobs["tokens"].append(name)
         logprobs["token_logprobs"].append(logprob)
         logprobs["top_logprobs"].append(top)
@@ -103,12 +103,12 @@ def joined(parts: Sequence[ChoiceDocument]) -> ChoiceDocument:
     """Returns the choice that consists of these parts."""
     logprobs: LogprobsDocument | None = None
     for part in parts:
-        if (one := part["logprobs"]) is not None:
+        if (part_logprobs := part["logprobs"]) is not None:
             logprobs = logprobs or empty_logprobs()
-            logprobs["tokens"] += one["tokens"]
-            logprobs["token_logprobs"] += one["token_logprobs"]
-            logprobs["top_logprobs"] += one["top_logprobs"]
-            logprobs["text_offset"] += one["text_offset"]
+            logprobs["tokens"] += part_logprobs["tokens"]
+            logprobs["token_logprobs"] += part_logprobs["token_logprobs"]
+            logprobs["top_logprobs"] += part_logprobs["top_logprobs"]
+            logprobs["text_offset"] += part_logprobs["text_offset"]
     return {
         "index": parts[0]["index"],
         "text": "".join([part["text"] for part in parts]),
@@ -147,8 +147,8 @@ async def started(calls: Sequence[Callable[[], Awaitable[Generation]]]) -> list[
     try:
         return await together([lambda call=call: start(call) for call in calls])  # type: ignore[misc]
     except BaseException:
-        for one in begun:
-            await one.aclose()
+        for generation in begun:
+            await generation.aclose()
         raise
 
 

@@ -61,11 +61,11 @@ class CrossOrigin:
             allowed = origin
         else:
             return ((b"vary", b"origin"),)
-        found = (
+        headers = (
             (b"access-control-allow-origin", allowed),
             (b"access-control-expose-headers", ", ".join(EXPOSED).encode()),
         )
-        return found if rules.allow_all_origins else (*found, (b"vary", b"origin"))
+        return headers if rules.allow_all_origins else (*headers, (b"vary", b"origin"))
 
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001

@@ -14,13 +14,11 @@ from starlette.requests import HTTPConnection
 
 from wane.service.api.exchange import context
 from wane.service.api.schemas.common import Body
-from wane.service.api.schemas.compare import CompareBody
 from wane.service.api.schemas.completions import MAX_TOKENS, CompletionBody
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.inference import InferBody
 from wane.service.api.schemas.models import IndexBody, LoadBody, UnloadBody
-from wane.service.api.schemas.predict import PredictBody
-from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import ForkBody, RewindBody, SessionBody, StepBody, StepsBody
 from wane.service.api.schemas.tokenizer import DetokenizeBody, TokenizeBody
 from wane.service.errors import InvalidRequest, TooLarge
@@ -105,8 +103,8 @@ def of_completion(body: CompletionBody, settings: Settings, tokens: int | None =
 
 
 def _of_infer(body: InferBody, _: Settings) -> Cost:
-    rows = [one.shape[0] for one in body.inputs if one.shape and type(one.shape[0]) is int]
-    field = next((one.name for one in body.inputs), "inputs")
+    rows = [tensor.shape[0] for tensor in body.inputs if tensor.shape and type(tensor.shape[0]) is int]
+    field = next((tensor.name for tensor in body.inputs), "inputs")
     return Cost(max(rows, default=1), rows_field=field)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -97,10 +98,10 @@ Member = tuple[str, Schema, bool]
 
 def api_page(openapi: Schema) -> str:
     """Returns the page `/docs` for an OpenAPI description."""
-    components = openapi.get("components", {}).get("schemas", {})
-    about = escape(openapi["info"].get("description", ""))
+    components = openapi["components"]["schemas"]
+    about = marked(openapi["info"]["description"])
     parts = [f'<h1>Wane: the API</h1>\n<p>{about} For programs: <a href="openapi.json">openapi.json</a>.</p>', KEY]
-    for group in openapi.get("tags", ()):
+    for group in openapi["tags"]:
         parts.append(f"<h2>{escape(group['description'])}</h2>")
         for path, operations in openapi["paths"].items():
             for method, operation in operations.items():
@@ -113,25 +114,26 @@ def api_page(openapi: Schema) -> str:
 
 
 def _operation(path: str, method: str, operation: Schema, components: Schema) -> Iterator[str]:
-    summary, description = escape(operation["summary"]), escape(operation["description"])
-    yield f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> {summary}</summary>"
-    yield f"<p>{description}</p>"
-    parameters = [
-        (one["name"], one["schema"] | {"description": f"{one['in']}: {one.get('description', '')}"}, one["required"])
-        for one in operation.get("parameters", ())
-    ]
-    if parameters:
-        yield "<h4>Parameters</h4>"
-        yield from _table(parameters, components)
+    yield f"<details><summary><b>{method.upper()}</b> <code>{path}</code> {marked(operation['summary'])}</summary>"
+    yield f"<p>{marked(operation['description'])}</p><h4>Parameters</h4>"
+    rows: list[Member] = []
+    values: dict[str, str] = {}
+    for parameter in operation["parameters"]:
+        name, schema = parameter["name"], parameter["schema"]
+        meaning = f"{parameter['in']}: {parameter['description']}"
+        rows.append((name, schema | {"description": meaning}, parameter["required"]))
+        if parameter["in"] == "path":
+            values[name] = schema["examples"][0]
+    yield from _table(rows, components)
     body = operation.get("requestBody", {}).get("content", {}).get("application/json")
     if body is not None:
         yield "<h4>Body</h4>"
         yield from _fields(body["schema"], components)
     examples = [example["value"] for example in (body or {}).get("examples", {}).values()]
     for example in examples:
-        yield _curl(path, method, example)
-    yield from _form(path, method, operation, examples)
-    for status, response in operation.get("responses", {}).items():
+        yield _curl(path.format(**values), method, example)
+    yield from _form(path, method, values, examples)
+    for status, response in operation["responses"].items():
         answer = response.get("content", {}).get("application/json", {}).get("schema")
         if answer is not None and status.isdigit():
             yield f"<h4>Answer {status}</h4>"
@@ -142,7 +144,7 @@ def _operation(path: str, method: str, operation: Schema, components: Schema) ->
 def _stream(components: Schema) -> Iterator[str]:
     """Renders the WebSocket route. A message has the fields of a step's request body, and an answer has the fields of a
     step's answer."""
-    yield f"<details><summary><b>WS</b> <code>{STREAM}</code></summary>"
+    yield f"<details><summary><b>WS</b> <code>{STREAM}</code> Answers many steps of a session</summary>"
     yield "<p>Each message is one step or one rewind. Messages are answered in order. A failed message gets the answer "
     yield '<code>{"error": ...}</code>, a problem document. The socket stays open, unless the failure has one of '
     yield "the close codes below.</p><h4>Message</h4>"
@@ -156,21 +158,18 @@ def _stream(components: Schema) -> Iterator[str]:
     yield "</table></details>"
 
 
-def _form(path: str, method: str, operation: Schema, examples: Sequence[object]) -> Iterator[str]:
-    """Renders a form that sends the first example, which the reader may change."""
-    yield f'<form data-method="{method.upper()}" data-path="{escape(path)}">'
-    for parameter in operation.get("parameters", ()):
-        if parameter["in"] == "path":
-            name = escape(parameter["name"])
-            value = escape(str(next(iter(parameter["schema"].get("examples", ())), "")))
-            yield f'<label>{name} <input name="{name}" value="{value}" required></label> '
+def _form(path: str, method: str, values: Mapping[str, str], examples: Sequence[object]) -> Iterator[str]:
+    """Renders a form that sends the first example, which the reader may change. `values` are the path's parameters."""
+    yield f'<form data-method="{method.upper()}" data-path="{path}">'
+    for name, value in values.items():
+        yield f'<label>{name} <input name="{name}" value="{escape(value)}" required></label> '
     if examples:
         yield f'<textarea name="body" rows="4">{escape(json.dumps(examples[0]))}</textarea>'
     yield "<button>Send</button><output></output></form>"
 
 
 def _curl(path: str, method: str, body: object) -> str:
-    address = f"http://127.0.0.1:8000{path.replace('{session}', 'demo').replace('{name}', 'gated-stable-64')}"
+    address = f"http://127.0.0.1:8000{path}"
     command = f"curl -X {method.upper()} {address} -H 'content-type: application/json' -d '{json.dumps(body)}'"
     return f"<pre>{escape(command)}</pre>"
 
@@ -184,12 +183,12 @@ def _members(
     schema: Schema, components: Schema, prefix: str = "", depth: int = 1
 ) -> Iterator[tuple[str, Schema, bool]]:
     """Yields the fields of an object, including the fields of nested objects."""
-    found = _resolved(schema, components)
-    for option in found.get("anyOf", ()):
+    schema = _resolved(schema, components)
+    for option in schema.get("anyOf", ()):
         if option.get("type") != "null":
             yield from _members(option, components, prefix, depth)
-    required = found.get("required", ())
-    for name, member in found.get("properties", {}).items():
+    required = schema.get("required", ())
+    for name, member in schema.get("properties", {}).items():
         yield prefix + name, member, name in required
         if depth < MOST_DEPTH:
             inner, suffix = _inner(_resolved(member, components), components)
@@ -200,11 +199,11 @@ def _inner(schema: Schema, components: Schema) -> tuple[Schema, str]:
     """Returns the object schema of a member or of its list items, and the suffix that the page adds to the member's
     name: `[]` for a list."""
     for option in schema.get("anyOf", (schema,)):
-        found = _resolved(option, components)
-        if found.get("type") == "array" and isinstance(found.get("items"), dict):
-            return found["items"], "[]"
-        if "properties" in found:
-            return found, ""
+        option = _resolved(option, components)
+        if option.get("type") == "array" and isinstance(option.get("items"), dict):
+            return option["items"], "[]"
+        if "properties" in option:
+            return option, ""
     return {}, ""
 
 
@@ -222,18 +221,18 @@ def _table(rows: Sequence[Member], components: Schema) -> Iterator[str]:
 
 def _kinds(schema: Schema, components: Schema) -> Iterator[str]:
     """Returns the names of a value's possible types."""
-    found = _resolved(schema, components)
-    if "enum" in found:
-        yield " | ".join(json.dumps(value) for value in found["enum"])
-    elif "const" in found:
-        yield json.dumps(found["const"])
-    elif "anyOf" in found or "oneOf" in found:
-        for option in found.get("anyOf") or found["oneOf"]:
+    schema = _resolved(schema, components)
+    if "enum" in schema:
+        yield " | ".join(json.dumps(value) for value in schema["enum"])
+    elif "const" in schema:
+        yield json.dumps(schema["const"])
+    elif "anyOf" in schema or "oneOf" in schema:
+        for option in schema.get("anyOf") or schema["oneOf"]:
             yield from _kinds(option, components)
-    elif found.get("type") == "array":
-        yield f"list of {', '.join(dict.fromkeys(_kinds(found.get('items', {}), components)))}"
+    elif schema.get("type") == "array":
+        yield f"list of {', '.join(dict.fromkeys(_kinds(schema.get('items', {}), components)))}"
     else:
-        yield str(found.get("type", "any"))
+        yield str(schema.get("type", "any"))
 
 
 def _meaning(schema: Schema) -> str:
@@ -245,19 +244,25 @@ def _meaning(schema: Schema) -> str:
         "exclusiveMaximum": "below {}",
         "minLength": "at least {} characters",
         "maxLength": "at most {} characters",
+        "minItems": "at least {} items",
         "maxItems": "at most {} items",
     }
     options = [schema, *schema.get("anyOf", ())]
     notes = [
-        text.format(f"{one[name]:g}")
-        for one in options
+        text.format(f"{option[name]:g}")
+        for option in options
         for name, text in limits.items()
-        if name in one and abs(one[name]) < MOST_LIMIT
+        if name in option and abs(option[name]) < MOST_LIMIT
     ]
     if schema.get("default") is not None:
         notes.append(f"default {json.dumps(schema['default'])}")
-    description = escape(str(next((one["description"] for one in options if "description" in one), "")))
+    description = marked(schema.get("description", ""))
     return f"{description} ({escape('; '.join(notes))})" if notes else description
+
+
+def marked(text: str) -> str:
+    """Returns a text as HTML. What is between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _resolved(schema: Schema, components: Schema) -> Schema:

@@ -13,10 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from wane.service.api.disconnect import has_left
 from wane.service.api.exchange import context
-from wane.service.engine.engine import Engine
 from wane.service.errors import Abandoned
 from wane.service.types.answer import COLUMNS, SELDOM, Answer
-from wane.service.types.common import ModelDocument, Result
+from wane.service.types.common import Result
 from wane.service.types.request import Latency
 
 VALUES_AT_ONCE = 16_384
@@ -65,11 +64,11 @@ def event(document: object, name: str = "") -> bytes:
 
 def members(result: Result) -> dict[str, object]:
     """Returns the members of a result's JSON object. Omits a field that has its default value, None."""
-    given = msgspec.structs.asdict(result)
+    values = msgspec.structs.asdict(result)
     return {
-        one.name: given[one.name]
-        for one in msgspec.structs.fields(result)
-        if one.required or given[one.name] is not None
+        field.name: values[field.name]
+        for field in msgspec.structs.fields(result)
+        if field.required or values[field.name] is not None
     }
 
 
@@ -105,7 +104,7 @@ def _values_in(value: object) -> int:
     if isinstance(value, Mapping):
         return sum(map(_values_in, value.values()))
     if isinstance(value, list | tuple) and value:
-        return len(value) * _values_in(next((one for one in value if one is not None), None))
+        return len(value) * _values_in(next((item for item in value if item is not None), None))
     return 1
 
 
@@ -172,10 +171,6 @@ async def long_reply(document: object) -> Response:
     return await reply_in_pieces(pieces(document))
 
 
-def model(engine: Engine) -> ModelDocument:
-    return {"model": engine.name, "model_version": engine.version, "device": engine.device}
-
-
 StepResult = Answer | Exception
 """The answer to one step, or the exception of a failed step."""
 
@@ -194,8 +189,8 @@ def step_columns(
     predictions = [None if answer is None else answer.predictions for answer in answers]
     phases = [answer.latency.phases() for answer in answers if answer is not None]
     return columns | {
-        "token_id": [None if listed is None else [one.token_id for one in listed] for listed in predictions],
-        "logprob": [None if listed is None else [one.logprob for one in listed] for listed in predictions],
+        "token_id": [None if listed is None else [item.token_id for item in listed] for listed in predictions],
+        "logprob": [None if listed is None else [item.logprob for item in listed] for listed in predictions],
         "error": [failure(result) if isinstance(result, Exception) else None for result in results],
         "latency": Latency(*map(max, zip(*phases, strict=True))) if phases else Latency(0.0, 0.0, 0.0),
     }

@@ -85,9 +85,9 @@ class RequestContext:
         trace_id: str | None = None
         if b"traceparent" in headers and (parent := Parent.of(headers[b"traceparent"])) is not None:
             trace_id = f"{parent.trace_id:032x}"
-        given = headers.get(b"x-request-id")
-        if given is not None and REQUEST_ID.fullmatch(given):
-            request_id = given.decode()
+        client_id = headers.get(b"x-request-id")
+        if client_id is not None and REQUEST_ID.fullmatch(client_id):
+            request_id = client_id.decode()
         else:
             request_id = trace_id or getrandbits(128).to_bytes(16).hex()
         return cls(request_id, trace_id, parent, headers)
@@ -110,16 +110,16 @@ def registry(request: HTTPConnection) -> ModelRegistry:
     return found
 
 
-def note_answer(scope: Scope, given: Answer | Finish) -> None:
+def note_answer(scope: Scope, answer: Answer | Finish) -> None:
     """Adds an answer's mode, state and latency to the fields of the request's access log line and span."""
     if not ACCESS.isEnabledFor(INFO) and CURRENT.get() is None:
         return
     context(scope).fields.update(
-        mode=given.mode.value,
-        state=given.state.value,
-        queue_ms=round(given.latency.queue_ms, 3),
-        compute_ms=round(given.latency.compute_ms, 3),
-        batch_items=given.latency.batch_items,
+        mode=answer.mode.value,
+        state=answer.state.value,
+        queue_ms=round(answer.latency.queue_ms, 3),
+        compute_ms=round(answer.latency.compute_ms, 3),
+        batch_items=answer.latency.batch_items,
     )
 
 

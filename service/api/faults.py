@@ -166,7 +166,9 @@ def _fault(
                 value, path = value[name], f"{path}.{name}"
             case inspect.DictType(value_type=inner) if isinstance(value, dict):
                 kind, fitting = inner, {kind for choice in _choices(inner) for kind in TYPES[type(choice)][1]}
-                value = next((item for item in value.values() if type(item) not in fitting), None)
+                members = ((key, item) for key, item in value.items() if type(item) not in fitting)
+                key, value = next(members, (name, None))
+                path = f"{path}.{_member(key)}"
             case inspect.VarTupleType(item_type=inner) | inspect.ListType(item_type=inner) if (
                 index and isinstance(value, list) and int(index) < len(value)
             ):
@@ -176,10 +178,8 @@ def _fault(
     kinds = [*_choices(kind)]
     match next((choice for choice in kinds if _fits(value, choice)), None):
         case None:
-            names = " or ".join(
-                dict.fromkeys(_name(choice) for choice in kinds if not isinstance(choice, inspect.NoneType))
-            )
-            return path, f" {_shown(value)}must be {names}"
+            names = dict.fromkeys(_name(choice) for choice in kinds if not isinstance(choice, inspect.NoneType))
+            return path, f" {_shown(value)}must be {_either([*names])}"
         case inspect.IntType(ge=int() as least) if cast(int, value) < least:
             return path, f" must be at least {least}"
         case inspect.IntType(le=int() as most):
@@ -193,8 +193,7 @@ def _fault(
             names_of_fields = {field.name for field in fields}
             for name in cast(dict[str, object], value):
                 if name not in names_of_fields:
-                    plain = 0 < len(name) <= REPR_MAX_CHARACTERS and name.isprintable() and name == name.strip()
-                    return f"{path}.{name if plain else truncate_repr(name)}", ": there is no such field"
+                    return f"{path}.{_member(name)}", ": there is no such field"
             if partial:
                 return None
             for field in fields:
@@ -234,9 +233,19 @@ def _values(kind: inspect.EnumType | inspect.LiteralType) -> list[str]:
 def _name(kind: inspect.Type) -> str:
     """Returns what a value of a type must be."""
     if isinstance(kind, inspect.EnumType | inspect.LiteralType):
-        *others, last = [repr(value) for value in _values(kind)]
-        return f"{', '.join(others)} or {last}" if others else last
+        return _either([repr(value) for value in _values(kind)])
     return TYPES[type(kind)][0]
+
+
+def _member(name: str) -> str:
+    """Returns the name of a member for a path."""
+    plain = 0 < len(name) <= REPR_MAX_CHARACTERS and name.isprintable() and name == name.strip()
+    return name if plain else truncate_repr(name)
+
+
+def _either(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _shown(value: object) -> str:

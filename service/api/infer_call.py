@@ -42,11 +42,11 @@ ROWS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A decoded request. `body` is its JSON, and `given` has its input tensors by name. `wanted` are the formats of the
+    """A decoded request. `body` is its JSON. `inputs` has its input tensors by name. `wanted` are the formats of the
     requested outputs, and `names` their names. `deadline` is in seconds on the event loop's clock."""
 
     body: InferBody
-    given: dict[str, Tensor]
+    inputs: dict[str, Tensor]
     wanted: tuple[OutputFormat, ...]
     names: frozenset[str]
     deadline: float | None
@@ -75,9 +75,9 @@ async def decoded_call(request: Request) -> InferCall:
     body = await decoder.decode(head, InferBody, until)
     admit_body(request, body)
     if len(raw) <= LARGE_BYTES:
-        given = tensors.read_tensors(body.inputs, binary, INPUTS)
+        inputs = tensors.read_tensors(body.inputs, binary, INPUTS)
     else:
-        given = await decoder.run(tensors.read_tensors, body.inputs, binary, INPUTS, deadline=until)
+        inputs = await decoder.run(tensors.read_tensors, body.inputs, binary, INPUTS, deadline=until)
     parameters = body.parameters
     wanted: list[OutputFormat] = []
     is_binary = bool(parameters.binary_data_output)
@@ -90,17 +90,17 @@ async def decoded_call(request: Request) -> InferCall:
         wanted.append(tensors.output_format(output.name, output.parameters, binary=is_binary))
     if not wanted:
         wanted = [OutputFormat(name, is_binary) for name in DEFAULT_OUTPUTS]
-    here = context(request.scope)
+    request_context = context(request.scope)
     if parameters.timeout is not None and parameters.timeout < 0:
         raise InvalidRequest(f"timeout is {parameters.timeout}, but must be at least 0 microseconds", "timeout")
     if parameters.timeout and until is not None:
-        until = min(until, until - here.timeout_s + parameters.timeout / 1e6)
+        until = min(until, until - request_context.timeout_s + parameters.timeout / 1e6)
         # The event loop's clock is coarser than a microsecond, so a finer clock measures the elapsed time.
         if parameters.timeout / 1e6 <= time.perf_counter() - started_s:
             raise DeadlineExceeded(TOO_LATE)
     if parameters.priority is not None and parameters.priority < 0:
         raise InvalidRequest(f"priority is {parameters.priority}, but must be at least 0", "priority")
-    return InferCall(body, given, tuple(wanted), frozenset(one.name for one in wanted), until)
+    return InferCall(body, inputs, tuple(wanted), frozenset(output.name for output in wanted), until)
 
 
 # Inputs
@@ -109,17 +109,17 @@ async def decoded_call(request: Request) -> InferCall:
 async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows: int) -> list[EventTokens]:
     """Returns the tokens of each row of the input tensor. Raises InvalidRequest with the tensor's name, TooLarge,
     DeadlineExceeded."""
-    given = asked.given
-    sources = [name for name in SOURCES if name in given]
+    inputs = asked.inputs
+    sources = [name for name in SOURCES if name in inputs]
     if len(sources) != 1:
-        found = " and ".join(sources) or "none of them"
-        raise InvalidRequest(f"give exactly one of the inputs {', '.join(SOURCES)}; found {found}", "inputs")
+        present = " and ".join(sources) or "none of them"
+        raise InvalidRequest(f"give exactly one of the inputs {', '.join(SOURCES)}; found {present}", "inputs")
     name = sources[0]
-    shape, values = given[name]
+    shape, values = inputs[name]
     if shape[0] > most_rows:
         raise InvalidRequest(f"{name} is a batch of {shape[0]} rows, but a batch has at most {most_rows}", name)
     document = not asked.is_predicted
-    lengths = _lengths(given, name)
+    lengths = _lengths(inputs, name)
     rows: list[EventTokens] = []
     total = 0
     for index in range(shape[0]):
@@ -142,18 +142,18 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
     return rows
 
 
-def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
+def _lengths(inputs: dict[str, Tensor], name: str) -> list[int] | None:
     """Returns the number of values in each row without its padding. Returns None if no row is padded."""
-    if LENGTHS not in given:
+    if LENGTHS not in inputs:
         return None
     if name == TEXT:
         raise InvalidRequest(f"{LENGTHS} is given with {TEXT}, which has no padding", LENGTHS)
-    (rows, longest), (count,) = given[name].shape, given[LENGTHS].shape
+    (rows, longest), (count,) = inputs[name].shape, inputs[LENGTHS].shape
     if count != rows:
         raise InvalidRequest(f"{LENGTHS} has {count} values, but {name} has {rows} rows", LENGTHS)
-    found = given[LENGTHS].values
-    assert not isinstance(found, list), "the values of lengths are texts, not INT64: this is a bug"
-    lengths: list[int] = found.tolist()
+    values = inputs[LENGTHS].values
+    assert not isinstance(values, list), "the values of lengths are texts, not INT64: this is a bug"
+    lengths: list[int] = values.tolist()
     for index, length in enumerate(lengths):
         if not 1 <= length <= longest:
             raise InvalidRequest(f"{LENGTHS}[{index}] is {length}, but must be from 1 to {longest}", LENGTHS)

@@ -141,10 +141,10 @@ class HotRoutes(RequestMiddleware):
     ) -> None:
         """`app` is the application that contains the `routes`."""
         super().__init__(app, policy=policy)
-        found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
-        assert len(found) == len(endpoints), "an endpoint has no route: this is a bug"
-        self._by_path = {route.path: route for route in found if not route.param_convertors}
-        self._by_pattern = [route for route in found if route.param_convertors]
+        hot = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
+        assert len(hot) == len(endpoints), "an endpoint has no route: this is a bug"
+        self._by_path = {route.path: route for route in hot if not route.param_convertors}
+        self._by_pattern = [route for route in hot if route.param_convertors]
 
     def matches(self, scope: Scope) -> bool:
         """Returns whether a request matches one of the routes. Stores the route in the request's scope."""

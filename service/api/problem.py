@@ -22,29 +22,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from http import HTTPStatus
+from typing import Annotated, TypedDict
 
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Scope
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.exchange import context
 from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
 from wane.service.observability.logs import SERVICE
+from wane.service.types.common import says
 
 
 class ProblemDocument(TypedDict):
-    """A problem document (RFC 9457). `code` does not change between releases, and `retryable` says whether a retry may
-    succeed. Documents with certain codes have additional fields."""
+    """A problem document (RFC 9457). Documents with certain codes have additional fields."""
 
-    type: str
-    title: str
-    status: int
-    detail: str
-    code: str
-    retryable: bool
-    request_id: str
+    type: Annotated[str, says("the failure's URN, which ends with its code")]
+    title: Annotated[str, says("the code in words")]
+    status: Annotated[int, says("the status of HTTP")]
+    detail: Annotated[str, says("what is wrong")]
+    code: Annotated[str, says("the kind of failure; it does not change between releases")]
+    retryable: Annotated[bool, says("true: the same request may succeed later")]
+    request_id: Annotated[str, says("the request's id, which the server's log has, too")]
 
 
 INTERNAL = "internal"
@@ -155,10 +155,10 @@ class Envelopes:
 
     def __call__(self, scope: Scope, error: Exception) -> Response:
         """Returns the response to a failure. Adds the failure's code to the access log."""
-        here = context(scope)
+        request_context = context(scope)
         failure = described(scope, error)
-        here.fields["error"] = failure.code
-        return self._shape(scope["path"].removeprefix(scope.get("root_path", "")))(failure, here.request_id)
+        request_context.fields["error"] = failure.code
+        return self._shape(scope["path"].removeprefix(scope.get("root_path", "")))(failure, request_context.request_id)
 
     def _shape(self, path: str) -> Shape:
         for pattern, shape in self._shapes:

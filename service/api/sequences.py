@@ -22,12 +22,12 @@ STARTS = 3
 
 def sequence_id(parameters: InferParameters) -> str | None:
     """Returns the id of the request's sequence, or None if the request has no sequence. Raises InvalidRequest."""
-    given = parameters.sequence_id
-    if given is None or given == "" or given == 0:
+    sequence = parameters.sequence_id
+    if sequence is None or sequence == "" or sequence == 0:
         return None
-    if isinstance(given, int) and not 0 < given <= LARGEST_ID:
-        raise InvalidRequest(f"sequence_id is {truncate_repr(given)}, but must be from 0 to 2^64 - 1", "sequence_id")
-    return str(given)
+    if isinstance(sequence, int) and not 0 < sequence <= LARGEST_ID:
+        raise InvalidRequest(f"sequence_id is {truncate_repr(sequence)}, but must be from 0 to 2^64 - 1", "sequence_id")
+    return str(sequence)
 
 
 def sequence_key(request: Request, engine: Engine, sequence: str) -> str:
@@ -45,9 +45,9 @@ def sequence_key(request: Request, engine: Engine, sequence: str) -> str:
 async def sequence_engine(request: Request, engine: Engine, key: str, sequence: str) -> Engine:
     """Returns the engine of an existing sequence. It is the model's engine, or the engine of the version with which the
     sequence began. Raises InvalidRequest if there is no such sequence."""
-    found = registry(request).resident_engine(key)
-    if found is engine:
-        return found
+    resident = registry(request).resident_engine(key)
+    if resident is engine:
+        return resident
     try:
         return await session_engine(request, key, engine.name)
     except UnknownSession as error:

@@ -75,19 +75,19 @@ OUTPUTS = frozenset({TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS, ERROR_BOUND,
 
 def metadata(engine: Engine, settings: Settings) -> ModelMetadataDocument:
     """Returns the document with the model's name, version and signature."""
-    inputs, found = INPUTS.items(), outputs(engine, settings).items()
+    inputs, results = INPUTS.items(), outputs(engine, settings).items()
     return {
         "name": engine.name,
         "versions": [engine.version],
         "platform": PLATFORM,
-        "inputs": [{"name": name, "datatype": one.datatype, "shape": [*one.shape]} for name, one in inputs],
-        "outputs": [{"name": name, "datatype": one.datatype, "shape": [*one.shape]} for name, one in found],
+        "inputs": [{"name": name, "datatype": tensor.datatype, "shape": [*tensor.shape]} for name, tensor in inputs],
+        "outputs": [{"name": name, "datatype": tensor.datatype, "shape": [*tensor.shape]} for name, tensor in results],
     }
 
 
 def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
     """Returns Triton's configuration of the model. Unlike Triton, a request does not need a sequence."""
-    inputs, found = INPUTS.items(), outputs(engine, settings).items()
+    inputs, results = INPUTS.items(), outputs(engine, settings).items()
     manifest = engine.manifest
     return {
         "name": engine.name,
@@ -96,10 +96,12 @@ def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
         "version_policy": {"specific": {"versions": [int(engine.version)]}},
         "max_batch_size": 0,
         "input": [
-            {"name": name, "data_type": TYPES[one.datatype], "dims": [*one.shape], "optional": True}
-            for name, one in inputs
+            {"name": name, "data_type": TYPES[tensor.datatype], "dims": [*tensor.shape], "optional": True}
+            for name, tensor in inputs
         ],
-        "output": [{"name": name, "data_type": TYPES[one.datatype], "dims": [*one.shape]} for name, one in found],
+        "output": [
+            {"name": name, "data_type": TYPES[tensor.datatype], "dims": [*tensor.shape]} for name, tensor in results
+        ],
         "instance_group": [
             {"name": engine.name, "kind": "KIND_CPU" if engine.device == "cpu" else "KIND_GPU", "count": 1}
         ],

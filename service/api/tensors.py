@@ -79,59 +79,59 @@ def read_tensors(
     inputs: Sequence[InputTensor], binary: memoryview, specs: Mapping[str, TensorSpec]
 ) -> dict[str, Tensor]:
     """Returns the input tensors by name. `binary` is the binary part of the body. Raises InvalidRequest."""
-    found: dict[str, Tensor] = {}
-    for given in inputs:
-        name = given.name
+    tensors: dict[str, Tensor] = {}
+    for tensor in inputs:
+        name = tensor.name
         spec = specs.get(name)
         if spec is None:
             there = ", ".join(specs)
             raise InvalidRequest(f"there is no input {truncate_repr(name)}; there are {there}", "inputs")
-        if name in found:
+        if name in tensors:
             raise InvalidRequest(f"input {name} is given twice", name)
-        shape = _shape(given, spec)
-        size = _binary_size(given)
+        shape = _shape(tensor, spec)
+        size = _binary_size(tensor)
         if size is None:
-            found[name] = Tensor(shape, _of_json(given, spec, shape))
+            tensors[name] = Tensor(shape, _of_json(tensor, spec, shape))
             continue
-        if given.data is not None:
+        if tensor.data is not None:
             raise InvalidRequest(f"{name} has both data and {BINARY_SIZE}; give one of them", name)
         if size > len(binary):
             raise InvalidRequest(f"{name}: {BINARY_SIZE} is {size}, but {len(binary)} bytes of the body are left", name)
-        found[name] = Tensor(shape, _of_binary(name, spec, shape, binary[:size]))
+        tensors[name] = Tensor(shape, _of_binary(name, spec, shape, binary[:size]))
         binary = binary[size:]
     if len(binary):
         raise InvalidRequest(f"the body has {len(binary)} bytes after the last tensor", "inputs")
-    return found
+    return tensors
 
 
-def _shape(given: InputTensor, spec: TensorSpec) -> tuple[int, ...]:
-    name = given.name
-    if given.datatype != spec.datatype:
-        raise InvalidRequest(f"{name} has datatype {truncate_repr(given.datatype)}, but must be {spec.datatype}", name)
-    is_column = len(spec.shape) == 1 and len(given.shape) == 2 and given.shape[1] == 1  # as some clients write a list
-    if len(given.shape) != len(spec.shape) and not is_column:
-        raise InvalidRequest(f"{name} has {len(given.shape)} dimensions, but must have {len(spec.shape)}", name)
-    for size in given.shape:
+def _shape(tensor: InputTensor, spec: TensorSpec) -> tuple[int, ...]:
+    name = tensor.name
+    if tensor.datatype != spec.datatype:
+        raise InvalidRequest(f"{name} has datatype {truncate_repr(tensor.datatype)}, but must be {spec.datatype}", name)
+    is_column = len(spec.shape) == 1 and len(tensor.shape) == 2 and tensor.shape[1] == 1  # as some clients write a list
+    if len(tensor.shape) != len(spec.shape) and not is_column:
+        raise InvalidRequest(f"{name} has {len(tensor.shape)} dimensions, but must have {len(spec.shape)}", name)
+    for size in tensor.shape:
         if type(size) is not int:
             raise InvalidRequest(f"{name}: shape holds {truncate_repr(size)}, but must hold whole numbers", name)
         if size < 0:
             raise InvalidRequest(f"{name}: shape holds {truncate_repr(size)}, which is negative", name)
         if size == 0:
-            raise InvalidRequest(f"{name} is empty: its shape is {given.shape}", name)
+            raise InvalidRequest(f"{name} is empty: its shape is {tensor.shape}", name)
         if size > 2**63 - 1:
             raise InvalidRequest(f"{name}: shape holds {truncate_repr(size)}, which exceeds the body's length", name)
-    return tuple(given.shape[: len(spec.shape)])
+    return tuple(tensor.shape[: len(spec.shape)])
 
 
-def _binary_size(given: InputTensor) -> int | None:
+def _binary_size(tensor: InputTensor) -> int | None:
     """Returns an input's number of bytes in the binary part, or None if the input's values are in the JSON."""
-    name = given.name
-    for parameter in given.parameters:
+    name = tensor.name
+    for parameter in tensor.parameters:
         if parameter.startswith(SHARED_MEMORY):
             raise InvalidRequest(f"{name}: shared memory is not supported ({parameter})", name)
         if parameter not in (BINARY_SIZE, CONTENT):
             raise InvalidRequest(f"{name}: there is no parameter {truncate_repr(parameter)}", name)
-    size = given.parameters.get(BINARY_SIZE)
+    size = tensor.parameters.get(BINARY_SIZE)
     if size is None:
         return None
     if type(size) is not int:
@@ -183,13 +183,13 @@ def _texts(name: str, count: int, binary: memoryview) -> list[str]:
     return texts
 
 
-def _of_json(given: InputTensor, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[np.int64] | list[str]:
-    name, data = given.name, given.data
+def _of_json(tensor: InputTensor, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[np.int64] | list[str]:
+    name, data = tensor.name, tensor.data
     if data is None:
         raise InvalidRequest(f"{name} has neither data nor {BINARY_SIZE}", name)
-    if len(given.shape) == 2 and data and type(data[0]) is list:
-        if len(data) != shape[0] or any(type(row) is not list or len(row) != given.shape[1] for row in data):
-            raise InvalidRequest(f"{name}: data is not nested like shape {given.shape}", name)
+    if len(tensor.shape) == 2 and data and type(data[0]) is list:
+        if len(data) != shape[0] or any(type(row) is not list or len(row) != tensor.shape[1] for row in data):
+            raise InvalidRequest(f"{name}: data is not nested like shape {tensor.shape}", name)
         data = [value for row in data for value in row]
     if len(data) != _product(shape):
         raise InvalidRequest(f"{name}: data has {len(data)} values, but shape {[*shape]} has {_product(shape)}", name)
@@ -207,10 +207,10 @@ def _of_json(given: InputTensor, spec: TensorSpec, shape: tuple[int, ...]) -> ND
 
 
 def _product(shape: tuple[int, ...]) -> int:
-    found = 1
+    count = 1
     for size in shape:
-        found *= size
-    return found
+        count *= size
+    return count
 
 
 # Outputs

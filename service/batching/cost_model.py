@@ -17,17 +17,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import numpy as np
-from pydantic import Field
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.models.manifest import Manifest, Role
 from wane.service.batching import batch
 from wane.service.batching.batch import Work
 from wane.service.runners.runner import Runner
 from wane.service.state.pool import START, ZERO, StatePool
+from wane.service.types.common import says
 
 RUN_EMA_ALPHA = 1 / 8
 """Weight of the latest run in the average run time of a batch (`RunTimeModel`)."""
@@ -63,16 +62,16 @@ REPEATS = 3
 
 
 class Cost(TypedDict):
-    """The milliseconds of compute for an item of about `tokens` tokens."""
+    """The compute time of an item."""
 
-    tokens: float
-    compute_ms: float
+    tokens: Annotated[float, says("the mean length of the measured items, in tokens")]
+    compute_ms: Annotated[float, says("the compute time of one item, in milliseconds")]
 
 
 Costs = Annotated[
     dict[Role, list[Cost]],
-    Field(
-        description="the compute time per item, by graph, shortest length first; each time is measured at warm-up and "
+    says(
+        "the compute time per item, by graph, shortest length first; each time is measured at warm-up and "
         "averaged over later runs, with the largest weight on the latest run; mode auto chooses a window by these times"
     ),
 ]

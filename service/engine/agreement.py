@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax
 from wane.service.types.answer import Agreement
+from wane.service.types.common import says
 
 # Two float32 runs over the same tokens, in different batches or graphs, differ by rounding. The measured total
 # variations stay under 1e-6. A bound is violated only if it is exceeded by more than this constant.
@@ -61,41 +62,45 @@ def compare(
 
 
 class TotalVariationReport(TypedDict):
-    """The mean and the maximum of the total variation over all comparisons. Null if there were no comparisons."""
+    """The total variation over all comparisons."""
 
-    mean: float | None
-    max: float | None
+    mean: Annotated[float | None, says("the mean; null without a comparison")]
+    max: Annotated[float | None, says("the maximum; null without a comparison")]
 
 
 class ErrorBoundReport(TypedDict):
-    """The error bounds of the compared answers. `bounded` is the number of comparisons that had a bound. `mean` and
-    `max` are the mean and the maximum of these bounds, or null if there were none."""
+    """The error bounds of the compared answers."""
 
-    bounded: int
-    mean: float | None
-    max: float | None
+    bounded: Annotated[int, says("the number of comparisons that had a bound")]
+    mean: Annotated[float | None, says("the mean of these bounds; null: there was none")]
+    max: Annotated[float | None, says("the largest of these bounds; null: there was none")]
 
 
 class AgreementReport(TypedDict):
-    """The distance between the answers of the window and the recurrent mode, over all comparisons. Rates, means and
-    maxima are null if there were no comparisons. `bound_violations` counts the pairs of answers that contradict their
-    bound or proof.
-    """
+    """The distance between the answers of the window and the recurrent mode, over all comparisons."""
 
-    compared: int
-    top1_match_rate: float | None
-    top1_proved_rate: float | None
-    total_variation: TotalVariationReport
-    max_logit_difference: float | None
-    error_bound: ErrorBoundReport
-    bound_violations: int
+    compared: Annotated[int, says("the number of comparisons")]
+    top1_match_rate: Annotated[
+        float | None, says("the share of comparisons with equal most probable tokens; null without a comparison")
+    ]
+    top1_proved_rate: Annotated[
+        float | None, says("the share whose equality the window's run proves; null without a comparison")
+    ]
+    total_variation: Annotated[TotalVariationReport, says("the total variation between the two distributions")]
+    max_logit_difference: Annotated[
+        float | None, says("the largest difference between the two logits of a token; null without a comparison")
+    ]
+    error_bound: Annotated[ErrorBoundReport, says("the bounds of the total variation")]
+    bound_violations: Annotated[int, says("the number of pairs of answers that contradict their bound or proof")]
 
 
 class AgreementBySource(AgreementReport):
-    """Agreement over all comparisons, and separately for each source: requests of mode `both`, and `shadow` samples of
-    live answers."""
+    """Agreement over all comparisons, and separately for each source."""
 
-    sources: dict[Source, AgreementReport]
+    sources: Annotated[
+        dict[Source, AgreementReport],
+        says("the same for each source: requests of mode `both`, and `shadow` samples of live answers"),
+    ]
 
 
 @dataclass(slots=True)

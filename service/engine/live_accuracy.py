@@ -12,11 +12,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-
-from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
+from typing import Annotated, TypedDict
 
 from wane.service.observability.metrics import Metrics
 from wane.service.types.answer import Answer
+from wane.service.types.common import says
 
 SPAN_S = 600
 """The length of the sliding window in seconds."""
@@ -29,26 +29,22 @@ Step = tuple[str, int, int]
 
 
 class LiveCounts(TypedDict):
-    """Counts of steps. `judged`: those whose first token was looked up in the list of the answer before it. `hits`:
-    those whose token was in this list. `reciprocal_ranks`: the sum of 1 / rank over the hits. `recall` and `mrr` are
-    `hits` and `reciprocal_ranks` divided by `judged`, null without a judged step. `unjudged`: the steps whose earlier
-    answer is not kept."""
+    """Counts of steps."""
 
-    judged: int
-    hits: int
-    reciprocal_ranks: float
-    recall: float | None
-    mrr: float | None
-    unjudged: int
+    judged: Annotated[int, says("the steps whose first token was looked up in the list of the answer before it")]
+    hits: Annotated[int, says("those whose token was in this list")]
+    reciprocal_ranks: Annotated[float, says("the sum of 1 / rank over the hits")]
+    recall: Annotated[float | None, says("`hits` / `judged`; null without a judged step")]
+    mrr: Annotated[float | None, says("`reciprocal_ranks` / `judged`; null without a judged step")]
+    unjudged: Annotated[int, says("the steps whose earlier answer is not kept")]
 
 
 class LiveReport(TypedDict):
-    """The live accuracy of one version of a model. `k`: the largest number of tokens of an answer that are compared.
-    `recent`: the counts of the last 10 to 11 minutes."""
+    """The live accuracy of one version of a model."""
 
-    k: int
-    since_start: LiveCounts
-    recent: LiveCounts
+    k: Annotated[int, says("the largest number of tokens of an answer that are compared")]
+    since_start: Annotated[LiveCounts, says("the counts since the start")]
+    recent: Annotated[LiveCounts, says("the counts of the last 10 to 11 minutes")]
 
 
 def live_counts(judged: int, hits: int, reciprocal_ranks: float, unjudged: int) -> LiveCounts:

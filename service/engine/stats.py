@@ -8,10 +8,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Literal
+from typing import Annotated, Literal, TypedDict
 
 from msgspec.structs import asdict
-from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
@@ -19,7 +18,7 @@ from wane.service.engine.live_accuracy import LiveReport
 from wane.service.observability.metrics import Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
 from wane.service.types.answer import Agreement, Answer
-from wane.service.types.common import Mode, ModelDocument
+from wane.service.types.common import Mode, ModelDocument, says
 from wane.service.types.request import Latency
 
 logger = logging.getLogger("wane.engine")
@@ -32,97 +31,94 @@ ShadowOutcome = Literal["compared", "dropped", "failed"]
 
 
 class Bucket(TypedDict):
-    """The number of values that are at most `le_ms`. If `le_ms` is null, the number of all values."""
+    """A bucket of durations in milliseconds."""
 
-    le_ms: float | None
-    count: int
+    le_ms: Annotated[float | None, says("the upper bound of the bucket; null: no bound")]
+    count: Annotated[int, says("the number of values that are at most the upper bound")]
 
 
 class DurationsReport(TypedDict):
-    """The durations of one phase: cumulative buckets, and percentiles computed from the buckets as Prometheus does. The
-    buckets of several replicas can be added."""
+    """The durations of one phase, in milliseconds."""
 
-    p50_ms: float | None
-    p90_ms: float | None
-    p99_ms: float | None
-    count: int
-    sum_ms: float
-    buckets: list[Bucket]
+    p50_ms: Annotated[
+        float | None, says("the median, as Prometheus computes it from the buckets; null: there are no durations")
+    ]
+    p90_ms: Annotated[float | None, says("the 90th percentile, computed likewise")]
+    p99_ms: Annotated[float | None, says("the 99th percentile, computed likewise")]
+    count: Annotated[int, says("the number of durations")]
+    sum_ms: Annotated[float, says("their sum")]
+    buckets: Annotated[list[Bucket], says("cumulative buckets; those of several replicas can be added")]
 
 
 class PhasesReport(TypedDict):
     """The latency of each phase."""
 
-    queue: DurationsReport
-    compute: DurationsReport
-    total: DurationsReport
+    queue: Annotated[DurationsReport, says("the time in the queue")]
+    compute: Annotated[DurationsReport, says("the time of the run")]
+    total: Annotated[DurationsReport, says("the time from the start of the request in the engine to its answer")]
 
 
 class ModeReport(TypedDict):
     """The number and latency of predictions and steps in one mode."""
 
-    requests: int
-    latency: PhasesReport
+    requests: Annotated[int, says("the number of predictions and steps")]
+    latency: Annotated[PhasesReport, says("the latency of each phase")]
 
 
 class BoundBucket(TypedDict):
-    """The number of error bounds that are at most `le`. If `le` is null, the number of all."""
+    """A bucket of error bounds."""
 
-    le: float | None
-    count: int
+    le: Annotated[float | None, says("the upper bound of the bucket; null: no bound")]
+    count: Annotated[int, says("the number of values that are at most the upper bound")]
 
 
 class WindowReport(TypedDict):
-    """The error bounds that answers from windows reached, of those answers that have a bound and left tokens out.
+    """The error bounds that answers from windows reached, of those answers that have a bound and left tokens out."""
 
-    `k`: a power of two. The answers are those from windows of k to 2k - 1 tokens. `prove`: whether the proof of the
-    field `prove` was searched for. `top1_proved`: the number of answers whose most probable token is proved. `p50` and
-    `p90` are quantiles of the error bound, computed from the buckets as Prometheus does.
-    """
-
-    k: int
-    prove: bool
-    answers: int
-    top1_proved: int
-    p50: float | None
-    p90: float | None
-    buckets: list[BoundBucket]
+    k: Annotated[int, says("a power of two; the answers are those from windows of k to 2k - 1 tokens")]
+    prove: Annotated[bool, says("true: the proof of the field `prove` was searched for")]
+    answers: Annotated[int, says("the number of answers")]
+    top1_proved: Annotated[int, says("the number of answers whose most probable token is proved")]
+    p50: Annotated[float | None, says("the median of the error bounds, as Prometheus computes it from the buckets")]
+    p90: Annotated[float | None, says("the 90th percentile, computed likewise")]
+    buckets: Annotated[list[BoundBucket], says("cumulative buckets of the error bounds")]
 
 
 class ShadowReport(TypedDict):
-    """The number of sampled live answers for each outcome, and the shadows' processor time in seconds. `dropped` counts
-    samples that were not compared, mostly for lack of idle time."""
+    """The comparisons of sampled live answers with another way of computing them."""
 
-    compared: int
-    dropped: int
-    failed: int
-    cpu_s: float
+    compared: Annotated[int, says("the number of sampled answers that were compared")]
+    dropped: Annotated[int, says("the number that was not compared, mostly for lack of idle time")]
+    failed: Annotated[int, says("the number whose comparison failed")]
+    cpu_s: Annotated[float, says("the shadows' processor time, in seconds")]
 
 
 class StatsReport(TypedDict):
     """The part of a model's report that `Stats.document` returns."""
 
-    modes: dict[Mode, ModeReport]
-    windows: list[WindowReport]
-    operations: dict[str, int]
-    agreement: AgreementBySource
-    shadow: ShadowReport
+    modes: Annotated[dict[Mode, ModeReport], says("the predictions and steps of each mode")]
+    windows: Annotated[list[WindowReport], says("the error bounds that answers from windows reached")]
+    operations: Annotated[dict[str, int], says("the number of answers of each kind of request")]
+    agreement: Annotated[AgreementBySource, says("the agreement of recurrent mode and windows over all comparisons")]
+    shadow: Annotated[ShadowReport, says("the comparisons of sampled live answers")]
 
 
 class ModelReport(ModelDocument, StatsReport):
-    """One model's statistics since the start. `operations` counts the answers of each kind of request.
-    `live_accuracy` is null without the setting of this name."""
+    """One model's statistics since the start."""
 
-    live_accuracy: LiveReport | None
-    sessions: SessionsReport
+    live_accuracy: Annotated[
+        LiveReport | None,
+        says("how often the answers of steps listed the session's next token; null without the setting of this name"),
+    ]
+    sessions: Annotated[SessionsReport, says("the sessions of the model")]
     costs: Costs
 
 
 class Report(TypedDict):
     """The body of `/v1/report`: measurements since the start."""
 
-    device: str
-    models: list[ModelReport]
+    device: Annotated[str, says("the device that runs the models")]
+    models: Annotated[list[ModelReport], says("the measurements of each model")]
 
 
 def durations(seconds: Observed) -> DurationsReport:

@@ -93,10 +93,10 @@ class Histogram(Collector):
         """Returns the counts for these label values. Raises ValueError if the number of values is wrong."""
         if len(values) != len(self._labels):
             raise ValueError(f"{self._name} has the labels {self._labels}, but {len(values)} values were passed")
-        found = self._observed.get(values)
-        if found is None:
-            found = self._observed[values] = Observed(self._bounds)
-        return found
+        observed = self._observed.get(values)
+        if observed is None:
+            observed = self._observed[values] = Observed(self._bounds)
+        return observed
 
     def part(self, *values: str) -> Observed:
         """Returns counts of a part of the values with these labels. The metric has the sum of all parts. `end` must be
@@ -125,8 +125,8 @@ class Histogram(Collector):
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         with self._lock:
             sums = {values: Observed(self._bounds) for values in [*self._observed]}
-            for values, one in (*self._observed.copy().items(), *self._parts):
-                sums.setdefault(values, Observed(self._bounds)).add(one)
+            for values, part in (*self._observed.copy().items(), *self._parts):
+                sums.setdefault(values, Observed(self._bounds)).add(part)
         for values, observed in sums.items():
             pairs = [(floatToGoString(bound), float(count)) for bound, count in observed.cumulative()]
             exemplars = observed.exemplars

@@ -58,8 +58,8 @@ class Parent(NamedTuple):
     @classmethod
     def of(cls, traceparent: bytes | None) -> Parent | None:
         """Parses the header. Returns None if it is missing or invalid under the W3C's recommendation."""
-        found = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
-        return None if found is None else cls(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
+        match = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
+        return None if match is None else cls(int(match[2], 16), int(match[3], 16), bool(int(match[4], 16) & 1))
 
 
 class Sampling:

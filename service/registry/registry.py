@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 from wane.models.bundle import BundleError
 from wane.service.deadline import until
@@ -40,19 +41,18 @@ from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store, StoreHealth, UnsavedSessions
 from wane.service.settings import Settings
-from wane.service.types.common import Condition
+from wane.service.types.common import Condition, says
 from wane.service.types.request import id_of
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """An entry of the index of models, for one version of a model. `reason` says why the version is not ready or why it
-    is still loaded."""
+    """An entry of the index of models, for one version of a model."""
 
-    name: str
-    version: str
-    state: Condition
-    reason: str
+    name: Annotated[str, says("the model's name")]
+    version: Annotated[str, says("the version; empty if it is not known")]
+    state: Annotated[Condition, says("the version's state")]
+    reason: Annotated[str, says("why the version is not ready, or why it is still loaded")]
 
 
 logger = logging.getLogger("wane.engine")

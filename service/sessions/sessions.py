@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from typing import NamedTuple
-
-from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
+from typing import Annotated, NamedTuple, TypedDict
 
 from wane.service.errors import (
     IdempotencyKeyReused,
@@ -45,7 +43,7 @@ from wane.service.sessions.stores.store import (
 )
 from wane.service.state.cache import CachedState, StateCache
 from wane.service.state.pool import START
-from wane.service.types.common import Mode
+from wane.service.types.common import Mode, says
 from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_of, name_within
 
 ID_BYTES = 16
@@ -121,12 +119,11 @@ def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
 
 
 class SessionsReport(TypedDict):
-    """`resident` is the number of sessions with a state in memory, and `parked` the number of sessions without one.
-    `rebuilt` is the number of states that were rebuilt from stored tokens or loaded from a snapshot."""
+    """The sessions of one version of a model."""
 
-    resident: int
-    parked: int
-    rebuilt: int
+    resident: Annotated[int, says("the number of sessions with a state in memory")]
+    parked: Annotated[int, says("the number of sessions without one")]
+    rebuilt: Annotated[int, says("the number of states that were rebuilt from stored tokens or loaded from a snapshot")]
 
 
 class Sessions:

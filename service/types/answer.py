@@ -74,7 +74,7 @@ class ModeAnswer(Result):
     """The answer of one of the two modes, as a part of an answer in mode `both`."""
 
     predictions: Annotated[tuple[Prediction, ...], says("the most probable tokens, most probable first")]
-    latency: Latency
+    latency: Annotated[Latency, says("how long the request took in the engine")]
 
 
 class Answer(Served, dict=True):
@@ -89,7 +89,7 @@ class Answer(Served, dict=True):
             "start token"
         ),
     ]
-    latency: Latency
+    latency: Annotated[Latency, says("how long the request took in the engine")]
     state: Source
     error_bound: ErrorBound
     state_error_bound: StateErrorBound

@@ -7,10 +7,9 @@ in seconds on the event loop's clock. Durations are in milliseconds.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta, Struct
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 
 class Mode(StrEnum):
@@ -119,8 +118,8 @@ Identity = tuple[str, str, str]
 
 
 class ModelDocument(TypedDict):
-    """The fields of `Served`, for documents that pydantic describes."""
+    """The fields of `Served`, for documents that are dicts."""
 
-    model: str
-    model_version: str
-    device: str
+    model: Annotated[str, says("the model's name")]
+    model_version: Annotated[str, says("the version of the model's bundle")]
+    device: Annotated[str, says("the device that ran the model, such as cpu")]

@@ -259,10 +259,10 @@ class ScoreRequest:
 class Bias:
     """The biases of tokens, which all samples of a request share. ids: int64 (n), distinct. values: float64 (n)."""
 
-    def __init__(self, given: Mapping[int, float]) -> None:
-        """`given` maps token ids to biases. Raises InvalidRequest for a bias that is out of range."""
-        self.ids = np.fromiter(given, np.int64, len(given))
-        self.values = np.fromiter(given.values(), np.float64, len(given))
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        """`biases` maps token ids to biases. Raises InvalidRequest for a bias that is out of range."""
+        self.ids = np.fromiter(biases, np.int64, len(biases))
+        self.values = np.fromiter(biases.values(), np.float64, len(biases))
         self.added: NDArray[np.float64] | None = None
         """What `Preferences` adds to the log-probability of each token of the vocabulary: float64 (V). None before the
         first sample."""

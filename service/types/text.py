@@ -71,7 +71,7 @@ class ScoreSummary(Served):
     ]
     state: Source
     error_bound: Annotated[ErrorBound, says("the largest error bound of all positions; null: not certified")]
-    latency: Latency
+    latency: Annotated[Latency, says("how long the request took in the engine")]
     cache_tokens: CacheTokens = None
     unknown: UnknownNames = None
 
@@ -137,7 +137,7 @@ class Finish(Served):
             "never-interrupted model's distribution after the same tokens; null: not certified"
         ),
     ]
-    latency: Latency
+    latency: Annotated[Latency, says("how long the request took in the engine")]
     cache_tokens: CacheTokens = None
     session: Annotated[str | None, says("only if the generation continued a session: its id")] = None
     position: Annotated[int | None, says("only if the generation continued a session: its number of tokens")] = None
@@ -161,9 +161,9 @@ class Percentiles(Result):
 class Phases(Result):
     """Statistics of the latency of each phase, over the repeated runs."""
 
-    queue: Percentiles
-    compute: Percentiles
-    total: Percentiles
+    queue: Annotated[Percentiles, says("the time in the queue")]
+    compute: Annotated[Percentiles, says("the time of the run")]
+    total: Annotated[Percentiles, says("the time from the start of the request in the engine to its answer")]
 
 
 class ComparedMode(Result):
@@ -174,7 +174,7 @@ class ComparedMode(Result):
     window: UsedWindow
     state: Source
     predictions: Annotated[tuple[Prediction, ...], says("the most probable tokens, most probable first")]
-    latency: Phases
+    latency: Annotated[Phases, says("how long the repeated runs took")]
     error_bound: ErrorBound
     agreement: Annotated[
         Agreement | None, says("the agreement of the window with the recurrent answer; null for the recurrent result")
@@ -186,7 +186,7 @@ class Comparison(Served):
 
     tokens: Annotated[int, says("the number of tokens in the input")]
     repeat: Annotated[int, says("the number of runs of each mode and window")]
-    recurrent: ComparedMode
+    recurrent: Annotated[ComparedMode, says("the result of recurrent mode")]
     windows: Annotated[tuple[ComparedMode, ...], says("the result of each window, in the request's order")]
     cache_tokens: CacheTokens = None
     unknown: UnknownNames = None

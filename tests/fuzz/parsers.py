@@ -251,7 +251,7 @@ def check_message(message: Message) -> None:
 
     async def parse() -> None:
         call = await decoded_call(Request(scope))
-        for name, tensor in call.given.items():
+        for name, tensor in call.inputs.items():
             assert len(tensor.shape) == len(INPUTS[name].shape) and min(tensor.shape) > 0
             if isinstance(tensor.values, list):
                 assert len(tensor.values) == np.prod(tensor.shape)
@@ -260,7 +260,7 @@ def check_message(message: Message) -> None:
                 assert tensor.values.shape == tensor.shape and tensor.values.dtype == np.int64
         assert call.wanted and call.names <= OUTPUTS
         engine = FakeEngine()
-        if EVENTS in call.given:
+        if EVENTS in call.inputs:
             engine.vocabulary = vocabulary = name_vocabulary("events")
             engine.events = EventNames(engine.manifest.model_copy(update={"unknown": "token"}), vocabulary, Settings())
         rows = await rows_of(cast(Engine, engine), call, application().settings, 256)

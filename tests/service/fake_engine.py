@@ -300,6 +300,17 @@ class FakeEngine:
         await self._ask((session, position))
         return self._view(session)
 
+    async def fork(
+        self,
+        session: str,
+        given: str | None = None,
+        position: int | None = None,
+        owner: Owner = ANYBODY,
+        deadline: float | None = None,
+    ) -> SessionView:
+        await self._ask((session, given, position))
+        return self._view(given or session)
+
     def _view(self, session: str, mode: Mode = Mode.AUTO) -> SessionView:
         return SessionView(*self.identity, id_of(session), mode, 0, StateSource.RESIDENT, 0.0, 0.0)
 

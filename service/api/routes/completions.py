@@ -11,10 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any, cast
+from typing import cast
 
 from fastapi import APIRouter
-from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
@@ -27,7 +26,7 @@ from wane.service.api.deps import deadline, header, model_engine, owner, session
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, note_answer
 from wane.service.api.openai_error import document_of, renamed
-from wane.service.api.openapi import EVENTS, headers, json_body
+from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import described
 from wane.service.api.schemas.common import IDEMPOTENCY
 from wane.service.api.schemas.completions import (
@@ -35,7 +34,7 @@ from wane.service.api.schemas.completions import (
     ChoiceDocument,
     CompletionBody,
     CompletionDocument,
-    ErrorFacts,
+    ErrorDocument,
     UsageDocument,
 )
 from wane.service.api.schemas.generate import bias_of
@@ -54,13 +53,7 @@ SEEDS = 2**64
 """The engine's seeds are from 0 to 2^64 - 1. OpenAI's clients may send negative seeds, so a seed is taken modulo 2^64.
 """
 
-ENVELOPE = {"type": "object", "required": ["error"], "properties": {"error": TypeAdapter(ErrorFacts).json_schema()}}
-FAILURE: dict[int | str, dict[str, Any]] = {
-    "default": {
-        "description": "any failure, in OpenAI's error format",
-        "content": {"application/json": {"schema": ENVELOPE}},
-    }
-}
+FAILURE = answers(ErrorDocument, status="default", description="any failure, in OpenAI's error format")
 KEY_HEADER = headers({IDEMPOTENCY_KEY: (IDEMPOTENCY, {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})})
 
 router = APIRouter(tags=["openai"], responses=FAILURE)
@@ -69,9 +62,9 @@ chat = APIRouter(include_in_schema=False)
 
 @router.post(
     "/v1/completions",
-    response_model=CompletionDocument,
+    response_model=None,
     openapi_extra=json_body(CompletionBody) | KEY_HEADER,
-    responses={200: {"content": EVENTS}},
+    responses=answers(CompletionDocument, streams=True),
 )
 async def complete(request: Request) -> Response:
     """Completes one or many prompts, like OpenAI's API. If `stream` is true, the answer consists of lines `data:` with

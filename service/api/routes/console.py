@@ -44,14 +44,14 @@ class File(NamedTuple):
 @cache
 def files() -> dict[str, File]:
     """Returns the files of the console, by their paths in the folder."""
-    found = {}
+    files_by_path = {}
     for path in sorted(FOLDER.rglob("*")):
         if path.is_file():
             content = path.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
             content_type = f"{TYPES.get(path.suffix, 'text/plain')}; charset=utf-8"
-            found[path.relative_to(FOLDER).as_posix()] = File(content, content_type, etag)
-    return found
+            files_by_path[path.relative_to(FOLDER).as_posix()] = File(content, content_type, etag)
+    return files_by_path
 
 
 @router.head("/")
@@ -65,12 +65,12 @@ async def page(request: Request) -> Response:
 @router.get("/console/{path:path}")
 async def file(request: Request, path: str) -> Response:
     """Returns a file of the page, or 304 if the browser has its latest version. Raises NotFound."""
-    found = files().get(path)
-    if found is None:
+    file = files().get(path)
+    if file is None:
         raise NotFound("not found: the console has no such file")
     context(request.scope).cacheable = True
-    headers = {**HEADERS, "etag": found.etag}
+    headers = {**HEADERS, "etag": file.etag}
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if found.etag in known or "*" in known:
+    if file.etag in known or "*" in known:
         return Response(status_code=304, headers=headers)
-    return Response(found.content, headers=headers, media_type=found.content_type)
+    return Response(file.content, headers=headers, media_type=file.content_type)

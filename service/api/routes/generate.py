@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import fields
 
 from fastapi import APIRouter
 from msgspec.structs import asdict
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, tokens_of
+from wane.service.api.body import decode, options_of, tokens_of
 from wane.service.api.deps import deadline, model_engine, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
@@ -24,10 +23,6 @@ from wane.service.types.request import GenerateRequest
 from wane.service.types.text import Finish, Generated, GeneratedToken
 
 router = APIRouter(tags=["generate"])
-
-CONVERTED = frozenset({"tokens", "unknown", "session", "stop", "logit_bias"})
-OPTIONS = sorted({field.name for field in fields(GenerateRequest)} & {*GenerateBody.__struct_fields__} - CONVERTED)
-"""The fields of a body that the engine's request has with the same name and value."""
 
 
 @router.post(
@@ -55,7 +50,7 @@ async def generate(request: Request) -> Response:
             deadline=deadline(request),
             stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
             logit_bias=bias_of(body.logit_bias),
-            **{name: getattr(body, name) for name in OPTIONS},
+            **options_of(body, GenerateRequest),
         )
         generated = await engine.generate(wanted)
         if not body.stream:

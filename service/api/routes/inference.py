@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from wane.service.api import encode, signature, tensors
+from wane.service.api import encode, openapi, signature, tensors
 from wane.service.api.deps import model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
@@ -41,7 +41,7 @@ from wane.service.api.schemas.inference import (
     ServerReadyDocument,
     StatisticsDocument,
 )
-from wane.service.api.schemas.models import ModelReadyDocument
+from wane.service.api.schemas.models import ReadyModel
 from wane.service.api.sequences import (
     delete_sequence,
     no_sequence,
@@ -87,12 +87,8 @@ INFER: dict[str, Any] = INFER_BODY | headers(
         ),
     }
 )
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "the outputs, as JSON or with binary tensors after the JSON",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
+ANSWERS = openapi.answers(InferenceDocument, description="the outputs, as JSON or with binary tensors after the JSON")
+ANSWERS[200]["content"]["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
 
 router = APIRouter(prefix="/v2", tags=["inference"], responses=FAILURE)
 
@@ -101,14 +97,14 @@ router = APIRouter(prefix="/v2", tags=["inference"], responses=FAILURE)
 
 
 @router.head("/health/live", include_in_schema=False)
-@router.get("/health/live", response_model=ServerLiveDocument)
+@router.get("/health/live", response_model=None, responses=openapi.answers(ServerLiveDocument))
 async def live() -> Response:
     """Answers 200 while the process is alive."""
     return encode.reply({"live": True})
 
 
 @router.head("/health/ready", include_in_schema=False)
-@router.get("/health/ready", response_model=ServerReadyDocument)
+@router.get("/health/ready", response_model=None, responses=openapi.answers(ServerReadyDocument))
 async def server_ready(request: Request) -> Response:
     """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
     reachable. Answers 503 otherwise, like /readyz."""
@@ -124,7 +120,7 @@ async def server_ready(request: Request) -> Response:
 
 
 @router.head("", include_in_schema=False)
-@router.get("", response_model=ServerDocument)
+@router.get("", response_model=None, responses=openapi.answers(ServerDocument))
 async def server(request: Request) -> Response:
     """Returns the server's name, the server's version, and the protocol extensions that the server supports."""
     document: ServerDocument = {
@@ -136,21 +132,23 @@ async def server(request: Request) -> Response:
 
 
 @router.head("/models/stats", include_in_schema=False)
-@router.get("/models/stats", response_model=StatisticsDocument)
+@router.get("/models/stats", response_model=None, responses=openapi.answers(StatisticsDocument))
 async def all_statistics(request: Request) -> Response:
     """Returns the statistics of the inference requests for every model."""
     return _statistics(request, registry(request).list())
 
 
 @router.head("/models/{name}/stats", include_in_schema=False)
-@router.get("/models/{name}/stats", response_model=StatisticsDocument)
+@router.get("/models/{name}/stats", response_model=None, responses=openapi.answers(StatisticsDocument))
 async def statistics(request: Request, name: str) -> Response:
     """Returns the statistics of a model's inference requests since the model was loaded."""
     return _statistics(request, [await _served(request, name)])
 
 
 @router.head("/models/{name}/versions/{version}/stats", include_in_schema=False)
-@router.get("/models/{name}/versions/{version}/stats", response_model=StatisticsDocument)
+@router.get(
+    "/models/{name}/versions/{version}/stats", response_model=None, responses=openapi.answers(StatisticsDocument)
+)
 async def version_statistics(request: Request, name: str, version: Version) -> Response:
     """Answers like `/v2/models/{name}/stats`, if this version is served."""
     return _statistics(request, [await _served(request, name, version)])
@@ -162,21 +160,23 @@ def _statistics(request: Request, engines: Sequence[Engine]) -> Response:
 
 
 @router.head("/models/{name}/config", include_in_schema=False)
-@router.get("/models/{name}/config", response_model=ModelConfigDocument)
+@router.get("/models/{name}/config", response_model=None, responses=openapi.answers(ModelConfigDocument))
 async def config(request: Request, name: str) -> Response:
     """Returns a model's configuration, in Triton's format."""
     return encode.reply(signature.configuration(await _served(request, name), settings(request)))
 
 
 @router.head("/models/{name}/versions/{version}/config", include_in_schema=False)
-@router.get("/models/{name}/versions/{version}/config", response_model=ModelConfigDocument)
+@router.get(
+    "/models/{name}/versions/{version}/config", response_model=None, responses=openapi.answers(ModelConfigDocument)
+)
 async def version_config(request: Request, name: str, version: Version) -> Response:
     """Answers like `/v2/models/{name}/config`, if this version is served."""
     return encode.reply(signature.configuration(await _served(request, name, version), settings(request)))
 
 
 @router.head("/models/{name}/versions/{version}/ready", include_in_schema=False)
-@router.get("/models/{name}/versions/{version}/ready", response_model=ModelReadyDocument)
+@router.get("/models/{name}/versions/{version}/ready", response_model=None, responses=openapi.answers(ReadyModel))
 async def version_ready(request: Request, name: str, version: Version) -> Response:
     """Answers like `/v2/models/{name}/ready`, if this version is served."""
     models = registry(request)
@@ -187,14 +187,14 @@ async def version_ready(request: Request, name: str, version: Version) -> Respon
 
 
 @router.head("/models/{name}", include_in_schema=False)
-@router.get("/models/{name}", response_model=ModelMetadataDocument)
+@router.get("/models/{name}", response_model=None, responses=openapi.answers(ModelMetadataDocument))
 async def metadata(request: Request, name: str) -> Response:
     """Returns a model's name, version, inputs and outputs."""
     return encode.reply(signature.metadata(await _served(request, name), settings(request)))
 
 
 @router.head("/models/{name}/versions/{version}", include_in_schema=False)
-@router.get("/models/{name}/versions/{version}", response_model=ModelMetadataDocument)
+@router.get("/models/{name}/versions/{version}", response_model=None, responses=openapi.answers(ModelMetadataDocument))
 async def version_metadata(request: Request, name: str, version: Version) -> Response:
     """Answers like `/v2/models/{name}`, if this version is served."""
     return encode.reply(signature.metadata(await _served(request, name, version), settings(request)))
@@ -222,16 +222,14 @@ def _counter(request: Request) -> InferenceCounter:
 # Inference
 
 
-@router.post("/models/{name}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS)
+@router.post("/models/{name}/infer", response_model=None, openapi_extra=INFER, responses=ANSWERS)
 async def infer(request: Request, name: str) -> Response:
     """Predicts the next token after each sequence, scores the given tokens, or both. The requested outputs determine
     which of these is computed. With a `sequence_id`, appends the tokens to that sequence."""
     return await _infer(request, await _served(request, name))
 
 
-@router.post(
-    "/models/{name}/versions/{version}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS
-)
+@router.post("/models/{name}/versions/{version}/infer", response_model=None, openapi_extra=INFER, responses=ANSWERS)
 async def version_infer(request: Request, name: str, version: Version) -> Response:
     """Answers like `/v2/models/{name}/infer`, if this version is served."""
     return await _infer(request, await _served(request, name, version))

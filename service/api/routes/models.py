@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
 from fastapi import APIRouter
+from msgspec import convert
 from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,24 +14,19 @@ from starlette.responses import Response
 from wane.service.api import encode
 from wane.service.api.deps import deadline, model_engine
 from wane.service.api.exchange import registry
-from wane.service.api.schemas.models import (
-    CertificateSummary,
-    ModelCardDocument,
-    ModelFactsDocument,
-    ModelListDocument,
-    ModelSummaryDocument,
-)
+from wane.service.api.openapi import answers
+from wane.service.api.schemas.models import CertificateSummary, ModelCard, ModelList, ModelSummary
 from wane.service.engine.engine import Engine
 from wane.service.engine.stats import Report
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
-"""The bounds for which a model's document gives `k_epsilon` (see `ModelFactsDocument`)."""
+"""The bounds for which a model's document gives `k_epsilon` (see `ModelFacts`)."""
 
 router = APIRouter(tags=["models"])
 
 
 @router.head("/v1/models", include_in_schema=False)
-@router.get("/v1/models", response_model=ModelListDocument)
+@router.get("/v1/models", response_model=None, responses=answers(ModelList))
 async def models(request: Request) -> Response:
     """Lists every model with its family, k (the length of its window), quality, and certificate without the lists of
     error bounds. The default model is the first.
@@ -37,28 +34,26 @@ async def models(request: Request) -> Response:
     Waits until every model has loaded or failed.
     """
     await registry(request).wait_for_all(deadline(request))
-    return encode.reply({"object": "list", "data": [_summary(engine) for engine in registry(request).list()]})
+    return encode.reply(ModelList("list", tuple(map(_summary, registry(request).list()))))
 
 
 @router.head("/v1/models/{name}", include_in_schema=False)
-@router.get("/v1/models/{name}", response_model=ModelCardDocument)
+@router.get("/v1/models/{name}", response_model=None, responses=answers(ModelCard))
 async def model(request: Request, name: str) -> Response:
     """Returns one model with its whole certificate. The certificate's list `error_bound` has the error bound of windows
     of k tokens for each k."""
     engine = await model_engine(request, name)
-    card: ModelCardDocument = {
-        **_facts(engine),
-        "certificate": engine.manifest.certificate,
-        "costs": engine.cost_model,
-    }
+    card = ModelCard(**_facts(engine), certificate=engine.manifest.certificate, costs=engine.cost_model)
     return encode.reply(card)
 
 
-def _summary(engine: Engine) -> ModelSummaryDocument:
-    return {**_facts(engine), "certificate": CertificateSummary.model_validate(engine.manifest.certificate)}
+def _summary(engine: Engine) -> ModelSummary:
+    summary = convert(engine.manifest.certificate, CertificateSummary, from_attributes=True)
+    return ModelSummary(**_facts(engine), certificate=summary)
 
 
-def _facts(engine: Engine) -> ModelFactsDocument:
+def _facts(engine: Engine) -> dict[str, Any]:
+    """Returns the fields of `ModelFacts`."""
     manifest = engine.manifest
     smallest = manifest.certificate.smallest_window
     return {
@@ -91,7 +86,7 @@ def _unix_time(iso: str) -> int:
 
 
 @router.head("/v1/report", include_in_schema=False)
-@router.get("/v1/report", response_model=Report)
+@router.get("/v1/report", response_model=None, responses=answers(Report))
 async def report(request: Request) -> Response:
     """Returns measurements of this server: the latency of each mode, the agreement of recurrent mode and windows over
     all comparisons, and statistics of sessions. Waits until every model has loaded or failed."""

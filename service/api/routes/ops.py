@@ -9,31 +9,28 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from wane.service.api import encode
 from wane.service.api.docs_page import HEADERS, api_page
 from wane.service.api.exchange import registry
-from wane.service.api.schemas.ops import LivenessDocument, ModelStandingDocument, ReadinessDocument, StoreDocument
-from wane.service.engine.engine import Engine
+from wane.service.api.openapi import answers
+from wane.service.api.schemas.models import FailedModel, Liveness, ModelStanding, Readiness, StoreStanding
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.stores.store import StoreHealth
 
 router = APIRouter(tags=["operations"])
 
 
 @router.head("/healthz", include_in_schema=False)
-@router.get("/healthz", response_model=LivenessDocument)
+@router.get("/healthz", response_model=None, responses=answers(Liveness))
 async def healthz() -> Response:
     """Answers 200 while the process is alive."""
-    return encode.reply({"live": True})
+    return encode.reply(Liveness(live=True))
 
 
 @router.head("/readyz", include_in_schema=False)
 @router.get(
     "/readyz",
-    response_model=ReadinessDocument,
-    responses={
-        503: {
-            "model": ReadinessDocument,
-            "description": "the process is loading or draining, or it cannot reach its session store",
-        }
-    },
+    response_model=None,
+    responses=answers(Readiness)
+    | answers(
+        Readiness, status=503, description="the process is loading or draining, or it cannot reach its session store"
+    ),
 )
 async def readyz(request: Request) -> Response:
     """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
@@ -44,25 +41,17 @@ async def readyz(request: Request) -> Response:
     ready = models.ready and store is not None and store.reachable
     served = models.served
     unknown = models.device == "auto" or (models.status == "loading" and not served)
-    document = {
-        "ready": ready,
-        "status": "store_unavailable" if models.ready and not ready else models.status,
-        "device": None if unknown else models.device,
-        "models": [_standing(engine) for engine in served],
-        "loading": [*models.loading],
-        "failed": [{"model": name, "reason": failure.reason} for name, failure in models.failures.items()],
-        "store": None if store is None else _health(store),
-    }
-    return encode.reply(document, 200 if ready else 503)
-
-
-def _standing(engine: Engine) -> ModelStandingDocument:
-    certificate = engine.manifest.certificate
-    return {**encode.model(engine), "certified": certificate.certified, "reason": certificate.reason}
-
-
-def _health(store: StoreHealth) -> StoreDocument:
-    return {"kind": store.kind, "reachable": store.reachable}
+    certificates = [(engine.identity, engine.manifest.certificate) for engine in served]
+    readiness = Readiness(
+        ready=ready,
+        status="store_unavailable" if models.ready and not ready else models.status,
+        device=None if unknown else models.device,
+        models=[ModelStanding(*identity, proof.certified, proof.reason) for identity, proof in certificates],
+        loading=[*models.loading],
+        failed=[FailedModel(name, failure.reason) for name, failure in models.failures.items()],
+        store=None if store is None else StoreStanding(store.kind, store.reachable),
+    )
+    return encode.reply(readiness, 200 if ready else 503)
 
 
 @router.head("/metrics", include_in_schema=False)
@@ -70,8 +59,8 @@ def _health(store: StoreHealth) -> StoreDocument:
 async def metrics(request: Request) -> Response:
     """Returns the metrics in Prometheus's text format. Returns them as OpenMetrics, with exemplars, if the client
     accepts that format."""
-    found: Metrics = request.app.state.metrics
-    text, content_type = await found.scrape(request.headers.get("accept", ""))
+    measured: Metrics = request.app.state.metrics
+    text, content_type = await measured.scrape(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
 
 

@@ -1,4 +1,4 @@
-"""Serves the routes `/v1/predict` and `/v1/compare`."""
+"""Serves predictions, comparisons and scores."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, filter_of, tokens_of
-from wane.service.api.deps import deadline, model_engine, note_model, session_engine, session_key
+from wane.service.api.body import decode, filter_of, options_of, tokens_of
+from wane.service.api.cost import of_score
+from wane.service.api.deps import deadline, model_engine, note_model, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
+from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.openapi import answers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import EventInput
-from wane.service.api.schemas.compare import CompareBody
-from wane.service.api.schemas.predict import EventsBody, PredictBody
+from wane.service.api.schemas.predict import CompareBody, EventsBody, PredictBody, ScoreBody
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest
 from wane.service.types.answer import Answer, Batch, Failed
-from wane.service.types.request import CompareRequest, Filter, PredictRequest
-from wane.service.types.text import Comparison, Comparisons
+from wane.service.types.request import CompareRequest, Filter, PredictRequest, ScoreRequest
+from wane.service.types.text import Comparison, Comparisons, Score
 
 router = APIRouter(tags=["predict"])
 
@@ -43,28 +44,22 @@ async def predict(request: Request) -> Response:
     if body.inputs is not None:
         return await encode.long_reply(await _predict_many(request, engine, body, body.inputs))
     tokens = await tokens_of(engine, body.sequence, deadline(request))
-    given = await engine.submit(asked(request, body, tokens, await filter_of(engine, body), session))
-    note_answer(request.scope, given)
-    return encode.reply(given)
+    answer = await engine.submit(asked(request, body, tokens, await filter_of(engine, body), session))
+    note_answer(request.scope, answer)
+    return encode.reply(answer)
 
 
 def asked(
-    request: Request, body: PredictBody, given: EventTokens, wanted: Filter, session: str | None = None
+    request: Request, body: PredictBody, sequence: EventTokens, wanted: Filter, session: str | None = None
 ) -> PredictRequest:
     """Converts a body to a request for the engine. `session` is the session's key."""
     return PredictRequest(
-        tokens=given.tokens,
-        mode=body.mode,
-        window=body.window,
-        tolerance=body.tolerance,
-        top_k=body.top_k,
+        tokens=sequence.tokens,
+        unknown=sequence.unknown,
         session=session,
         deadline=deadline(request),
-        truncated=body.truncated,
-        prove=body.prove,
-        cache=body.cache,
         filter=wanted,
-        unknown=given.unknown,
+        **options_of(body, PredictRequest),
     )
 
 
@@ -79,11 +74,11 @@ async def _predict_many(
         filtered = Failed(failure_document(request.scope, error))
     wanted: list[PredictRequest] = []
     refused: dict[int, Failed] = {}
-    for index, given in enumerate(inputs):
-        if not isinstance(given, tuple):
+    for index, item in enumerate(inputs):
+        if not isinstance(item, tuple):
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts or lists of events
         try:
-            sequence = EventInput(given.events, body.unknown) if isinstance(given, EventsBody) else given
+            sequence = EventInput(item.events, body.unknown) if isinstance(item, EventsBody) else item
             tokens = await tokens_of(engine, sequence, deadline(request))
             if isinstance(filtered, Failed):
                 refused[index] = filtered
@@ -113,9 +108,45 @@ async def compare(request: Request) -> Response:
     with until_hangup(request):
         for engine in engines:
             note_model(request, engine)
-            given = await tokens_of(engine, body.sequence, deadline(request))
+            sequence = await tokens_of(engine, body.sequence, deadline(request))
             wanted = CompareRequest(
-                given.tokens, body.windows, body.repeat, deadline(request), body.cache, given.unknown
+                tokens=sequence.tokens,
+                unknown=sequence.unknown,
+                deadline=deadline(request),
+                **options_of(body, CompareRequest),
             )
             compared.append(await engine.compare(wanted))
     return encode.reply(Comparisons(registry(request).device, tuple(compared)))
+
+
+@router.post(
+    "/v1/score",
+    response_model=None,
+    openapi_extra=json_body(ScoreBody),
+    responses=answers(Score, streams=True),
+)
+async def score(request: Request) -> Response:
+    """Returns the log-probability of every token of a text. The model runs over the text in order or in concurrent
+    chunks.
+
+    If `stream` is true, the answer is a sequence of events. An event `progress` has the fields `done` and `total`. An
+    event `tokens` has the fields `position`, `tokens` and `logprobs`. It also has `error_bounds` if the request has
+    `truncated`, and `predictions` if the request has `top_k`. The events `tokens` are sent in the order of the tokens,
+    each as soon as its values are final. The last event is `finish`. A failure is an event `error`.
+    """
+    body = await decode(request, ScoreBody)
+    engine = await model_engine(request, body.model)
+    with until_hangup(request):
+        sequence = await tokens_of(engine, body.sequence, deadline(request), document=True)
+        of_score(body, settings(request), len(sequence.tokens)).check(settings(request))
+        wanted = ScoreRequest(
+            tokens=sequence.tokens,
+            unknown=sequence.unknown,
+            skipped=sequence.skipped,
+            deadline=deadline(request),
+            **options_of(body, ScoreRequest),
+        )
+        if not body.stream:
+            return await encode.long_reply(await engine.score(wanted))
+        scoring = await engine.scoring(wanted)
+    return EventStream(request, scoring)

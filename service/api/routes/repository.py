@@ -6,10 +6,7 @@ A load can replace a model's version while the model has live sessions. See `ser
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
-from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,32 +15,28 @@ from wane.service.api.body import decode
 from wane.service.api.deps import deadline, note_model
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import registry
-from wane.service.api.openapi import json_body
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.schemas.models import (
     IndexBody,
     LoadBody,
-    LoadedDocument,
-    ModelReadyDocument,
-    ProtocolFailureDocument,
+    LoadedModel,
+    ProtocolFailure,
+    ReadyModel,
     UnloadBody,
-    UnloadedDocument,
+    UnloadedModel,
 )
 from wane.service.errors import Unavailable
 from wane.service.registry.registry import IndexEntry
 
-FAILURE: dict[int | str, dict[str, Any]] = {
-    "default": {
-        "description": "any failure, in the Open Inference Protocol's format",
-        "content": {"application/json": {"schema": TypeAdapter(ProtocolFailureDocument).json_schema()}},
-    }
-}
+FAILURE = answers(ProtocolFailure, status="default", description="any failure, in the Open Inference Protocol's format")
 
 router = APIRouter(prefix="/v2", tags=["repository"], responses=FAILURE)
 
 
 @router.post(
     "/repository/index",
-    response_model=list[IndexEntry],
+    response_model=None,
+    responses=answers(IndexEntry, is_list=True),
     openapi_extra=json_body(IndexBody, required=False),
 )
 async def index(request: Request) -> Response:
@@ -51,13 +44,13 @@ async def index(request: Request) -> Response:
     unloaded, and models in the bundles' folder."""
     body = await decode(request, IndexBody, empty=b"{}")
     entries = await registry(request).index()
-    found = [one for one in entries if one.state == "READY" or not body.ready]
-    return encode.reply(found)
+    return encode.reply([entry for entry in entries if entry.state == "READY" or not body.ready])
 
 
 @router.post(
     "/repository/models/{name}/unload",
-    response_model=UnloadedDocument,
+    response_model=None,
+    responses=answers(UnloadedModel),
     openapi_extra=json_body(UnloadBody, required=False),
 )
 async def unload(request: Request, name: str) -> Response:
@@ -65,12 +58,14 @@ async def unload(request: Request, name: str) -> Response:
     before then."""
     await decode(request, UnloadBody, empty=b"{}")
     await registry(request).unload_model(name, deadline(request))
-    unloaded: UnloadedDocument = {"name": name, "state": "UNAVAILABLE"}
-    return encode.reply(unloaded)
+    return encode.reply(UnloadedModel(name, "UNAVAILABLE"))
 
 
 @router.post(
-    "/repository/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False)
+    "/repository/models/{name}/load",
+    response_model=None,
+    responses=answers(LoadedModel),
+    openapi_extra=json_body(LoadBody, required=False),
 )
 async def load(request: Request, name: str) -> Response:
     """Loads the current version of a model's bundle. The new version replaces the served version, if there is one. The
@@ -80,12 +75,11 @@ async def load(request: Request, name: str) -> Response:
     with until_hangup(request):
         engine = await registry(request).load_model(name, deadline(request))
     note_model(request, engine)
-    loaded: LoadedDocument = {"name": engine.name, "version": engine.version, "state": "READY"}
-    return encode.reply(loaded)
+    return encode.reply(LoadedModel(engine.name, engine.version, "READY"))
 
 
 @router.head("/models/{name}/ready", include_in_schema=False)
-@router.get("/models/{name}/ready", response_model=ModelReadyDocument)
+@router.get("/models/{name}/ready", response_model=None, responses=answers(ReadyModel))
 async def ready(request: Request, name: str) -> Response:
     """Answers 200 if a model is ready. Answers 503 while the model loads or the server stops, and 404 with the reason
     if the model is not served."""
@@ -93,5 +87,4 @@ async def ready(request: Request, name: str) -> Response:
     engine = models.get(name)
     if engine not in models.served:
         raise Unavailable("the server is stopping")
-    document: ModelReadyDocument = {"name": engine.name, "ready": True}
-    return encode.reply(document)
+    return encode.reply(ReadyModel(engine.name, ready=True))

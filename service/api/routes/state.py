@@ -24,5 +24,5 @@ async def state(request: Request, session: SessionId) -> Response:
     name = session_key(request, session)
     engine = await session_engine(request, name)
     with until_hangup(request):
-        found = await engine.session_state(name, deadline(request))
-    return encode.reply(found)
+        hidden = await engine.session_state(name, deadline(request))
+    return encode.reply(hidden)

@@ -114,8 +114,8 @@ class Stream:
         self.decoder: Decoder = socket.app.state.decoder
         self.idle_s = settings(socket).stream_idle_s
         self.loop = asyncio.get_running_loop()
-        self.here = context(socket.scope)
-        self.log = self.here.fields
+        self.request_context = context(socket.scope)
+        self.log = self.request_context.fields
         if engine is not None:
             self.log["model"] = engine.name
         self.answered = self.failures = 0
@@ -182,7 +182,7 @@ class Stream:
             raise
         except Exception as error:
             failure, code = described(self.scope, error), _close_code(error)
-            await self.send(one_line({"error": failure.body(self.here.request_id)}))
+            await self.send(one_line({"error": failure.body(self.request_context.request_id)}))
             status, failed = failure.status, failure.code
             if code is not None:
                 self.log["error"] = failure.code
@@ -215,9 +215,9 @@ class Stream:
             return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
         if token is not None:
             return await engine.step_one(self.session, token, None, TOP_K, deadline)
-        given = await tokens_of(engine, body.sequence, deadline)
+        sequence = await tokens_of(engine, body.sequence, deadline)
         step = await step_request(
-            engine, self.session, given, body, deadline, body.expected_position, body.idempotency_key, creator
+            engine, self.session, sequence, body, deadline, body.expected_position, body.idempotency_key, creator
         )
         return await engine.submit(step)
 
@@ -236,13 +236,13 @@ class Stream:
 
 async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
     """Sends a problem document as the socket's only message. Then closes the socket."""
-    failure, here = described(socket.scope, error), context(socket.scope)
-    here.fields.update(error=failure.code, code=code)
+    failure, request_context = described(socket.scope, error), context(socket.scope)
+    request_context.fields.update(error=failure.code, code=code)
     try:
-        await socket.send_text(one_line({"error": failure.body(here.request_id)}).decode())
+        await socket.send_text(one_line({"error": failure.body(request_context.request_id)}).decode())
         await socket.close(code, failure.code)
     except WebSocketDisconnect:  # the client disconnected while its model was being loaded
-        here.fields["code"] = DISCONNECTED
+        request_context.fields["code"] = DISCONNECTED
 
 
 def _close_code(error: Exception) -> int | None:

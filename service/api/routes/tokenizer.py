@@ -18,7 +18,7 @@ from wane.service.api.body import decode
 from wane.service.api.deps import deadline, model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.openai_error import renamed
-from wane.service.api.openapi import json_body
+from wane.service.api.openapi import answers, json_body
 from wane.service.api.routes.completions import FAILURE
 from wane.service.api.schemas.tokenizer import (
     DetokenizeBody,
@@ -37,7 +37,9 @@ CLASS = "PreTrainedTokenizerFast"
 """The class of Hugging Face's library transformers that reads a bundle's tokenizer."""
 
 
-@router.post("/tokenize", response_model=TokenizeDocument, openapi_extra=json_body(TokenizeBody))
+@router.post(
+    "/tokenize", response_model=None, responses=answers(TokenizeDocument), openapi_extra=json_body(TokenizeBody)
+)
 async def tokenize(request: Request) -> Response:
     """Returns the token ids of a text. Each `<eos>` in the text becomes the id of the token `<eos>`. For a model of
     events, each remaining line of the text is the name of an event."""
@@ -80,7 +82,9 @@ def event_tokens(engine: Engine, prompt: str) -> list[int]:
     return tokens
 
 
-@router.post("/detokenize", response_model=DetokenizeDocument, openapi_extra=json_body(DetokenizeBody))
+@router.post(
+    "/detokenize", response_model=None, responses=answers(DetokenizeDocument), openapi_extra=json_body(DetokenizeBody)
+)
 async def detokenize(request: Request) -> Response:
     """Returns the text of token ids. For models of text, the token `<eos>` becomes a line break."""
     body = await decode(request, DetokenizeBody)
@@ -91,7 +95,7 @@ async def detokenize(request: Request) -> Response:
 
 
 @router.head("/tokenizer_info", include_in_schema=False)
-@router.get("/tokenizer_info", response_model=TokenizerDocument)
+@router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerDocument))
 async def tokenizer_info(request: Request) -> Response:
     """Returns the special tokens of the tokenizer of the default model, or of the model in the query parameter `model`.
     `bos_token` is null, because clients need not put a start token before a text."""

@@ -176,8 +176,8 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
             sources = [name for name in self.one_of if getattr(self, name) is not None]
             if len(sources) != 1:
                 names = ", ".join(f"`{name}`" for name in self.one_of)
-                found = " and ".join(f"`{name}`" for name in sources) or "none of them"
-                raise ValueError(f"give exactly one of {names}; found {found}")
+                present_names = " and ".join(f"`{name}`" for name in sources) or "none of them"
+                raise ValueError(f"give exactly one of {names}; found {present_names}")
         both = [f"`{name}`" for name in self.not_both if getattr(self, name) is not None]
         if len(both) > 1:
             raise ValueError(f"give {' or '.join(both)}, not both")
@@ -198,8 +198,8 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
             if getattr(cls, "default_mode", Mode.AUTO) not in allowed:
                 asked["required"] = ["mode"]
             rules.append({"anyOf": [absent(name), asked]})
-        found: dict[str, Any] = {"allOf": rules} if rules else {}
-        return found | ({"oneOf": [present(name) for name in cls.one_of]} if cls.one_of else {})
+        keywords_of_rules: dict[str, Any] = {"allOf": rules} if rules else {}
+        return keywords_of_rules | ({"oneOf": [present(name) for name in cls.one_of]} if cls.one_of else {})
 
 
 class EventInput(Struct):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
-
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 from wane.service.api.schemas.common import (
     HISTORY,
@@ -27,19 +25,18 @@ from wane.service.types.request import MAX_STOPS
 MAX_TOKENS = 16
 """The default of `max_tokens`."""
 
-Prompt = Annotated[
-    str | tuple[str | int | tuple[int, ...], ...],
-    says("a text, a list of token ids, or a list of several of these; texts are tokenised without special tokens"),
-]
+Prompt = str | tuple[str | int | tuple[int, ...], ...]
 TEXT = {"type": "string", "minLength": 1}
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT = {
+    "description": "a text, a list of token ids, or a list of several of these; texts are tokenised without special "
+    "tokens",
     "anyOf": [
         TEXT,
         IDS,
         {"type": "array", "items": TEXT, "minItems": 1},
         {"type": "array", "items": IDS, "minItems": 1},
-    ]
+    ],
 }
 
 
@@ -51,7 +48,7 @@ class StreamOptions(Body, kw_only=True):
     ] = None
 
 
-def given(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+def with_value(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"required": [name], "properties": {name: schema}}
 
 
@@ -65,9 +62,9 @@ class CompletionBody(Body, kw_only=True):
     )
 
     rules: ClassVar = (
-        {"anyOf": [{"properties": {"max_tokens": {"not": {"const": 0}}}}, given("echo", {"const": True})]},
-        {"anyOf": [absent("stream_options"), given("stream", {"const": True})]},
-        {"anyOf": [absent("expected_position"), given("session", {"type": "string"})]},
+        {"anyOf": [{"properties": {"max_tokens": {"not": {"const": 0}}}}, with_value("echo", {"const": True})]},
+        {"anyOf": [absent("stream_options"), with_value("stream", {"const": True})]},
+        {"anyOf": [absent("expected_position"), with_value("session", {"type": "string"})]},
         {
             "anyOf": [
                 absent("session"),
@@ -135,66 +132,80 @@ class CompletionBody(Body, kw_only=True):
 
 
 class LogprobsDocument(TypedDict):
-    """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties.
+    """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties."""
 
-    A token that alone is not valid UTF-8 is written as its bytes: `bytes:\\xe2\\x80`. `text_offset` is the position of
-    each token in the text, in characters. The values of `token_logprobs` and `top_logprobs` are null for the first
-    token of a prompt if the model reads no start token before it.
-    """
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: Annotated[
+        list[str],
+        says("the tokens' texts; a token that alone is not valid UTF-8 is written as its bytes: `bytes:\\xe2\\x80`"),
+    ]
+    token_logprobs: Annotated[
+        list[float | None],
+        says("the tokens' log-probabilities; null for the first token of a prompt without a start token"),
+    ]
+    top_logprobs: Annotated[
+        list[dict[str, float] | None],
+        says("the most probable tokens at each position, with their log-probabilities; null where there is none"),
+    ]
+    text_offset: Annotated[list[int], says("the position of each token in the text, in characters")]
 
 
 class ChoiceDocument(TypedDict):
     """One sample of one prompt. In a stream, a part of the sample."""
 
-    index: int
-    text: str
-    logprobs: LogprobsDocument | None
-    finish_reason: Literal["stop", "length"] | None
+    index: Annotated[int, says("the choice's place among those of all prompts: by prompt, then by sample")]
+    text: Annotated[str, says("the generated text, after the prompt if `echo` is true")]
+    logprobs: Annotated[LogprobsDocument | None, says("only with `logprobs`: the log-probabilities of the tokens")]
+    finish_reason: Annotated[
+        Literal["stop", "length"] | None,
+        says("stop: a stop string, or the end of an event sequence; length: the limit `max_tokens`"),
+    ]
 
 
 class UsageDocument(TypedDict):
     """The numbers of tokens of all prompts and all samples."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    prompt_tokens: Annotated[int, says("the number of tokens of all prompts")]
+    completion_tokens: Annotated[int, says("the number of generated tokens")]
+    total_tokens: Annotated[int, says("the sum of the two")]
 
 
 class CompletionDocument(TypedDict):
-    """The answer to a completion request. The choices are ordered by prompt, then by sample. `session`, `position`,
-    `replayed` and `error_bound` are present only if the request has a session. `unknown` has the names of the prompts'
-    events that the vocabulary lacks, and is present only if there are any."""
+    """The answer to a completion request."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChoiceDocument]
-    usage: UsageDocument
-    session: NotRequired[str]
-    position: NotRequired[int]
-    replayed: NotRequired[bool]
-    error_bound: NotRequired[float | None]
-    unknown: NotRequired[list[str]]
+    id: Annotated[str, says("the answer's id")]
+    object: Annotated[Literal["text_completion"], says("always text_completion, as in OpenAI's API")]
+    created: Annotated[int, says("when the request was answered, in seconds since 1970")]
+    model: Annotated[str, says("the model's name")]
+    system_fingerprint: Annotated[
+        str, says("a digest of the model's version and files, the server's version and the device")
+    ]
+    choices: Annotated[list[ChoiceDocument], says("the samples, ordered by prompt, then by sample")]
+    usage: Annotated[UsageDocument, says("the numbers of tokens")]
+    session: NotRequired[Annotated[str, says("only with `session`: the session's id")]]
+    position: NotRequired[Annotated[int, says("only with `session`: the number of its tokens")]]
+    replayed: NotRequired[
+        Annotated[
+            bool, says("only with `session`. true: the request is a retry, and its prompt was not appended again")
+        ]
+    ]
+    error_bound: NotRequired[
+        Annotated[float | None, says("only with `session`: the error bound of the answer, as in /v1/generate")]
+    ]
+    unknown: NotRequired[
+        Annotated[list[str], says("only if there are any: the names of the prompts' events that the vocabulary lacks")]
+    ]
 
 
 class ErrorFacts(TypedDict):
-    """A failure in OpenAI's format. `code` is OpenAI's code for the failure, or the problem document's code if OpenAI
-    has none."""
+    """A failure in OpenAI's format."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str
+    message: Annotated[str, says("what is wrong")]
+    type: Annotated[str, says("OpenAI's kind of the failure")]
+    param: Annotated[str | None, says("the field that is wrong; null: no single field is")]
+    code: Annotated[str, says("OpenAI's code for the failure, or the problem document's code if OpenAI has none")]
 
 
 class ErrorDocument(TypedDict):
     """The answer to a failed request, in OpenAI's format."""
 
-    error: ErrorFacts
+    error: Annotated[ErrorFacts, says("the failure")]

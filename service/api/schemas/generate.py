@@ -42,18 +42,18 @@ LogitBias = Annotated[
 ]
 
 
-def bias_of(given: dict[str, float] | None) -> Bias | None:
+def bias_of(biases: dict[str, float] | None) -> Bias | None:
     """Returns the value of the field `logit_bias`. Raises InvalidRequest for a key that is not a token id, and for a
     bias that is out of range."""
-    if given is None:
+    if biases is None:
         return None
     is_id = re.compile(ID_AS_TEXT).fullmatch
-    for name in given:
+    for name in biases:
         if is_id(name) is None:
             raise InvalidRequest(
                 f"logit_bias has the name {truncate_repr(name)}, which is not a token id", "logit_bias"
             )
-    return Bias({int(name): value for name, value in given.items()})
+    return Bias({int(name): value for name, value in biases.items()})
 
 
 class GenerateBody(SequenceBody, kw_only=True):
@@ -118,7 +118,11 @@ class GenerateBody(SequenceBody, kw_only=True):
             "The generated token is always listed, too; 0: only the generated token"
         ),
     ] = None
-    mode: Annotated[Mode, modes(GENERATED_MODES)] = Mode.AUTO
+    mode: Annotated[
+        Mode,
+        modes(GENERATED_MODES),
+        says("auto: the session's own mode or, without a session, recurrent"),
+    ] = Mode.AUTO
     window: Window | None = None
     truncated: Truncated = False
     cache: Cache = True

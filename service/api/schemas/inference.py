@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 from msgspec import field
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import (
     Body,
@@ -19,6 +18,7 @@ from wane.service.api.schemas.common import (
 from wane.service.types.common import Mode, says
 
 LARGEST_ID = 2**64 - 1
+BINARY_DATA = {"type": ["boolean", "null"], "description": "overrides the request's `binary_data_output`"}
 CONTENT_TYPE = {"type": ["string", "null"], "description": "ignored"}
 SHAPE = keywords(minItems=1, maxItems=2, items={"type": "integer", "minimum": 1})
 DATA = keywords(minItems=1)
@@ -30,14 +30,19 @@ class InputTensor(Body, kw_only=True):
     """An input tensor. If `parameters` has `binary_data_size`, the values are in the binary part of the body. Otherwise
     the values are in `data`."""
 
-    name: Annotated[str, keywords(enum=["tokens", "text", "events", "lengths"])]
-    shape: Annotated[list[Any], SHAPE]
-    datatype: Annotated[str, keywords(enum=["INT64", "BYTES"])]
+    name: Annotated[str, says("the input's name", enum=["tokens", "text", "events", "lengths"])]
+    shape: Annotated[list[Any], SHAPE, says("the size of each dimension")]
+    datatype: Annotated[str, says("the type of the values", enum=["INT64", "BYTES"])]
     parameters: Annotated[
         dict[str, Any],
-        keywords(
+        says(
+            "where the values are",
             properties={
-                "binary_data_size": {"type": ["integer", "null"], "minimum": 0},
+                "binary_data_size": {
+                    "type": ["integer", "null"],
+                    "minimum": 0,
+                    "description": "the size of the values in the binary part of the body, in bytes",
+                },
                 "content_type": CONTENT_TYPE,
             },
             additionalProperties=False,
@@ -49,13 +54,14 @@ class InputTensor(Body, kw_only=True):
 
 
 class OutputTensor(Body, kw_only=True):
-    """A requested output tensor. `parameters.binary_data` overrides the request's `binary_data_output`."""
+    """A requested output tensor."""
 
-    name: str
+    name: Annotated[str, says("the output's name")]
     parameters: Annotated[
         dict[str, Any],
-        keywords(
-            properties={"binary_data": {"type": ["boolean", "null"]}, "content_type": CONTENT_TYPE},
+        says(
+            "how the values are sent",
+            properties={"binary_data": BINARY_DATA, "content_type": CONTENT_TYPE},
             additionalProperties=False,
         ),
     ] = field(default_factory=dict)
@@ -110,7 +116,9 @@ class InferBody(Body, kw_only=True):
     )
 
     id: Annotated[str | None, says("the request's id, which the answer repeats")] = None
-    parameters: Annotated[InferParameters, keywords(default={})] = field(default_factory=InferParameters)
+    parameters: Annotated[InferParameters, says("options of the inference", default={})] = field(
+        default_factory=InferParameters
+    )
     inputs: Annotated[
         list[InputTensor], says("exactly one of tokens, text and events; also lengths, if rows have different lengths")
     ]
@@ -120,184 +128,194 @@ class InferBody(Body, kw_only=True):
 class BinarySizeDocument(TypedDict):
     """The parameters of an output tensor: its size in bytes in the binary part of the answer."""
 
-    binary_data_size: int
+    binary_data_size: Annotated[int, says("the size of the values in the binary part, in bytes")]
 
 
 class OutputTensorDocument(TypedDict):
-    """An output tensor. The values are in `data` in row-major order, or in the binary part of the answer. In the latter
-    case, `parameters` has the size of the values."""
+    """An output tensor."""
 
-    name: str
-    datatype: Literal["INT64", "FP32", "BOOL"]
-    shape: list[int]
-    parameters: NotRequired[BinarySizeDocument]
-    data: NotRequired[list[Value]]
+    name: Annotated[str, says("the output's name")]
+    datatype: Annotated[Literal["INT64", "FP32", "BOOL"], says("the type of the values")]
+    shape: Annotated[list[int], says("the size of each dimension")]
+    parameters: NotRequired[Annotated[BinarySizeDocument, says("only for values in the binary part of the answer")]]
+    data: NotRequired[
+        Annotated[
+            list[Value], says("the values in row-major order; absent if they are in the binary part of the answer")
+        ]
+    ]
 
 
 class InferenceDocument(TypedDict):
-    """The answer to an inference. It has the requested outputs in the order of the request. If the vocabulary lacks
-    some of the request's events, the parameter `unknown` has their names, as the text of a JSON list."""
+    """The answer to an inference."""
 
-    model_name: str
-    model_version: str
-    id: NotRequired[str]
-    parameters: NotRequired[dict[str, str]]
-    outputs: list[OutputTensorDocument]
+    model_name: Annotated[str, says("the model's name")]
+    model_version: Annotated[str, says("the version of the model's bundle")]
+    id: NotRequired[Annotated[str, says("only if the request has an id: the same id")]]
+    parameters: NotRequired[
+        Annotated[
+            dict[str, str],
+            says(
+                "only if the vocabulary lacks some of the request's events: `unknown` has their names, as the text of "
+                "a JSON list"
+            ),
+        ]
+    ]
+    outputs: Annotated[list[OutputTensorDocument], says("the requested outputs, in the order of the request")]
 
 
 class ServerDocument(TypedDict):
-    """The server's name and version, and the protocol extensions that the server supports."""
+    """The server."""
 
-    name: str
-    version: str
-    extensions: list[str]
+    name: Annotated[str, says("the server's name")]
+    version: Annotated[str, says("the server's version")]
+    extensions: Annotated[list[str], says("the protocol extensions that the server supports")]
 
 
 class ServerLiveDocument(TypedDict):
     """The answer to a liveness probe while the process is alive."""
 
-    live: bool
+    live: Annotated[bool, says("true")]
 
 
 class ServerReadyDocument(TypedDict):
-    """The answer to a readiness probe while the server is ready. `/readyz` describes when the server is ready."""
+    """The answer to a readiness probe while the server is ready."""
 
-    ready: bool
+    ready: Annotated[bool, says("true; `/readyz` describes when the server is ready")]
 
 
 class TensorDocument(TypedDict):
-    """An input or output tensor of a model. A dimension of -1 has any size."""
+    """An input or output tensor of a model."""
 
-    name: str
-    datatype: str
-    shape: list[int]
+    name: Annotated[str, says("the tensor's name")]
+    datatype: Annotated[str, says("the type of the values")]
+    shape: Annotated[list[int], says("the size of each dimension; -1: any size")]
 
 
 class ModelMetadataDocument(TypedDict):
     """A model's name, version, inputs and outputs. Models differ only in the sizes of their outputs."""
 
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorDocument]
-    outputs: list[TensorDocument]
+    name: Annotated[str, says("the model's name")]
+    versions: Annotated[list[str], says("the versions that are served")]
+    platform: Annotated[str, says("the software that runs the model")]
+    inputs: Annotated[list[TensorDocument], says("the inputs that a request may have")]
+    outputs: Annotated[list[TensorDocument], says("the outputs that a request may ask for")]
 
 
 class ConfiguredInputDocument(TypedDict):
     """An input in a model's configuration."""
 
-    name: str
-    data_type: str
-    dims: list[int]
-    optional: bool
+    name: Annotated[str, says("the tensor's name")]
+    data_type: Annotated[str, says("the type of the values, in Triton's notation")]
+    dims: Annotated[list[int], says("the size of each dimension; -1: any size")]
+    optional: Annotated[bool, says("true: a request need not have the input")]
 
 
 class ConfiguredOutputDocument(TypedDict):
     """An output in a model's configuration."""
 
-    name: str
-    data_type: str
-    dims: list[int]
+    name: Annotated[str, says("the tensor's name")]
+    data_type: Annotated[str, says("the type of the values, in Triton's notation")]
+    dims: Annotated[list[int], says("the size of each dimension; -1: any size")]
 
 
 class VersionsDocument(TypedDict):
     """The versions that are served."""
 
-    versions: list[int]
+    versions: Annotated[list[int], says("the versions")]
 
 
 class VersionPolicyDocument(TypedDict):
     """The rule that only the listed versions are served."""
 
-    specific: VersionsDocument
+    specific: Annotated[VersionsDocument, says("the versions that are served")]
 
 
 class InstanceGroupDocument(TypedDict):
     """The kind of device that the model runs on, and the number of model instances."""
 
-    name: str
-    kind: str
-    count: int
+    name: Annotated[str, says("the model's name")]
+    kind: Annotated[str, says("KIND_CPU or KIND_GPU")]
+    count: Annotated[int, says("the number of instances of the model")]
 
 
 class ControlDocument(TypedDict):
     """A control signal of sequences, and its values for false and true."""
 
-    kind: str
-    fp32_false_true: NotRequired[list[float]]
-    data_type: NotRequired[str]
+    kind: Annotated[str, says("the control signal")]
+    fp32_false_true: NotRequired[Annotated[list[float], says("the values for false and true")]]
+    data_type: NotRequired[Annotated[str, says("the type of the value, if it is neither true nor false")]]
 
 
 class ControlInputDocument(TypedDict):
     """The parameter of a request that carries a control signal of sequences."""
 
-    name: str
-    control: list[ControlDocument]
+    name: Annotated[str, says("the parameter of a request")]
+    control: Annotated[list[ControlDocument], says("the control signals that the parameter carries")]
 
 
 class SequenceBatchingDocument(TypedDict):
-    """The sequences of a model: how long an idle one is kept, in microseconds, and its control signals."""
+    """The sequences of a model."""
 
-    max_sequence_idle_microseconds: int
-    control_input: list[ControlInputDocument]
+    max_sequence_idle_microseconds: Annotated[int, says("how long an idle sequence is kept, in microseconds")]
+    control_input: Annotated[list[ControlInputDocument], says("the control signals of sequences")]
 
 
 class TextDocument(TypedDict):
     """The value of a parameter in a model's configuration."""
 
-    string_value: str
+    string_value: Annotated[str, says("the value")]
 
 
 class ModelConfigDocument(TypedDict):
-    """Triton's model configuration. `max_batch_size` is 0 because `dims` includes the batch dimension."""
+    """Triton's model configuration."""
 
-    name: str
-    platform: str
-    backend: str
-    version_policy: VersionPolicyDocument
-    max_batch_size: int
-    input: list[ConfiguredInputDocument]
-    output: list[ConfiguredOutputDocument]
-    instance_group: list[InstanceGroupDocument]
-    sequence_batching: SequenceBatchingDocument
-    parameters: dict[str, TextDocument]
+    name: Annotated[str, says("the model's name")]
+    platform: Annotated[str, says("the software that runs the model")]
+    backend: Annotated[str, says("the software that runs the model")]
+    version_policy: Annotated[VersionPolicyDocument, says("which versions are served")]
+    max_batch_size: Annotated[int, says("0, because `dims` includes the batch dimension")]
+    input: Annotated[list[ConfiguredInputDocument], says("the inputs that a request may have")]
+    output: Annotated[list[ConfiguredOutputDocument], says("the outputs that a request may ask for")]
+    instance_group: Annotated[list[InstanceGroupDocument], says("the device that the model runs on")]
+    sequence_batching: Annotated[SequenceBatchingDocument, says("the sequences of the model")]
+    parameters: Annotated[dict[str, TextDocument], says("facts of the model and its server")]
 
 
 class TimedDocument(TypedDict):
-    """The number of requests, and the sum of their durations in nanoseconds."""
+    """The number and the duration of requests."""
 
-    count: int
-    ns: int
+    count: Annotated[int, says("the number of requests")]
+    ns: Annotated[int, says("the sum of their durations, in nanoseconds")]
 
 
 class InferStatisticsDocument(TypedDict):
     """The number and the duration of requests by outcome, and of the successful requests by phase."""
 
-    success: TimedDocument
-    fail: TimedDocument
-    queue: TimedDocument
-    compute_input: TimedDocument
-    compute_infer: TimedDocument
-    compute_output: TimedDocument
-    cache_hit: TimedDocument
-    cache_miss: TimedDocument
+    success: Annotated[TimedDocument, says("the answered requests")]
+    fail: Annotated[TimedDocument, says("the failed requests")]
+    queue: Annotated[TimedDocument, says("the time in the queue")]
+    compute_input: Annotated[TimedDocument, says("the time of decoding the input")]
+    compute_infer: Annotated[TimedDocument, says("the time of the runs")]
+    compute_output: Annotated[TimedDocument, says("the time of encoding the output")]
+    cache_hit: Annotated[TimedDocument, says("0: the server has no response cache")]
+    cache_miss: Annotated[TimedDocument, says("0: the server has no response cache")]
 
 
 class ModelStatisticsDocument(TypedDict):
-    """Statistics of the requests to `infer` since the model version was loaded. `last_inference` is when the last
-    request was answered, in milliseconds since 1970, or 0 if there was none. `inference_count` is the number of
-    sequences, and `execution_count` the number of requests."""
+    """Statistics of the requests to `infer` since the model version was loaded."""
 
-    name: str
-    version: str
-    last_inference: int
-    inference_count: int
-    execution_count: int
-    inference_stats: InferStatisticsDocument
-    batch_stats: list[dict[str, int]]
+    name: Annotated[str, says("the model's name")]
+    version: Annotated[str, says("the version of the model's bundle")]
+    last_inference: Annotated[
+        int, says("when the last request was answered, in milliseconds since 1970; 0: there was none")
+    ]
+    inference_count: Annotated[int, says("the number of sequences")]
+    execution_count: Annotated[int, says("the number of requests")]
+    inference_stats: Annotated[InferStatisticsDocument, says("the number and the duration of requests")]
+    batch_stats: Annotated[list[dict[str, int]], says("empty")]
 
 
 class StatisticsDocument(TypedDict):
     """The inference statistics of one model or of all models."""
 
-    model_stats: list[ModelStatisticsDocument]
+    model_stats: Annotated[list[ModelStatisticsDocument], says("the statistics of each model version")]

@@ -1,4 +1,4 @@
-"""The requests and answers of predictions and steps."""
+"""The request bodies of predictions, comparisons and scores."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from wane.service.api.schemas.common import (
     Body,
     Cache,
     Events,
+    IncludeUnknown,
+    Method,
     Model,
+    Name,
+    Natural,
+    Positive,
     Prove,
     RankedBody,
+    SequenceBody,
     SessionId,
     Text,
     Tokens,
@@ -24,9 +30,17 @@ from wane.service.api.schemas.common import (
     Window,
     absent,
     at_most,
+    keywords,
 )
 from wane.service.types.common import Mode, says
-from wane.service.types.request import TOLERANCE_MODES, WINDOW_MODES
+from wane.service.types.request import (
+    MAX_COMPARED_MODELS,
+    MAX_COMPARED_WINDOWS,
+    MAX_REPEAT,
+    TOLERANCE_MODES,
+    WINDOW_MODES,
+    ScoreMethod,
+)
 
 
 class EventsBody(Body, kw_only=True):
@@ -68,3 +82,62 @@ class PredictBody(RankedBody, kw_only=True):
     truncated: Truncated = False
     prove: Prove = False
     cache: Cache = True
+
+
+class CompareBody(SequenceBody, kw_only=True):
+    """Compare recurrent mode with windows of several sizes. The answer has the distance of each window from recurrent
+    mode, and the latency of recurrent mode and of each window."""
+
+    examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
+    not_both: ClassVar[tuple[str, ...]] = ("model", "models")
+
+    model: Model = None
+    models: Annotated[
+        Annotated[tuple[Name, ...], Meta(min_length=1)] | None,
+        at_most(MAX_COMPARED_MODELS),
+        says("the names of several models, instead of `model`"),
+    ] = None
+    windows: Annotated[
+        tuple[Window, ...],
+        at_most(MAX_COMPARED_WINDOWS),
+        keywords(minItems=1),
+        says("the window sizes to compare, in tokens"),
+    ] = (8, 16, 32, 64)
+    repeat: Annotated[
+        Positive,
+        at_most(MAX_REPEAT),
+        says("the number of runs of recurrent mode and of each window, for the percentiles of latency"),
+    ] = 20
+    cache: Cache = True
+
+
+class ScoreBody(SequenceBody, kw_only=True):
+    """Compute the log-probability of each token of a sequence."""
+
+    examples = (
+        {"input": f"{HISTORY} September"},
+        {"tokens": [5, 6, 7], "method": "sequential"},
+        {"tokens": [5, 6, 7], "truncated": True},
+        {"input": f"{HISTORY} September", "method": "parallel", "tolerance": 0, "stream": True},
+    )
+
+    tokens: Annotated[Tokens | None, at_most("max_scored_tokens", of_tokens=True)] = None
+    events: Annotated[Events | None, at_most("max_scored_tokens", of_tokens=True)] = None
+    model: Model = None
+    method: Method = ScoreMethod.SEQUENTIAL
+    tolerance: Annotated[
+        Tolerance | None, says("the largest accepted error of concurrent chunks, as total variation, 0 to 1")
+    ] = None
+    truncated: Truncated = False
+    top_k: Annotated[
+        Annotated[Natural, at_most("top_k_limit")] | None,
+        says(
+            "the number of most probable tokens that the answer's `predictions` list at each token's position. The "
+            "token at the position is always listed, too; 0: only this token. With this field, `method` is sequential"
+        ),
+    ] = None
+    cache: Cache = True
+    include_unknown: IncludeUnknown = False
+    stream: Annotated[
+        bool, says("answer with server-sent events: `progress` and `tokens`, then `finish` or `error`")
+    ] = False

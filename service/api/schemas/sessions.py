@@ -145,7 +145,9 @@ class StepsBody(Body, kw_only=True):
         {"steps": [{"session": "demo", "tokens": [5], "top_k": 1}], "format": "columns"},
     )
 
-    steps: Annotated[tuple[SessionStepBody, ...], Meta(min_length=1), at_most("max_batch_inputs")]
+    steps: Annotated[
+        tuple[SessionStepBody, ...], Meta(min_length=1), at_most("max_batch_inputs"), says("the steps, in order")
+    ]
     format: Annotated[
         StepsFormat,
         says(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing import Annotated, TypedDict
 
 from wane.service.api.schemas.common import HISTORY, Body, Model, TokenId, at_most
 from wane.service.types.common import says
@@ -36,28 +34,26 @@ class DetokenizeBody(Body, kw_only=True):
 
 
 class TokenizeDocument(TypedDict):
-    """The token ids. `count` is the number of token ids, and `max_model_len` the longest input in tokens that the
-    server accepts."""
+    """The token ids of a text."""
 
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: None
+    count: Annotated[int, says("the number of token ids")]
+    max_model_len: Annotated[int, says("the longest input that the server accepts, in tokens")]
+    tokens: Annotated[list[int], says("the token ids")]
+    token_strs: Annotated[None, says("always null")]
 
 
 class DetokenizeDocument(TypedDict):
     """The text of the tokens."""
 
-    prompt: str
+    prompt: Annotated[str, says("the text")]
 
 
 class TokenizerDocument(TypedDict):
-    """The tokenizer's special tokens. `tokenizer_class` is the class of the library transformers that reads the
-    tokenizer, and `model_max_length` the longest input in tokens that the server accepts."""
+    """The tokenizer's special tokens."""
 
-    tokenizer_class: str
-    eos_token: str
-    bos_token: None
-    unk_token: str | None
-    pad_token: None
-    model_max_length: int
+    tokenizer_class: Annotated[str, says("the class of the library transformers that reads the tokenizer")]
+    eos_token: Annotated[str, says("the token <eos>")]
+    bos_token: Annotated[None, says("always null: the server itself feeds the start token")]
+    unk_token: Annotated[str | None, says("the token <unk>; null: the vocabulary has none")]
+    pad_token: Annotated[None, says("always null")]
+    model_max_length: Annotated[int, says("the longest input that the server accepts, in tokens")]

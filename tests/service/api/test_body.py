@@ -24,12 +24,10 @@ from wane.service.api import faults
 from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
 from wane.service.api.exchange import RequestContext
 from wane.service.api.schemas.common import Body
-from wane.service.api.schemas.compare import CompareBody
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.models import UnloadBody
-from wane.service.api.schemas.predict import PredictBody
-from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import RewindBody, StepsBody, StreamBody
 from wane.service.errors import DeadlineExceeded, InvalidRequest, NotJson, TooLarge, WaneError, truncate_repr
 from wane.service.settings import Settings
@@ -118,7 +116,7 @@ LONG: list[tuple[type[Body], dict[str, object], str]] = [
     (
         CompletionBody,
         {"model": "m", "prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1000)), 1) | {"x": None}},
-        "logit_bias",
+        "logit_bias.x",
     ),
     (StepsBody, {"steps": [*[{"session": "s", "tokens": [5] * 40}] * 200, {"tokens": [5]}]}, "steps[200].session"),
 ]

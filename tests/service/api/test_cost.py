@@ -13,8 +13,7 @@ from wane.service.api.cost import COSTS, Cost
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.inference import InferBody, InputTensor
-from wane.service.api.schemas.predict import PredictBody
-from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.predict import PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import SessionStepBody, StepsBody
 from wane.service.app import ROUTES, Application
 from wane.service.errors import InvalidRequest, TooLarge

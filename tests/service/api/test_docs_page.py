@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import re
 from typing import Any
 
 import httpx
 import pytest
 
-from wane.service.api.docs_page import CLOSES, STREAM
+from wane.service.api.docs_page import CLOSES, STREAM, marked
 from wane.service.api.schemas.sessions import StreamBody
-from wane.service.types.answer import Agreement, Answer, Prediction, SessionState, SessionView, StepColumns
-from wane.service.types.request import Latency
-from wane.service.types.text import Generated, Score
 
 
 @pytest.fixture
@@ -69,18 +65,28 @@ async def test_every_route_has_a_summary_a_group_and_a_form(client: httpx.AsyncC
     for path, operations in description["paths"].items():
         for method, operation in operations.items():
             assert set(operation["tags"]) <= set(groups)
-            assert f"<code>{path}</code> {html.escape(operation['summary'])}</summary>" in page
+            assert f"<code>{path}</code> {marked(operation['summary'])}</summary>" in page
             assert f'<form data-method="{method.upper()}" data-path="{path}">' in page
     assert page.count("<h2>") == len(groups)
 
 
-async def test_every_field_of_an_answer_has_a_meaning(client: httpx.AsyncClient) -> None:
-    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
-    for kind in (Answer, SessionView, SessionState, Score, Generated, Agreement, Prediction, Latency, StepColumns):
-        for name, schema in schemas[kind.__name__]["properties"].items():
-            assert schema.get("description") or "$ref" in schema, (kind.__name__, name)
+async def test_every_row_of_the_page_has_a_meaning(page: str) -> None:
+    assert page.count("<tr><td>") > 500
+    assert re.findall(r"<tr><td>[^\n]*<td></td></tr>", page) == []
+
+
+async def test_a_command_and_a_form_have_the_path_s_example_values(page: str) -> None:
+    assert "curl -X POST http://127.0.0.1:8000/v2/models/gated-stable-64/infer" in page
+    assert '<input name="name" value="gated-stable-64" required>' in page
+    assert not re.findall(r'<input name="\w+" value="" required>', page)
 
 
 async def test_the_page_says_what_a_field_means_that_may_be_null(page: str) -> None:
     assert "<td>names of events, for a model of events, such as" in page
     assert "<td>a text; the model&#x27;s vocabulary tokenises it" in page
+
+
+async def test_the_page_shows_names_in_texts_as_code(page: str) -> None:
+    assert "<td>only with <code>stream</code></td>" in page and "`" not in re.sub(
+        "<pre>.*?</pre>", "", page, flags=re.S
+    )

@@ -46,6 +46,7 @@ ENGINE_ROUTES: list[tuple[str, str, object]] = [
     ("GET", "/v1/sessions/s/state", None),
     ("POST", "/v1/sessions/s/tokens", {"tokens": [1]}),
     ("POST", "/v1/sessions/s/rewind", {"position": 0}),
+    ("POST", "/v1/sessions/s/fork", {"position": 0}),
 ]
 CATALOG_ROUTES: list[tuple[str, str, object]] = [
     *ENGINE_ROUTES,
