@@ -15,6 +15,7 @@ import gc
 import os
 import resource
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--group", choices=["quick", "rest", "all"], default="all", help="which tests run")
 
 
+@cache  # thousands of tests share a few hundred paths
 def is_rest(path: Path) -> bool:
     if any(folder == path or folder in path.parents for folder in ONNX_FILES):
         return False
@@ -123,9 +125,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_S))
     group = config.getoption("group")
     if group != "all":
-        chosen = [item for item in items if (is_rest(item.path) or is_slow(item)) == (group == "rest")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            chosen[(is_rest(item.path) or is_slow(item)) == (group == "rest")].append(item)
+        config.hook.pytest_deselected(items=chosen[False])
+        items[:] = chosen[True]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

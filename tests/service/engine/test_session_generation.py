@@ -131,7 +131,7 @@ def test_a_bias_out_of_range_is_refused(value: float) -> None:
         ("logit_bias", {"logit_bias": Bias(dict.fromkeys(range(258), -100.0))}),
         ("top_logprobs", {"top_logprobs": 101}),
     ],
-    ids=str,
+    ids=["unknown token", "too many tokens", "too many answers"],
 )
 async def test_a_request_beyond_a_limit_names_its_field(
     harness: EngineHarness, field: str, changes: dict[str, Any]
