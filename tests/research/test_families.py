@@ -16,8 +16,6 @@ from tests.service.shipped import FOLDER
 from tests.training.corpora import text_corpus
 from wane.service.cli.side_by_side import ModelFigures, Spread
 
-pytestmark = pytest.mark.train
-
 
 def figures(name: str = "gru", **changes: object) -> ModelFigures:
     found = ModelFigures(
