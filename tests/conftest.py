@@ -33,14 +33,12 @@ settings.load_profile("patient")
 HERE = Path(__file__).parent
 REST = [
     *(HERE / name for name in ("benchmarks", "clients", "console", "deploy", "docs", "fuzz", "research", "stack")),
-    *(HERE / name for name in ("test_wheel.py", "training")),
+    *(HERE / name for name in ("models/imported", "test_wheel.py", "training")),
 ]
 """The folders and files of which the group `quick` has no test, except the files in `UNITS`. The group also has no
 test with the mark `stack` or `slow`."""
 UNITS = [HERE / "docs" / "test_readme.py"]
-NOT_DEV = {"matplotlib", "torch"}
-"""The packages that the extra `dev` does not install. The group `quick` has no file that imports them."""
-NEEDS_NOT_DEV = [
+NEEDS_TORCH = [
     HERE / name
     for name in (
         "models/certificate/test_curve.py",
@@ -63,8 +61,8 @@ NEEDS_NOT_DEV = [
     )
 ]
 LEFT_OUT = (
-    "stack, containers, clients, console, training, export, docs, benchmarks, research, fuzz tests, wheel, "
-    "and all tests that need torch"
+    "stack, containers, clients, console, training, export and import of models, docs, benchmarks, research, fuzz "
+    "tests, wheel, and all tests that need torch"
 )
 MAX_WORKER_BYTES = 3 * 2**30
 SLOW_S = 900
@@ -77,20 +75,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @cache  # thousands of tests share a few hundred paths
 def is_rest(path: Path) -> bool:
-    return path in NEEDS_NOT_DEV or (path not in UNITS and any(rest == path or rest in path.parents for rest in REST))
+    return path in NEEDS_TORCH or (path not in UNITS and any(rest == path or rest in path.parents for rest in REST))
 
 
 def is_slow(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(mark) for mark in ("slow", "stack"))
 
 
-class NotInstalled(MetaPathFinder):
-    """Fails to import the packages in `NOT_DEV`, so that a file that imports them fails in the group `quick`
-    everywhere, and not only where they are not installed."""
+class NoTorch(MetaPathFinder):
+    """Fails to import torch, so that a test of the group `quick` that imports torch fails everywhere, and not only
+    where torch is not installed."""
 
     def find_spec(self, name: str, *_: object) -> None:
-        if name in NOT_DEV:
-            raise ModuleNotFoundError(f"the group `quick` has no test that imports {name}", name=name)
+        if name == "torch":
+            raise ModuleNotFoundError("no test of the group `quick` may import torch", name=name)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -142,7 +140,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("group") == "quick":
-        sys.meta_path.insert(0, NotInstalled())
+        sys.meta_path.insert(0, NoTorch())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Workers())
 

@@ -255,7 +255,8 @@ def test_requests_wait_for_models_that_are_being_loaded() -> None:
             ready = client.get(f"/v2/models/{name}/ready")
             return (card.status_code, answer.status_code, ready.status_code), answer.json()["model"]
 
-    with starting_server() as server, ThreadPoolExecutor(len(names)) as pool:
+    patient = starting_server(WANE_REQUEST_TIMEOUT_MS=str(1000 * TIMEOUT_S))
+    with patient as server, ThreadPoolExecutor(len(names)) as pool:
         url = server.read_until("listening")["url"]
         answers = pool.map(ask, reversed(names))
         assert httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"] == "gated-stable-64"
