@@ -1,7 +1,7 @@
-"""Configures all tests: the groups of tests, the tests that need the extra `train`, and what a run leaves behind.
+"""Configures all tests: the groups of tests, and the memory of a run.
 
-`scripts/test` runs the group `quick`, which needs neither Debian packages nor clients of other servers, and takes a few
-minutes. `scripts/test --rest` runs all other tests.
+`scripts/test` runs the group `quick`, which needs only the extra `dev`, and takes a few minutes. `scripts/test --rest`
+runs all other tests.
 
 BLAS uses one thread in the tests and in every process that they start, unless OMP_NUM_THREADS is set. The matrices are
 small. With several threads, the threads of numpy's BLAS library busy-wait for one another. The tests would then take
@@ -15,7 +15,8 @@ import gc
 import os
 import resource
 import sys
-from importlib.util import find_spec
+from functools import cache
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -30,102 +31,85 @@ settings.register_profile("patient", settings(), deadline=None, suppress_health_
 settings.load_profile("patient")
 
 HERE = Path(__file__).parent
-TRAIN_FILES = [
+REST = [
+    *(HERE / name for name in ("benchmarks", "clients", "console", "deploy", "docs", "fuzz", "research", "stack")),
+    *(HERE / name for name in ("models/imported", "test_wheel.py", "training")),
+]
+"""The folders and files of which the group `quick` has no test, except the files in `UNITS`. The group also has no
+test with the mark `stack` or `slow`."""
+UNITS = [HERE / "docs" / "test_readme.py"]
+NEEDS_TORCH = [
     HERE / name
     for name in (
-        "benchmarks/test_gpu.py",
-        "docs/test_audit.py",
-        "docs/test_own_network.py",
-        "docs/test_readme_training.py",
-        "docs/test_training.py",
-        "models/test_layer_registry.py",
+        "models/certificate/test_curve.py",
+        "models/certificate/test_request.py",
+        "models/certificate/test_top1.py",
         "models/test_constraints.py",
         "models/test_export.py",
+        "models/test_export_again.py",
         "models/test_l1_ball.py",
+        "models/test_layer_registry.py",
+        "models/test_opened_gates.py",
         "models/test_parallel_scan.py",
+        "models/test_radius.py",
+        "models/test_readout.py",
         "models/test_spectral_limit.py",
-        "research/systems/test_page.py",
-        "research/systems/test_systems.py",
-        "research/test_stability_price.py",
-        "research/theory/test_theory.py",
-        "training/audit/test_audit.py",
-        "training/audit/test_onnx_served.py",
-        "training/audit/test_published_layers.py",
-        "training/audit/test_served.py",
-        "training/imported/test_exporters.py",
-        "training/test_end_to_end.py",
-        "training/test_evaluate.py",
-        "training/test_group.py",
-        "training/test_loop.py",
-        "training/test_proof.py",
-        "training/test_run.py",
+        "models/test_stacks.py",
+        "service/runners/test_onnx_device.py",
+        "service/test_random_stacks.py",
+        "service/test_stacks.py",
     )
 ]
-ONNX_FILES = [HERE / name for name in ("models/imported", "training/audit/graph")]
-"""The tests that need the package onnx, but not torch."""
-MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]
-
-# The group `quick` has none of the tests in these folders and files. It also has no test with the mark `stack` or
-# `slow`.
-REST = [
-    HERE / name
-    for name in (
-        "benchmarks",
-        "clients",
-        "console",
-        "deploy",
-        "docs/test_audit.py",
-        "docs/test_own_network.py",
-        "docs/test_events.py",
-        "docs/test_readme_training.py",
-        "docs/test_training.py",
-        "fuzz",
-        "research",
-        "stack",
-        "test_wheel.py",
-        "training",
-    )
-]
-LEFT_OUT = "stack, containers, clients, console, training, benchmarks, research, fuzz tests, wheel"
+LEFT_OUT = (
+    "stack, containers, clients, console, training, export and import of models, docs, benchmarks, research, fuzz "
+    "tests, wheel, and all tests that need torch"
+)
 MAX_WORKER_BYTES = 3 * 2**30
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
-
-collect_ignore = [str(file) for file in (TRAIN_FILES if MISSING else []) + (ONNX_FILES if "onnx" in MISSING else [])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--group", choices=["quick", "rest", "all"], default="all", help="which tests run")
 
 
+@cache  # thousands of tests share a few hundred paths
 def is_rest(path: Path) -> bool:
-    if any(folder == path or folder in path.parents for folder in ONNX_FILES):
-        return False
-    return any(path == rest or rest in path.parents for rest in REST)
+    return path in NEEDS_TORCH or (path not in UNITS and any(rest == path or rest in path.parents for rest in REST))
 
 
 def is_slow(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(mark) for mark in ("slow", "stack"))
 
 
+class NoTorch(MetaPathFinder):
+    """Fails to import torch, so that a test of the group `quick` that imports torch fails everywhere, and not only
+    where torch is not installed."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "torch":
+            raise ModuleNotFoundError("no test of the group `quick` may import torch", name=name)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Does not import the files that the group `quick` leaves out, because importing them takes time."""
-    return True if config.getoption("group") == "quick" and is_rest(collection_path) else None
+    quick = config.getoption("group") == "quick"
+    return True if quick and collection_path.is_file() and is_rest(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests that need the extra `train`. Removes tests of other groups. Moves the files with slow tests to
-    the front, because a slow file that starts last would still run after all other tests have ended."""
+    """Removes tests of other groups. Moves the files with slow tests to the front, because a slow file that starts last
+    would still run after all other tests have ended."""
     for item in items:
-        if item.path in TRAIN_FILES:
-            item.add_marker(pytest.mark.train)
         if is_slow(item) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
     group = config.getoption("group")
     if group != "all":
-        chosen = [item for item in items if (is_rest(item.path) or is_slow(item)) == (group == "rest")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            chosen[(is_rest(item.path) or is_slow(item)) == (group == "rest")].append(item)
+        config.hook.pytest_deselected(items=chosen[False])
+        items[:] = chosen[True]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -155,6 +139,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("group") == "quick":
+        sys.meta_path.insert(0, NoTorch())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Workers())
 
@@ -193,10 +179,5 @@ def peak_bytes() -> int:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Reports the tests that did not run."""
-    if MISSING:
-        files = ", ".join(str(file.relative_to(HERE)) for file in TRAIN_FILES)
-        terminalreporter.write_line(
-            f"skipped, because {' and '.join(MISSING)} (extra `train`) is not installed: {files}"
-        )
     if config.getoption("group") == "quick":
         terminalreporter.write_line(f"not run: {LEFT_OUT}; `scripts/test --rest` runs them")

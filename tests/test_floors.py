@@ -208,11 +208,12 @@ def test_the_client_needs_only_httpx_anyio_and_websockets() -> None:
     assert "httpx" in loaded and not loaded & {"numpy", "onnxruntime", "pydantic", "websockets", "wane.service"}
 
 
-def test_only_torch_is_pinned_to_one_version() -> None:
+def test_only_torch_is_pinned_to_one_version_and_all_others_have_an_upper_bound() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    pinned = {one.partition("==")[0] for group in groups for one in group if "==" in one.partition(";")[0]}
-    assert pinned == {"torch"}
+    versions = {one.partition(";")[0].strip() for group in groups for one in group}
+    assert {one.partition("==")[0] for one in versions if "==" in one} == {"torch"}
+    assert {one for one in versions if "<" not in one and "==" not in one} == set()
 
 
 def test_no_folder_has_too_many_files() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page import PageError, markdown, put, put_all, with_tables
+from benchmarks.page import PageError, put, put_all, with_tables
 
 PAGE = "before\n<!-- a -->\nold\n<!-- /a -->\nbetween\n<!-- b -->\n<!-- /b -->\nafter\n"
 TABLES = {"a": ["one"], "b": ["two", "three"]}
@@ -33,7 +33,3 @@ def test_a_page_without_markers_is_refused(text: str) -> None:
 def test_a_missing_page_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PageError, match="No such file"):
         put(tmp_path / "page.md", "a", [])
-
-
-def test_a_table_in_markdown() -> None:
-    assert markdown(["a", "b"], [["1", "2"]]) == ["| a | b |", "| --- | --- |", "| 1 | 2 |"]

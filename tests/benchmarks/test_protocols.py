@@ -19,11 +19,9 @@ from benchmarks.protocols import (
     complete,
     generate,
     infer,
-    lines,
     predict,
     rate,
 )
-from benchmarks.summary import Spread
 from tests.service.live_server import live_server
 
 
@@ -60,19 +58,3 @@ def test_completions_are_the_texts_of_generate(port: int) -> None:
 
 def test_a_rate_counts_units(port: int) -> None:
     assert rate(port, dataclasses.replace(infer(), units=10**9), 2, 0.05) > 10**8
-
-
-def test_the_table_has_medians_and_spreads() -> None:
-    spread = Spread(median=2000, least=1000, most=3000).model_dump()
-    pair = {
-        "pair": "a beside b",
-        "unit": "requests",
-        "connections": 1,
-        "native": {"rate": spread},
-        "protocol": {"rate": spread},
-        "ratio": {"median": 1, "least": 0.5, "most": 1.5},
-        "target": 0.9,
-    }
-    *_, row = lines({"how": "here", "pairs": [pair]})
-    rate_text = "2,000 (1,000 to 3,000) requests"
-    assert row == f"| a beside b | 1 | {rate_text} | {rate_text} | 1.00 (0.50 to 1.50) | 0.90 |"

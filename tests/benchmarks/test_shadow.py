@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 from io import StringIO
-from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.shadow import RATES, OfRate, OfWindow, Results, Round, plot, table
+from benchmarks.shadow import RATES, OfRate, OfWindow, Results, Round, table
 
 
 def figures(p99_ms: float, compared: int, shadow_cpu_s: float) -> Round:
@@ -57,8 +56,3 @@ def test_latencies_are_compared_with_those_of_the_same_round_without_shadows() -
 def test_cpu_time_is_given_for_a_thousand_live_answers() -> None:
     of_500 = dataclasses.replace(figures(1.0, 5, 0.25), requests=500)
     assert OfRate.of([of_500], None).shadow_cpu_s_per_1000.median == 0.5
-
-
-def test_the_figure_is_drawn(tmp_path: Path) -> None:
-    plot(RESULTS, tmp_path / "shadow.png")
-    assert (tmp_path / "shadow.png").stat().st_size > 10_000

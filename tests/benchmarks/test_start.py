@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import start
-from benchmarks.start import BUNDLES, FIGURES, ROOT, Client, Subject, measure, shown
-from benchmarks.summary import Spread
+from benchmarks.start import BUNDLES, FIGURES, ROOT, Client, Subject, measure
 
 
 def test_a_start_is_measured_from_the_new_process_to_its_answers_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +34,3 @@ def test_the_status_is_zero_if_no_server_answers() -> None:
         bound.bind(("127.0.0.1", 0))
         with closing(Client(bound.getsockname()[1])) as client:
             assert client.ask("GET", "/readyz") == (0, {})
-
-
-def test_seconds_have_two_decimals_and_other_figures_have_none() -> None:
-    spread = Spread.of([1000.4, 1000.6, 1000.5])
-    assert shown("first_s", spread) == "1000.50 (1000.40 to 1000.60)"
-    assert shown("answers", spread) == "1,000 (1,000 to 1,001)"

@@ -18,8 +18,6 @@ from tests.training.corpora import text_corpus
 from wane.service.cli import render
 from wane.service.cli.side_by_side import ModelFigures, Spread
 
-pytestmark = pytest.mark.train
-
 
 def figures(name: str = "gru", **changes: object) -> ModelFigures:
     found = ModelFigures(
@@ -56,15 +54,6 @@ def test_the_page_has_the_stored_figures() -> None:
     assert found and set(found) <= set(families.NAMES)
 
 
-def test_the_table_lists_the_best_family_first() -> None:
-    rows = families.table(
-        {"gru": family(), "tcn": family("tcn", perplexity=30.0, reach=12, proved=1.0, by_k={1: 31.0})}
-    )
-    assert [row.split("`")[1] for row in rows[2:]] == ["tcn", "gru"]
-    assert "| 13 tokens | 30.00 | 31.00 | - | - | - |" in rows[2] and "| 100.0 % |" in rows[2]
-    assert "| fades | 40.00 | 90.00 | 50.00 | 41.00 | 40.10 | 64 | 1,344 B | 0.50 (0.40 to 0.60) |" in rows[3]
-
-
 def test_no_name_in_the_plot_covers_another_name_or_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
@@ -79,12 +68,6 @@ def test_no_name_in_the_plot_covers_another_name_or_a_spread(tmp_path: Path, mon
         for (start, height), (end, _) in spreads:
             apart = not box.y0 <= height <= box.y1 or end < box.x0 or box.x1 < start
             assert apart, f"{places[index].get_text()} covers the spread at {height}"
-
-
-def test_families_without_figures_are_named() -> None:
-    some = {name: family(name) for name in families.NAMES if name not in ("gru", "tcn")}
-    assert families.missing(some) == ["Not in the table, because they are not trained yet: `gru` and `tcn`."]
-    assert families.missing({name: family(name) for name in families.NAMES}) == ["All 13 families are in the table."]
 
 
 def test_the_findings_follow_from_the_figures() -> None:

@@ -13,8 +13,6 @@ from research.recommendations import main as tables
 from tests.training.test_layouts import put
 from wane.training.cli import main
 
-pytestmark = pytest.mark.train
-
 EXPERIMENT = """
 name = "small"
 [model]

@@ -141,7 +141,7 @@ def test_the_error_names_a_missing_python(checkout: Path) -> None:
     assert "python4 was not found" in environment(checkout, python="python4").stderr
 
 
-@pytest.mark.parametrize("script", ["serve", "test", "check", "bench"])
+@pytest.mark.parametrize("script", ["serve", "test", "check", "bench", "newer-clients"])
 def test_a_script_is_executable_and_has_valid_syntax(script: str) -> None:
     path = SCRIPTS / script
     assert os.access(path, os.X_OK)

@@ -16,7 +16,7 @@ K = 5
 
 def test_live_accuracy_of_a_served_shop() -> None:
     random, ranks = Random(2), list[int]()
-    with live_server("--live-accuracy", str(K), WANE_BUNDLES="models/bundles") as server:
+    with live_server("--live-accuracy", str(K), WANE_BUNDLES="models/bundles/shop") as server:
         with Wane(server.url) as client:
             for number in range(25):
                 aisle = random.randrange(1, 9)

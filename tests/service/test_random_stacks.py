@@ -30,8 +30,6 @@ from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import PredictRequest, StepRequest
 
-pytestmark = pytest.mark.train
-
 OPERATIONS, CLOSE = 40, 1e-3
 SETTINGS = Settings(session_history_tokens=4096)
 

@@ -15,8 +15,6 @@ from wane.training.config import DataConfig
 from wane.training.data import Corpus, load_corpus
 from wane.training.errors import DataError
 
-pytestmark = pytest.mark.train
-
 START = 1_396_860_669
 HEADER = "session\titem\ttime"
 

@@ -17,8 +17,6 @@ from wane.training.cli import main
 from wane.training.config import Experiment
 from wane.training.data import Corpus, load_corpus
 
-pytestmark = pytest.mark.train
-
 PAGE = Path(__file__).parents[2] / "docs" / "event_training.md"
 BLOCK = re.compile(r"```toml\n# (\w+)[^\n]*\n(.*?)```", re.DOTALL)
 LINES = {match[1]: match[2] for match in BLOCK.finditer(PAGE.read_text(encoding="utf-8"))}

@@ -15,7 +15,6 @@ from wane.training.rankings.baselines import baselines_of
 
 DATA = Path(os.environ.get("WANE_DATA", "missing"))
 pytestmark = [
-    pytest.mark.train,
     pytest.mark.skipif(
         not (DATA / "rsc15-100k").is_dir(), reason="set WANE_DATA to a folder with rsc15-100k and leave-one-out"
     ),

@@ -23,8 +23,6 @@ from wane.training.errors import RunError
 from wane.training.rankings.metrics import LISTED
 from wane.training.rankings.replay import ELSEWHERE, replay
 
-pytestmark = pytest.mark.train
-
 EXPERIMENT = """
 name = "replayed"
 [model]

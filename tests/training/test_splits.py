@@ -15,8 +15,6 @@ from wane.training.config import DataConfig, Experiment
 from wane.training.data import Corpus, load_corpus
 from wane.training.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.train
-
 COLUMNS = {"session": "SessionId", "time": "Time", "item": "ItemId"}
 HEADER = "SessionId\tItemId\tTime"
 FILES = {"train": "fit.tsv", "valid": "choose.tsv", "test": "judge.txt"}

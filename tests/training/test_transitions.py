@@ -113,7 +113,6 @@ device = "cpu"
 """
 
 
-@pytest.mark.train
 def test_a_bundle_has_the_fitted_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random = np.random.default_rng(1)
     rows = [f"{at // 5},{at},{item}" for at, item in enumerate(random.integers(0, 30, 400))]

@@ -6,9 +6,6 @@ import itertools
 from pathlib import Path
 
 import numpy as np
-import pytest
-
-pytestmark = pytest.mark.train
 
 
 def test_the_operator_s_states_and_log_probabilities_match_the_oracle(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench import plot
 from benchmarks.bench.baseline import comparisons
 from benchmarks.bench.contenders import BARE, HANDLER, SCAN, SHIPPED, WANE
 from benchmarks.bench.results import Measured, Results, Rounds, Visit
-from benchmarks.bench.tables import comparison_rows, figure_rows, page_tables, target_rows
+from benchmarks.bench.tables import comparison_rows, page_tables
 from benchmarks.bench.targets import best_peer, p50, rate, targets
 from benchmarks.page import put_all, with_tables
 
@@ -192,36 +191,6 @@ def test_each_round_is_compared_with_its_baseline_by_figure_and_cpu_time() -> No
     ]
 
 
-def test_a_refused_load_has_the_server_s_answer_in_its_row() -> None:
-    refusal = {"columns-64": "answered 422: format: there is no such field"}
-    visits = [
-        Visit(model="lstm256", contender=WANE, round=0, version="1", loads={"columns-64": measured(9, 64)}),
-        Visit(model="lstm256", contender="baseline", round=0, version="1", loads={}, refused=refusal),
-    ]
-    rounds = Rounds(visits)
-    results = EMPTY.having(rounds, [], comparisons(rounds, ["lstm256"]))
-    ((_, _, _, theirs, ours, ratio, *_),) = comparison_rows(results, "lstm256")
-    assert (theirs, ours, ratio) == (refusal["columns-64"], "576 (576 to 576)", "")
-    alone = EMPTY.having(Rounds([visits[1].model_copy(update={"contender": WANE})]), [])
-    ((contender, _, said, *_),) = figure_rows(alone, "lstm256")
-    assert (contender, said) == ("Wane", refusal["columns-64"])
-
-
-def test_the_tables_have_all_contenders_and_all_targets(results: Results) -> None:
-    rows = {(row[0], row[1]): row for row in figure_rows(results, "lstm256")}
-    assert rows["Wane", "session steps, 64 in each call, 4 connections"][2] == "21,760 (19,200 to 25,600) tokens/s"
-    assert rows["mosec", "window of 64, 1 connection"][2:] == [
-        "200 (200 to 200) windows/s",
-        "5.00",
-        "2.00",
-        "0.50",
-        "2,500.0",
-    ]
-    verdicts = [row[4] for row in target_rows(results)]
-    assert verdicts == ["yes", "**no**", "yes", "**no**", "yes", "**no**", "yes"]
-    assert [row[3] for row in target_rows(results)][-1] == "4 ms (3 ms to 9 ms)"
-
-
 def test_the_page_keeps_its_text_and_replaces_its_tables(results: Results, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
@@ -244,11 +213,3 @@ def test_the_page_shows_exactly_the_stored_figures() -> None:
 def test_results_round_trip(results: Results, tmp_path: Path) -> None:
     results.write(tmp_path / "a" / "bench.json")
     assert Results.read(tmp_path / "a" / "bench.json") == results
-
-
-def test_the_figure_has_a_dot_for_each_measured_load(results: Results, tmp_path: Path) -> None:
-    labels = [label for label, _, _ in plot.throughput(results, "lstm256")]
-    assert labels[0] == "Wane, session, 64 steps a call"
-    assert "mosec, window of 64" in labels and "BentoML, window of 64" not in labels
-    plot.save(results, tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
 
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.versions import make_eventful, put
@@ -25,14 +24,11 @@ from wane.service.cli.measure import (
     COMPARED_POSITIONS,
     PHASES,
     AgreementSummary,
-    Measurements,
     Quantiles,
-    WindowSummary,
     choose,
     measure,
     requests_needed,
 )
-from wane.service.cli.render import agreement_table
 
 PNG = b"\x89PNG\r\n\x1a\n"
 STEPS = 24
@@ -74,17 +70,6 @@ def test_agreement_is_shown_for_each_window_size(compared: dict[str, Any]) -> No
         if line["window"] >= STEPS:
             assert line["agreement"]["total_variation_max"] < 1e-5
             assert line["agreement"]["top1_match_rate"] == 1
-
-
-def test_the_table_of_agreement_has_whole_figures_on_a_terminal_of_80_columns() -> None:
-    agreement = AgreementSummary(1024, 1.0, 1.0, 4.4e-4, 1.8e-3, 1.0, 9.6e-2, 1.0)
-    windows = [WindowSummary(128, 12.345, agreement)]
-    result = Measurements("", "", "", "cpu", 64, 64, 1, 1024, {}, {}, agreement, 0.1, windows)
-    console = Console(width=80)
-    with console.capture() as shown:
-        console.print(agreement_table(result))
-    row = next(line for line in shown.get().splitlines() if line.split()[:1] == ["128"])
-    assert row.split() == ["128", "1024", "100.0%", "100.0%", "4.40e-04", "1.80e-03", "9.60e-02", "1.00e+00", "12.345"]
 
 
 def test_a_comparison_deletes_its_sessions(compared: dict[str, Any], http: httpx.Client) -> None:

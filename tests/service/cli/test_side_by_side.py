@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rich.console import Console
 
 from tests.models.bundles import edit_manifest
 from tests.service.cli.test_compare import PNG
@@ -28,8 +27,7 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.reference import Reference
 from wane.service.cli.connect import CommandError
 from wane.service.cli.load import Load
-from wane.service.cli.render import cost_table, quality_table
-from wane.service.cli.side_by_side import WINDOW, ModelFigures, Spread, smallest_k, spread_over
+from wane.service.cli.side_by_side import WINDOW, smallest_k, spread_over
 
 MODELS = ("rnn-stable", "gated-stable-64")
 TOKENS = 80
@@ -238,21 +236,6 @@ def test_an_impossible_comparison_says_why(
     assert main(["compare", two.url, "--tokens", "4", "--model", "rnn-stable", *arguments]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: ") and named in message
-
-
-def test_the_tables_have_whole_figures_on_a_terminal_of_80_columns() -> None:
-    spread = Spread(1.2345, 0.987, 13.579)
-    one = ModelFigures(
-        "gated-stable-64", "1", "gated", 1_385_632, 65_535, 24_576, 262_144, 123.45, 256,
-        {1: 123.45, 4: 123.45, 16: 123.45, 64: 123.45}, 256, 64, spread, spread, Spread(12345, 11111, 13333), 1.0,
-    )  # fmt: skip
-    console = Console(width=80)
-    with console.capture() as shown:
-        console.print(quality_table([one], True), cost_table([one]))
-    rows = [line.split() for line in shown.get().splitlines()]
-    assert ["gated-stable-64", "123.45", *["123.45"] * 4, "256", "100.0%"] in rows
-    costs = ["gated-stable-64", "1.39", "M", "65,535", "24,576", "1.23", "1.23", "12345"]
-    assert costs in rows and ["0.99-13.58", "0.99-13.58", "11111-13333"] in rows
 
 
 def test_the_smallest_window_is_good_from_there_on() -> None:

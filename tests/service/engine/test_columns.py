@@ -19,8 +19,6 @@ from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResul
 from wane.service.engine.steps.rows import StoredStep
 from wane.service.errors import (
     DeadlineExceeded,
-    Overloaded,
-    PositionConflict,
     Unavailable,
     UnknownSession,
     WaneError,
@@ -97,19 +95,6 @@ async def test_a_batch_that_starts_before_the_previous_answers_releases_its_slot
 # Deadlines.
 
 
-async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, travel: Callable[[float], None]) -> None:
-    ahead = await keep_runner_busy(started)
-    late, other = step(started, "a", hours=1), step(started, "b", hours=9)
-    travel(TRAVELS_S)
-    with pytest.raises(DeadlineExceeded, match="the deadline passed before the answer was ready"):
-        await late
-    assert not ahead.done() and not other.done()
-    started.runner.gate.set()
-    assert (await other).position == 2
-    assert await position(started, "a") == 1
-    assert started.sample("wane_queue_dropped_total", reason="deadline") == 1
-
-
 async def test_a_late_step_of_the_general_procedure_is_counted_as_late(
     started: EngineHarness, travel: Callable[[float], None]
 ) -> None:
@@ -133,20 +118,6 @@ async def test_two_steps_fail_at_their_own_deadlines(started: EngineHarness, tra
         travel(2 * TRAVELS_S)
         with pytest.raises(DeadlineExceeded):
             await one
-
-
-async def test_a_running_step_fails_at_its_deadline_and_still_commits(
-    started: EngineHarness, travel: Callable[[float], None]
-) -> None:
-    started.runner.gate.clear()
-    late = step(started, "a", hours=1)
-    await started.runner.until_busy()
-    travel(TRAVELS_S)
-    with pytest.raises(DeadlineExceeded, match="the step still commits"):
-        await late
-    started.runner.gate.set()
-    again = await started.engine.submit(StepRequest("a", (6,), expected_position=1))
-    assert (again.position, again.replayed) == (2, True)
 
 
 async def test_a_step_that_is_late_when_its_batch_starts_fails(started: EngineHarness) -> None:
@@ -204,16 +175,6 @@ async def test_a_batch_of_cancelled_steps_is_not_run(started: EngineHarness) -> 
     assert failed == []
 
 
-async def test_a_step_that_is_cancelled_while_it_runs_commits(started: EngineHarness) -> None:
-    started.runner.gate.clear()
-    left, other = step(started, "a"), step(started, "b")
-    await started.runner.until_busy()
-    left.cancel()
-    started.runner.gate.set()
-    assert (await other).position == 2
-    assert await position(started, "a") == 2
-
-
 async def test_a_step_after_a_cancelled_step_of_its_session_runs(started: EngineHarness) -> None:
     await keep_runner_busy(started)
     left, next_ = step(started, "a", 6), step(started, "a", 9)
@@ -225,11 +186,6 @@ async def test_a_step_after_a_cancelled_step_of_its_session_runs(started: Engine
 # Several steps of one session, and queued steps that the engine takes out of the columns.
 
 
-async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> None:
-    first, second = step(started, "a", 6), step(started, "a", 7)
-    assert [(await first).position, (await second).position] == [2, 3]
-
-
 async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
     # `get_session` writes the session to the store and takes it out of the columns. So the engine processes the second
@@ -237,16 +193,6 @@ async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: 
     await started.engine.get_session("a")
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
-
-
-async def test_replays_and_conflicts_are_recognised(started: EngineHarness) -> None:
-    await step(started, "a", 6)
-    request = StepRequest("a", (6,), expected_position=1)
-    replay, other = started.engine.submit(request), step(started, "b")
-    assert ((await replay).position, (await replay).replayed, (await other).position) == (2, True, 2)
-    with pytest.raises(PositionConflict) as conflict:
-        await started.engine.submit(StepRequest("b", (6,), expected_position=7))
-    assert conflict.value.position == 2
 
 
 async def test_an_expired_session_is_unknown(started: EngineHarness) -> None:
@@ -471,21 +417,6 @@ async def test_an_error_in_a_batch_of_steps_leaves_no_step_waiting(
     started.engine.state_cache.check_integrity(idle=True)
     for session in "abc":
         await step(started, session)
-
-
-async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
-    harness = make_harness(max_queue=2)
-    await start_sessions(harness)
-    await harness.engine.create_session("d")
-    await harness.engine.submit(StepRequest("d", (5,)))
-    harness.runner.busy.clear()
-    await keep_runner_busy(harness)
-    waiting = [step(harness, name) for name in "ab"]
-    with pytest.raises(Overloaded, match="the queue is full: 2 requests are waiting"):
-        await step(harness, "d")
-    harness.runner.gate.set()
-    assert [(await one).position for one in waiting] == [2, 2]
-    assert (await step(harness, "d")).position == 2
 
 
 # Shutdown.

@@ -130,17 +130,6 @@ async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refus
     assert (next_.position, next_.replayed) == (3, False)
 
 
-async def test_a_replay_without_a_key_is_recognised_by_tokens_and_position(harness: EngineHarness) -> None:
-    session = await start(harness, 5)
-    await harness.engine.submit(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
-    assert (await harness.engine.submit(StepRequest(session, (6,), expected_position=1))).replayed is True
-
-
-async def test_a_step_without_position_and_key_is_never_a_replay(harness: EngineHarness) -> None:
-    session = await start(harness, 5, 5, 5)
-    assert (await harness.engine.get_session(session)).position == 3
-
-
 @pytest.mark.parametrize(("position", "token"), [(0, 6), (1, 9), (7, 6)])
 async def test_a_step_at_another_position_is_a_conflict(harness: EngineHarness, position: int, token: int) -> None:
     session = await start(harness, 5)
@@ -148,12 +137,6 @@ async def test_a_step_at_another_position_is_a_conflict(harness: EngineHarness, 
     with pytest.raises(PositionConflict, match=f"at position 2, but the step starts at {position}"):
         await harness.engine.submit(StepRequest(session, (token,), expected_position=position))
     assert (await harness.engine.get_session(session)).position == 2
-
-
-async def test_only_the_last_step_can_be_replayed(harness: EngineHarness) -> None:
-    session = await start(harness, 5, 6, 7)
-    with pytest.raises(PositionConflict):
-        await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
 
 
 class ContendedStore(MemoryStore):
@@ -178,26 +161,6 @@ class ContendedStore(MemoryStore):
             (won,) = await super().append_many([wanted._replace(tokens=self.theirs, step=theirs)])
             assert isinstance(won, SessionRecord)
         return await super().append_many(appends)
-
-
-@pytest.mark.parametrize("losses", [1, 2, 3])
-async def test_a_step_that_loses_a_commit_race_is_retried(make_harness: MakeHarness, losses: int) -> None:
-    store = ContendedStore()
-    harness = make_harness(store=store, puts_out_top=False)
-    session = await start(harness, 5)
-    store.losses = losses
-    answer = await harness.engine.submit(StepRequest(session, (6,)))
-    assert answer.position == 2 + losses
-    assert listed(answer) == expected(harness, [5, *[99] * losses, 6])
-    # The engine has added the other writer's tokens to the resident state, and has not rebuilt the state from the
-    # start.
-    assert (answer.state, answer.error_bound) == (
-        StateSource.RESIDENT,
-        0.0,
-    )
-    assert harness.sample("wane_step_conflicts_total") == losses
-    assert harness.sample("wane_state_replays_total") == losses
-    assert harness.sample("wane_state_rebuilds_total") == 0
 
 
 async def test_a_step_fails_with_a_conflict_after_three_retries(

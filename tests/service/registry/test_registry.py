@@ -15,7 +15,7 @@ from tests.models.bundles import edit_manifest
 from tests.models.rounding import rounding
 from tests.service.engine_harness import TIMEOUT_S
 from tests.service.sessions.stores.redis_server import redis_server
-from tests.service.shipped import FOLDER, PATHS, each_bundle
+from tests.service.shipped import FOLDER, each_bundle
 from tests.service.versions import put
 from wane.models.bundle import Bundle, BundleError, CertificateError
 from wane.models.certificate import certify
@@ -39,7 +39,8 @@ from wane.service.settings import Settings
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import PredictRequest, StepRequest
 
-STABLE = FOLDER / "rnn-stable"
+STABLE, SHOP = FOLDER / "rnn-stable", FOLDER / "shop"
+"""The shipped bundles that load fastest."""
 
 
 def make(path: Path, **settings: Any) -> ModelRegistry:
@@ -55,7 +56,7 @@ def without_verification(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def registry(tmp_path: Path, without_verification: None) -> AsyncIterator[ModelRegistry]:
     """A registry with two loaded bundles."""
-    for path in PATHS[:2]:
+    for path in (STABLE, SHOP):
         shutil.copytree(path, tmp_path / path.name)
     registry = make(tmp_path)
     await registry.load()
@@ -152,12 +153,14 @@ async def test_the_default_model_answers_while_the_others_are_loaded(
 async def test_a_session_waits_for_its_model(
     tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("lstm", "rnn-stable"):
+        shutil.copytree(FOLDER / name, tmp_path / "bundles" / name)
     file = tmp_path / "sessions"
-    before = make(FOLDER / "rnn-stable", session_file=file)
+    before = make(STABLE, session_file=file)
     await before.load()
     session = (await before.get().create_session()).session
     await before.close()
-    registry, gate = make(FOLDER, session_file=file, default_model="lstm"), Gate(monkeypatch)
+    registry, gate = make(tmp_path / "bundles", session_file=file, default_model="lstm"), Gate(monkeypatch)
     gate.opened.set()
     loading = asyncio.create_task(registry.load(gate.opened.clear))
     await registry.wait_for()
@@ -244,7 +247,7 @@ async def test_a_session_is_found_only_on_its_model(registry: ModelRegistry) -> 
 async def test_a_session_created_again_by_another_replica_is_found_on_its_new_model(
     tmp_path: Path, without_verification: None
 ) -> None:
-    for path in PATHS[:2]:
+    for path in (STABLE, SHOP):
         shutil.copytree(path, tmp_path / "bundles" / path.name)
     with redis_server(tmp_path / "redis") as redis:
         store = f"redis://127.0.0.1:{redis.port}/0"
@@ -269,7 +272,7 @@ async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:
 
 
 async def test_sessions_keep_at_least_the_largest_window(without_verification: None) -> None:
-    registry = make(PATHS[0], session_history_tokens=1)
+    registry = make(STABLE, session_history_tokens=1)
     await registry.load()
     engine = registry.get()
     longest = engine.manifest.max_window
@@ -285,12 +288,12 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "sessions"
-    before = make(PATHS[0], session_file=file)
+    before = make(STABLE, session_file=file)
     await before.load()
     session = (await before.get().create_session()).session
     await before.close()
     gate = Gate(monkeypatch)
-    registry, after = make(FOLDER, session_file=file), make(PATHS[0], session_file=file)
+    registry, after = make(FOLDER, session_file=file), make(STABLE, session_file=file)
     loading = asyncio.create_task(registry.load())
     await gate.reached()
     assert not file.exists(), "the store must be opened before the first model is loaded"
@@ -343,7 +346,7 @@ async def test_sessions_are_saved_before_close_waits_for_an_unfinished_load(
 
 async def test_a_default_model_that_is_set_must_exist() -> None:
     with pytest.raises(RegistryError, match="default_model is 'nobody', but there are only bundles of"):
-        await make(PATHS[0], default_model="nobody").load()
+        await make(STABLE, default_model="nobody").load()
 
 
 @pytest.mark.parametrize(
@@ -377,7 +380,7 @@ async def test_the_server_logs_the_default_model_and_lists_it_first(
 
 async def test_two_different_bundles_of_one_version_are_rejected(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        shutil.copytree(PATHS[0], tmp_path / name)
+        shutil.copytree(STABLE, tmp_path / name)
     edit_manifest(tmp_path / "b", "description", value="another")
     with pytest.raises(RegistryError, match="two different bundles have version"):
         await make(tmp_path).load()
@@ -392,11 +395,11 @@ async def test_a_folder_without_a_bundle_and_a_path_that_is_not_a_folder_are_rej
 
 async def test_a_budget_too_small_for_a_state_is_rejected_with_the_model(without_verification: None) -> None:
     with pytest.raises(RegistryError, match=r"model .*: state_budget_bytes is 1,"):
-        await make(PATHS[0], state_budget_bytes=1).load()
+        await make(STABLE, state_budget_bytes=1).load()
 
 
 async def test_a_bundle_with_a_flipped_byte_is_not_served(tmp_path: Path) -> None:
-    broken = shutil.copytree(PATHS[0], tmp_path / "broken")
+    broken = shutil.copytree(STABLE, tmp_path / "broken")
     weights = broken / "weights.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -511,7 +514,7 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(OnnxRunner, "run", wrong)
     with pytest.raises(BundleError, match="advance"):
-        await make(PATHS[0]).load()
+        await make(STABLE).load()
 
 
 def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
