@@ -29,7 +29,7 @@ from wane.training.evaluate_events import (
     session_losses,
     sessions_of,
 )
-from wane.training.rankings.baselines import Vsknn
+from wane.training.rankings.baselines import Vmis
 from wane.training.rankings.metrics import RankingMetrics, Rankings
 from wane.training.rankings.transitions import Counts
 from wane.training.run import open_run
@@ -37,7 +37,7 @@ from wane.training.run_folder import RunFolder
 
 COLUMNS = (("recall", 10), ("recall", 20), ("mrr", 20), ("ndcg", 10))
 SHARES = np.linspace(0, 0.5, 11)
-"""The shares of V-SkNN that are tried in a mixture with it."""
+"""The shares of VMIS-kNN that are tried in a mixture with it."""
 
 
 def results(runs: list[Path], untrained: list[Path]) -> Iterator[str]:
@@ -72,7 +72,7 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
     """Yields the lines of the table of what each part adds to a run's network."""
     run = open_run(run_folder, data)
     counts = Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
-    neighbours = Vsknn(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, idf=True)
+    neighbours = Vmis(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
     valid, test = (Judge(run.network, run.corpus, split) for split in ("valid", "test"))
     hidden = {judge: session_losses(run.network, judge.sessions, judge.positions)[1] for judge in (valid, test)}
     yield "| parts | R@10 | R@20 | MRR@20 | NDCG@10 |"
@@ -95,10 +95,10 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
         found = valid.loss_of(_with_neighbours(valid, mixture[valid], neighbours, tried))
         if found < loss:
             share, loss = float(tried), found
-    yield line(f"all of these + V-SkNN, share {share:.2f}", _with_neighbours(test, mixture[test], neighbours, share))
+    yield line(f"all of these + VMIS-kNN, share {share:.2f}", _with_neighbours(test, mixture[test], neighbours, share))
 
 
-def _with_neighbours(judge: Judge, mixture: Scores, neighbours: Vsknn, share: float) -> Scores:
+def _with_neighbours(judge: Judge, mixture: Scores, neighbours: Vmis, share: float) -> Scores:
     def scores(some: np.ndarray) -> np.ndarray:
         near = neighbours.scores(judge.known(some))
         near /= np.maximum(near.sum(1, keepdims=True), 1e-9)

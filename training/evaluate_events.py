@@ -24,6 +24,7 @@ from wane.models.networks import Network
 from wane.models.parity import log_softmax
 from wane.models.transitions import OWN, PARTS, Transitions, Weights
 from wane.training.cache import sequence_before
+from wane.training.config import Protocol
 from wane.training.data import Corpus
 from wane.training.errors import RunError
 from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosses, spread_positions, window_hidden
@@ -37,6 +38,9 @@ from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
 """The number of sessions in a batch, and the largest number of tokens of each session in a batch."""
+
+LEFT_OUT: dict[Protocol, slice] = {"next": slice(0), "next_other": slice(-1, None), "leave_one_out": slice(None)}
+"""For each protocol, which of a session's events so far are not ranked."""
 
 RECURRENT, WITHOUT_CACHE = "recurrent", "without the cache"
 WITHOUT_TRANSITIONS, TRANSITIONS_ALONE = "without transitions", "transitions alone"
@@ -85,16 +89,18 @@ Scores = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 class Judge:
     """Ranks the next event at the judged positions of a split, by a method after another.
 
-    positions: int64 (n,), the judged positions: all of the protocol, or some, spread evenly over the split.
+    positions: int64 (n,), the judged positions: all of the protocol, or some, spread evenly over the split. left_out:
+    which of the session's events so far are not ranked.
     """
 
     def __init__(self, network: Network, corpus: Corpus, split: str, count: int | None = None) -> None:
         """count: the largest number of positions; None for all."""
         self._network, self.sessions = network, (sessions := sessions_of(corpus, split))
-        self.last_only = corpus.last_only
+        self.protocol = corpus.protocol
+        self.left_out = LEFT_OUT[corpus.protocol]
         stream, eos = sessions.stream, sessions.eos_id
         self._excluded = list(corpus.vocabulary.unlisted)
-        self.inputs = sessions.last_inputs() if self.last_only else sessions.inputs()
+        self.inputs = sessions.last_inputs() if corpus.last_only else sessions.inputs()
         self.positions = self.inputs
         if count is not None:
             self.positions = self.inputs[spread_positions(np.append(self.inputs, 0), count, 1)]
@@ -227,7 +233,7 @@ class Judge:
         """Returns the metrics of all methods. The first method is tested against each of the `baselines`."""
         model = next(iter(methods.values()))
         return Rankings(
-            protocol="leave_one_out" if self.last_only else "next",
+            protocol=self.protocol,
             positions=self._scorer.positions,
             sessions=self._scorer.sessions,
             missed_share=self.missed_share,
@@ -238,9 +244,8 @@ class Judge:
     def _judge(self, scores: NDArray[np.float64], some: NDArray[np.int64]) -> Judged:
         """Ranks the events at some judged positions. scores: float64 (m, V), changed by this call."""
         scores[:, self._excluded] = -np.inf
-        if self.last_only:
-            for row, seen in enumerate(self.known(some)):
-                scores[row, seen] = -np.inf
+        for row, seen in enumerate(self.known(some)):
+            scores[row, seen[self.left_out]] = -np.inf
         return judged_of(scores, self._targets[some], [self._rests[index] for index in some])
 
 

@@ -378,7 +378,8 @@ def losses_of_split(
 def rankings_tables(name: str, split: str, found: Rankings) -> list[Table]:
     """Returns a table of the model and the baselines for each of SHOWN, one of the model's windows, and one of the
     tests. An interval is shown as its mean half-width. A metric is "-" if no position was evaluated."""
-    judged = "next events" if found.protocol == "next" else "last events of sessions"
+    judged = "last events of sessions" if found.protocol == "leave_one_out" else "next events"
+    judged += ", the events before them left out" if found.protocol == "next_other" else ""
     counted = f"{found.positions:,} {judged}"
     counted += f", {found.missed_share:.2%} unknown" if found.missed_share else ""
     whole = {method: metrics for method, metrics in found.methods.items() if not method.startswith("window ")}
