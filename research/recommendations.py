@@ -71,7 +71,8 @@ def _cell(values: np.ndarray, spread: bool) -> str:
 def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
     """Yields the lines of the table of what each part adds to a run's network."""
     run = open_run(run_folder, data)
-    counts = Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
+    backwards = run.folder.transitions().backwards
+    counts = Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, backwards)
     neighbours = Vmis(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
     valid, test = (Judge(run.network, run.corpus, split) for split in ("valid", "test"))
     hidden = {judge: session_losses(run.network, judge.sessions, judge.positions)[1] for judge in (valid, test)}
@@ -85,14 +86,15 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
     yield line("network", test.scores(hidden[test], None))
     if run.cache is not None:
         yield line("network + cache", test.scores(hidden[test], mixture_of(run.cache, counts.size)))
+    alone = valid.of_targets(valid.scores(hidden[valid], None))
     for count in range(2, len(PARTS) + 1):
-        fitted = valid.fit_transitions(counts, valid.scores(hidden[valid], None), PARTS[:count])
+        fitted, _ = valid.fit_transitions(counts, alone, PARTS[:count])
         tables = counts.weighted(fitted)
         mixture = {judge: judge.with_transitions(tables, judge.scores(hidden[judge], None)) for judge in (valid, test)}
         yield line(" + ".join(("network", *PARTS[1:count])), mixture[test])
     share, loss = 0.0, np.inf
     for tried in SHARES:
-        found = valid.loss_of(_with_neighbours(valid, mixture[valid], neighbours, tried))
+        found = float(-valid.of_targets(_with_neighbours(valid, mixture[valid], neighbours, tried)).mean())
         if found < loss:
             share, loss = float(tried), found
     yield line(f"all of these + VMIS-kNN, share {share:.2f}", _with_neighbours(test, mixture[test], neighbours, share))

@@ -33,7 +33,7 @@ from wane.training.lanes import SessionLanes
 from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
 from wane.training.rankings.baselines import Baseline, baselines_of
 from wane.training.rankings.metrics import Judged, Rankings, Scorer, judged_of, ranks_in
-from wane.training.rankings.transitions import Counts, TransitionWeights, fit, lengths_of, mixed
+from wane.training.rankings.transitions import BACKWARDS, Counts, TransitionWeights, fit, lengths_of, mixed
 from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
@@ -171,10 +171,10 @@ class Judge:
                 advance(len(some))
         return Judged.joined(found)
 
-    def loss_of(self, scores: Scores) -> float:
-        """Returns the mean of -log p of the next events, in nats, where `scores` are log-probabilities."""
+    def of_targets(self, scores: Scores) -> NDArray[np.float64]:
+        """Returns the scores of the next events, float64 (n,)."""
         pieces = [scores(some)[np.arange(len(some)), self._targets[some]] for some in self._pieces()]
-        return float(-np.concatenate(pieces).mean())
+        return np.concatenate([np.zeros(0), *pieces])
 
     def of_baseline(self, baseline: Baseline, advance: Advance | None = None) -> Judged:
         """Returns the ranks of a baseline."""
@@ -199,12 +199,16 @@ class Judge:
         known = [rest[:0] if not len(rest) else self._targets[row : row + 1] for row, rest in enumerate(self._rests)]
         return Judged(ranks_in(lists, known), ranks_in(lists, self._rests), lists)
 
-    def fit_transitions(self, counts: Counts, model: Scores, used: Collection[str] = PARTS) -> Weights:
-        """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions."""
+    def fit_transitions(
+        self, counts: Counts, model: NDArray[np.float64], used: Collection[str] = PARTS
+    ) -> tuple[Weights, float]:
+        """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions. Returns
+        them, and the mean of -log p of the next events, in nats. model: float64 (n,), the model's log-probabilities of
+        the next events."""
         parts, rows = [np.zeros((0, len(PARTS)))], [np.zeros(0, np.int64)]
         for some in self._pieces():
-            sessions, targets = self.known(some), self._targets[some]
-            parts.append(counts.parts(sessions, np.exp(model(some)[np.arange(len(some)), targets]), targets))
+            sessions = self.known(some)
+            parts.append(counts.parts(sessions, np.exp(model[some]), self._targets[some]))
             rows.append(lengths_of(sessions))
         return fit(np.concatenate(parts), np.concatenate(rows), used)
 
@@ -338,14 +342,18 @@ def popularity_of(counts: Counts) -> Scores:
 
 
 @torch.inference_mode()
-def fit_transitions(
-    network: Network, corpus: Corpus, counts: Counts, count: int, cache: CacheModel | None
-) -> TransitionWeights:
-    """Fits the weights of the mixtures with transition tables to `count` positions of the validation split."""
+def fit_transitions(network: Network, corpus: Corpus, count: int, cache: CacheModel | None) -> TransitionWeights:
+    """Fits the mixtures with transition tables to `count` positions of the validation split: the weights, and how much
+    an event before another counts, which is chosen for the mixture with the model."""
     network.eval()
-    judge = Judge(network, corpus, "valid", count)
+    judge, train = Judge(network, corpus, "valid", count), sessions_of(corpus, "train")
     _, hidden = session_losses(network, judge.sessions, judge.positions)
-    return TransitionWeights(
-        with_model=judge.fit_transitions(counts, judge.scores(hidden, mixture_of(cache, counts.size))),
-        alone=judge.fit_transitions(counts, popularity_of(counts)),
-    )
+    size = corpus.vocabulary.size
+    model = judge.of_targets(judge.scores(hidden, mixture_of(cache, size)))
+    tried = []
+    for backwards in BACKWARDS:
+        counts = Counts(train, size, backwards)
+        weights, loss = judge.fit_transitions(counts, model)
+        alone, _ = judge.fit_transitions(counts, judge.of_targets(popularity_of(counts)))
+        tried.append((loss, TransitionWeights(with_model=weights, alone=alone, backwards=backwards)))
+    return min(tried, key=lambda one: one[0])[1]
