@@ -6,7 +6,8 @@ With x_1 .. x_t, the session's events so far, and m(y), the mixture of network a
     p(y) = w_0 m(y) + w_1 next(y | x_t) + w_2 near(y | x_t) + w_3 sum_i near(y | x_(t-i)) / i + w_4 own(y)
 
 - next(y | x): the number of times that y directly followed x, divided by the sum of the row of x.
-- near(y | x): the same of the events within REACH places of x, before or after it, each by 1 / distance.
+- near(y | x): the same of the events within REACH places of x, before or after it, each by 1 / distance. The events
+  before it may count less (`training/rankings/transitions.py`).
 - The sum is over the LAGS events before the last one, and normalised.
 - own(y): the session's last OWN events, each weighted by 1 / its age, and normalised.
 

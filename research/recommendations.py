@@ -29,7 +29,7 @@ from wane.training.evaluate_events import (
     session_losses,
     sessions_of,
 )
-from wane.training.rankings.baselines import Vsknn
+from wane.training.rankings.baselines import Vmis
 from wane.training.rankings.metrics import RankingMetrics, Rankings
 from wane.training.rankings.transitions import Counts
 from wane.training.run import open_run
@@ -37,7 +37,7 @@ from wane.training.run_folder import RunFolder
 
 COLUMNS = (("recall", 10), ("recall", 20), ("mrr", 20), ("ndcg", 10))
 SHARES = np.linspace(0, 0.5, 11)
-"""The shares of V-SkNN that are tried in a mixture with it."""
+"""The shares of VMIS-kNN that are tried in a mixture with it."""
 
 
 def results(runs: list[Path], untrained: list[Path]) -> Iterator[str]:
@@ -71,8 +71,9 @@ def _cell(values: np.ndarray, spread: bool) -> str:
 def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
     """Yields the lines of the table of what each part adds to a run's network."""
     run = open_run(run_folder, data)
-    counts = Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
-    neighbours = Vsknn(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, idf=True)
+    backwards = run.folder.transitions().backwards
+    counts = Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, backwards)
+    neighbours = Vmis(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
     valid, test = (Judge(run.network, run.corpus, split) for split in ("valid", "test"))
     hidden = {judge: session_losses(run.network, judge.sessions, judge.positions)[1] for judge in (valid, test)}
     yield "| parts | R@10 | R@20 | MRR@20 | NDCG@10 |"
@@ -85,20 +86,21 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
     yield line("network", test.scores(hidden[test], None))
     if run.cache is not None:
         yield line("network + cache", test.scores(hidden[test], mixture_of(run.cache, counts.size)))
+    alone = valid.of_targets(valid.scores(hidden[valid], None))
     for count in range(2, len(PARTS) + 1):
-        fitted = valid.fit_transitions(counts, valid.scores(hidden[valid], None), PARTS[:count])
+        fitted, _ = valid.fit_transitions(counts, alone, PARTS[:count])
         tables = counts.weighted(fitted)
         mixture = {judge: judge.with_transitions(tables, judge.scores(hidden[judge], None)) for judge in (valid, test)}
         yield line(" + ".join(("network", *PARTS[1:count])), mixture[test])
     share, loss = 0.0, np.inf
     for tried in SHARES:
-        found = valid.loss_of(_with_neighbours(valid, mixture[valid], neighbours, tried))
+        found = float(-valid.of_targets(_with_neighbours(valid, mixture[valid], neighbours, tried)).mean())
         if found < loss:
             share, loss = float(tried), found
-    yield line(f"all of these + V-SkNN, share {share:.2f}", _with_neighbours(test, mixture[test], neighbours, share))
+    yield line(f"all of these + VMIS-kNN, share {share:.2f}", _with_neighbours(test, mixture[test], neighbours, share))
 
 
-def _with_neighbours(judge: Judge, mixture: Scores, neighbours: Vsknn, share: float) -> Scores:
+def _with_neighbours(judge: Judge, mixture: Scores, neighbours: Vmis, share: float) -> Scores:
     def scores(some: np.ndarray) -> np.ndarray:
         near = neighbours.scores(judge.known(some))
         near /= np.maximum(near.sum(1, keepdims=True), 1e-9)

@@ -25,7 +25,7 @@ TEXT_VOCABULARY = 2048
 Whole = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Protocol = Literal["next", "leave_one_out"]
+Protocol = Literal["next", "next_other", "leave_one_out"]
 File = Annotated[str, Field(min_length=1)]
 Files = File | Annotated[tuple[File, ...], Field(min_length=1)]
 EVENT_KEYS = ("min_count", "unknown", "start", "split", "train", "valid", "test", "whole", "train_on", "protocol")
@@ -201,8 +201,9 @@ class DataConfig(EventFormat):
     protocol: Protocol | None = Field(
         default=None,
         description="events that validation and test predict: `next`: every event after the first of a session, ranked "
-        "among all events; `leave_one_out`: the last event of a session, ranked among all events that the session "
-        "did not have before; absent: that of `layout`",
+        "among all events; `next_other`: the same, ranked among all events but the session's latest, for data in which "
+        "no event follows itself; `leave_one_out`: the last event of a session, ranked among all events that the "
+        "session did not have before; absent: that of `layout`",
     )
     vocabulary: Literal["bpe", "words"] = Field(
         default="bpe",
@@ -260,16 +261,18 @@ class DataConfig(EventFormat):
             )
         if self.whole is not None and not files:
             raise ValueError("whole needs the files train, valid and test")
-        if self.layout == "leave_one_out" and self.protocol == "next":
-            raise ValueError("layout = 'leave_one_out' judges only a session's last event, so protocol cannot be next")
+        if self.layout == "leave_one_out" and self.protocol not in (None, "leave_one_out"):
+            raise ValueError(
+                f"layout = 'leave_one_out' judges only a session's last event, so protocol cannot be {self.protocol}"
+            )
         if files and self.layout == "leave_one_out":
             raise ValueError("layout = 'leave_one_out' has the three splits in each line, not in train, valid and test")
         return self
 
     @property
-    def last_only(self) -> bool:
-        """Whether validation and test predict only the last event of a session."""
-        return (self.protocol or self.layout) == "leave_one_out"
+    def judged_by(self) -> Protocol:
+        """The protocol of validation and test."""
+        return self.protocol or ("leave_one_out" if self.layout == "leave_one_out" else "next")
 
 
 class ProofConfig(Frozen):

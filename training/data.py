@@ -21,7 +21,7 @@ from wane.models.event_files.event_log import EVENTS_ONLY, EventLog, suffix_of
 from wane.models.event_files.format import EventFormat
 from wane.models.manifest import Start
 from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
-from wane.training.config import TEXT_VOCABULARY, DataConfig
+from wane.training.config import TEXT_VOCABULARY, DataConfig, Protocol
 from wane.training.errors import DataError
 from wane.training.events import (
     describe_events,
@@ -49,9 +49,8 @@ class Corpus:
 
     The other fields are for events. `start`: "token" if a model reads `<eos>` before a sequence, "zero" if it does not.
     `missed`: for each split, the number of events that were left out because the vocabulary lacks them, and that follow
-    a known event of their session. `notes`: lines about splits and vocabulary, for the user. `last_only`: whether
-    validation and test predict only the last event of a session, as the protocol `leave_one_out` does. `validated`:
-    whether the validation split is not a part of the training split.
+    a known event of their session. `notes`: lines about splits and vocabulary, for the user. `protocol`: which
+    events validation and test predict. `validated`: whether the validation split is not a part of the training split.
     """
 
     vocabulary: Vocabulary
@@ -62,8 +61,13 @@ class Corpus:
     start: Start = "token"
     missed: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    last_only: bool = False
+    protocol: Protocol = "next"
     validated: bool = True
+
+    @property
+    def last_only(self) -> bool:
+        """Whether validation and test predict only the last event of a session."""
+        return self.protocol == "leave_one_out"
 
 
 def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus:
@@ -284,8 +288,9 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
     vocabulary = Vocabulary("events", tokenizer_json)
     if config.unknown == "token" and not vocabulary.has_unknown:
         raise DataError(f"{path}: data.unknown = 'token' needs a vocabulary with {UNK}")
+    last_only = config.judged_by == "leave_one_out"
     encoded = {
-        split: encode_log(log, vocabulary, config.unknown, last_only=config.last_only and split != "train")
+        split: encode_log(log, vocabulary, config.unknown, last_only=last_only and split != "train")
         for split, log in logs.items()
     }
     missed = {split: part.missed for split, part in encoded.items()}
@@ -297,7 +302,7 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
         _hashes(files, path),
         start=config.start,
         missed=missed,
-        last_only=config.last_only,
+        protocol=config.judged_by,
         validated=config.train_on == "train",
         notes=(*read, *describe_events(logs, vocabulary, how, missed)),
     )

@@ -24,6 +24,7 @@ from wane.models.networks import Network
 from wane.models.parity import log_softmax
 from wane.models.transitions import OWN, PARTS, Transitions, Weights
 from wane.training.cache import sequence_before
+from wane.training.config import Protocol
 from wane.training.data import Corpus
 from wane.training.errors import RunError
 from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosses, spread_positions, window_hidden
@@ -32,11 +33,14 @@ from wane.training.lanes import SessionLanes
 from wane.training.losses.sampled_softmax import LOGITS_AT_ONCE, full_losses
 from wane.training.rankings.baselines import Baseline, baselines_of
 from wane.training.rankings.metrics import Judged, Rankings, Scorer, judged_of, ranks_in
-from wane.training.rankings.transitions import Counts, TransitionWeights, fit, lengths_of, mixed
+from wane.training.rankings.transitions import BACKWARDS, Counts, TransitionWeights, fit, lengths_of, mixed
 from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
 """The number of sessions in a batch, and the largest number of tokens of each session in a batch."""
+
+LEFT_OUT: dict[Protocol, slice] = {"next": slice(0), "next_other": slice(-1, None), "leave_one_out": slice(None)}
+"""For each protocol, which of a session's events so far are not ranked."""
 
 RECURRENT, WITHOUT_CACHE = "recurrent", "without the cache"
 WITHOUT_TRANSITIONS, TRANSITIONS_ALONE = "without transitions", "transitions alone"
@@ -85,16 +89,18 @@ Scores = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 class Judge:
     """Ranks the next event at the judged positions of a split, by a method after another.
 
-    positions: int64 (n,), the judged positions: all of the protocol, or some, spread evenly over the split.
+    positions: int64 (n,), the judged positions: all of the protocol, or some, spread evenly over the split. left_out:
+    which of the session's events so far are not ranked.
     """
 
     def __init__(self, network: Network, corpus: Corpus, split: str, count: int | None = None) -> None:
         """count: the largest number of positions; None for all."""
         self._network, self.sessions = network, (sessions := sessions_of(corpus, split))
-        self.last_only = corpus.last_only
+        self.protocol = corpus.protocol
+        self.left_out = LEFT_OUT[corpus.protocol]
         stream, eos = sessions.stream, sessions.eos_id
         self._excluded = list(corpus.vocabulary.unlisted)
-        self.inputs = sessions.last_inputs() if self.last_only else sessions.inputs()
+        self.inputs = sessions.last_inputs() if corpus.last_only else sessions.inputs()
         self.positions = self.inputs
         if count is not None:
             self.positions = self.inputs[spread_positions(np.append(self.inputs, 0), count, 1)]
@@ -165,10 +171,10 @@ class Judge:
                 advance(len(some))
         return Judged.joined(found)
 
-    def loss_of(self, scores: Scores) -> float:
-        """Returns the mean of -log p of the next events, in nats, where `scores` are log-probabilities."""
+    def of_targets(self, scores: Scores) -> NDArray[np.float64]:
+        """Returns the scores of the next events, float64 (n,)."""
         pieces = [scores(some)[np.arange(len(some)), self._targets[some]] for some in self._pieces()]
-        return float(-np.concatenate(pieces).mean())
+        return np.concatenate([np.zeros(0), *pieces])
 
     def of_baseline(self, baseline: Baseline, advance: Advance | None = None) -> Judged:
         """Returns the ranks of a baseline."""
@@ -193,12 +199,16 @@ class Judge:
         known = [rest[:0] if not len(rest) else self._targets[row : row + 1] for row, rest in enumerate(self._rests)]
         return Judged(ranks_in(lists, known), ranks_in(lists, self._rests), lists)
 
-    def fit_transitions(self, counts: Counts, model: Scores, used: Collection[str] = PARTS) -> Weights:
-        """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions."""
+    def fit_transitions(
+        self, counts: Counts, model: NDArray[np.float64], used: Collection[str] = PARTS
+    ) -> tuple[Weights, float]:
+        """Fits the weights of a mixture with the `used` parts of transition tables to the judged positions. Returns
+        them, and the mean of -log p of the next events, in nats. model: float64 (n,), the model's log-probabilities of
+        the next events."""
         parts, rows = [np.zeros((0, len(PARTS)))], [np.zeros(0, np.int64)]
         for some in self._pieces():
-            sessions, targets = self.known(some), self._targets[some]
-            parts.append(counts.parts(sessions, np.exp(model(some)[np.arange(len(some)), targets]), targets))
+            sessions = self.known(some)
+            parts.append(counts.parts(sessions, np.exp(model[some]), self._targets[some]))
             rows.append(lengths_of(sessions))
         return fit(np.concatenate(parts), np.concatenate(rows), used)
 
@@ -227,7 +237,7 @@ class Judge:
         """Returns the metrics of all methods. The first method is tested against each of the `baselines`."""
         model = next(iter(methods.values()))
         return Rankings(
-            protocol="leave_one_out" if self.last_only else "next",
+            protocol=self.protocol,
             positions=self._scorer.positions,
             sessions=self._scorer.sessions,
             missed_share=self.missed_share,
@@ -238,9 +248,8 @@ class Judge:
     def _judge(self, scores: NDArray[np.float64], some: NDArray[np.int64]) -> Judged:
         """Ranks the events at some judged positions. scores: float64 (m, V), changed by this call."""
         scores[:, self._excluded] = -np.inf
-        if self.last_only:
-            for row, seen in enumerate(self.known(some)):
-                scores[row, seen] = -np.inf
+        for row, seen in enumerate(self.known(some)):
+            scores[row, seen[self.left_out]] = -np.inf
         return judged_of(scores, self._targets[some], [self._rests[index] for index in some])
 
 
@@ -333,14 +342,18 @@ def popularity_of(counts: Counts) -> Scores:
 
 
 @torch.inference_mode()
-def fit_transitions(
-    network: Network, corpus: Corpus, counts: Counts, count: int, cache: CacheModel | None
-) -> TransitionWeights:
-    """Fits the weights of the mixtures with transition tables to `count` positions of the validation split."""
+def fit_transitions(network: Network, corpus: Corpus, count: int, cache: CacheModel | None) -> TransitionWeights:
+    """Fits the mixtures with transition tables to `count` positions of the validation split: the weights, and how much
+    an event before another counts, which is chosen for the mixture with the model."""
     network.eval()
-    judge = Judge(network, corpus, "valid", count)
+    judge, train = Judge(network, corpus, "valid", count), sessions_of(corpus, "train")
     _, hidden = session_losses(network, judge.sessions, judge.positions)
-    return TransitionWeights(
-        with_model=judge.fit_transitions(counts, judge.scores(hidden, mixture_of(cache, counts.size))),
-        alone=judge.fit_transitions(counts, popularity_of(counts)),
-    )
+    size = corpus.vocabulary.size
+    model = judge.of_targets(judge.scores(hidden, mixture_of(cache, size)))
+    tried = []
+    for backwards in BACKWARDS:
+        counts = Counts(train, size, backwards)
+        weights, loss = judge.fit_transitions(counts, model)
+        alone, _ = judge.fit_transitions(counts, judge.of_targets(popularity_of(counts)))
+        tried.append((loss, TransitionWeights(with_model=weights, alone=alone, backwards=backwards)))
+    return min(tried, key=lambda one: one[0])[1]

@@ -265,22 +265,18 @@ def evaluate_run(
     model is mixed with transition tables. Their weights are fitted to the validation split, and written to
     `transitions.json`."""
     run = open_run(path, data, protocol)
+    if transitions and run.corpus.vocabulary.kind != "events":
+        raise RunError("--transitions needs a run on events")
     if transitions and run.corpus.validated:
-        fitted = fit_transitions(run.network, run.corpus, _counts(run), positions, run.cache)
-        run.folder.write_transitions(fitted)
+        run.folder.write_transitions(fit_transitions(run.network, run.corpus, positions, run.cache))
     return evaluate_opened(run, positions, console, _transitions(run) if transitions else None)
 
 
 def _transitions(run: Trained) -> tuple[Counts, TransitionWeights]:
     """Returns the transition tables of a run's training split, with the weights that `wane evaluate --transitions`
     fitted. Raises RunError."""
-    return _counts(run), run.folder.transitions()
-
-
-def _counts(run: Trained) -> Counts:
-    if run.corpus.vocabulary.kind != "events":
-        raise RunError("--transitions needs a run on events")
-    return Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
+    fitted = run.folder.transitions()
+    return Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, fitted.backwards), fitted
 
 
 def evaluate_opened(
@@ -378,7 +374,8 @@ def losses_of_split(
 def rankings_tables(name: str, split: str, found: Rankings) -> list[Table]:
     """Returns a table of the model and the baselines for each of SHOWN, one of the model's windows, and one of the
     tests. An interval is shown as its mean half-width. A metric is "-" if no position was evaluated."""
-    judged = "next events" if found.protocol == "next" else "last events of sessions"
+    judged = "last events of sessions" if found.protocol == "leave_one_out" else "next events"
+    judged += ", the events before them left out" if found.protocol == "next_other" else ""
     counted = f"{found.positions:,} {judged}"
     counted += f", {found.missed_share:.2%} unknown" if found.missed_share else ""
     whole = {method: metrics for method, metrics in found.methods.items() if not method.startswith("window ")}

@@ -29,7 +29,7 @@ BASELINES = (
     "sequential rules",
     "item to item",
     "V-SkNN",
-    "V-SkNN, IDF",
+    "VMIS-kNN",
 )
 
 

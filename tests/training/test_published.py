@@ -1,4 +1,5 @@
-"""Compares the baselines with the published recommendation lists of rn5l/session-rec, and reads the published files."""
+"""Compares the baselines with the published recommendation lists of rn5l/session-rec and the published figures of
+bolcom/serenade, and reads the published files."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from wane.models.networks import Network
 from wane.training.config import DataConfig, ModelConfig
 from wane.training.data import Corpus, load_corpus
 from wane.training.evaluate_events import Judge, sessions_of
-from wane.training.rankings.baselines import baselines_of
+from wane.training.rankings.baselines import Vmis, baselines_of
 
 DATA = Path(os.environ.get("WANE_DATA", "missing"))
 pytestmark = [
     pytest.mark.skipif(
-        not (DATA / "rsc15-100k").is_dir(), reason="set WANE_DATA to a folder with rsc15-100k and leave-one-out"
+        not (DATA / "rsc15-100k").is_dir(),
+        reason="set WANE_DATA to a folder with published data",
     ),
 ]
 
@@ -42,8 +44,8 @@ def rsc15(folder: Path, **keys: object) -> Corpus:
     return load_corpus(DataConfig.model_validate(given | keys))
 
 
-def judge_of(corpus: Corpus) -> Judge:
-    return Judge(Network(ModelConfig(cell="gru", hidden=2).architecture(corpus.vocabulary.size)), corpus, "test")
+def judge_of(corpus: Corpus, split: str = "test") -> Judge:
+    return Judge(Network(ModelConfig(cell="gru", hidden=2).architecture(corpus.vocabulary.size)), corpus, split)
 
 
 def test_rules_and_neighbours_reach_the_published_numbers(tmp_path: Path) -> None:
@@ -61,6 +63,24 @@ def test_rules_and_neighbours_reach_the_published_numbers(tmp_path: Path) -> Non
     for name, (recall, mrr) in PUBLISHED.items():
         assert found.methods[name].recall[20] == pytest.approx(recall, abs=0.025), name
         assert found.methods[name].mrr[20] == pytest.approx(mrr, abs=0.025), name
+
+
+def test_vmis_reaches_the_published_numbers_of_serenade() -> None:
+    """Serenade leaves the session's last event out of its lists, as the protocol `next_other` does."""
+    splits = {split: f"{split}.txt" for split in ("train", "valid", "test")}
+    corpus = rsc15(DATA / "serenade-example", protocol="next_other", **splits)
+    train, size = sessions_of(corpus, "train"), corpus.vocabulary.size
+    searched, usual = Vmis(train, size), Vmis(train, size, recent=500, neighbours=50, last=2)
+
+    def reached(vmis: Vmis, split: str) -> tuple[float, float]:
+        judge = judge_of(corpus, split)
+        found = judge.rankings({"VMIS-kNN": judge.of_baseline(vmis)}, []).methods["VMIS-kNN"]
+        return found.recall[20], found.mrr[20]
+
+    assert judge_of(corpus).count == 931
+    assert reached(usual, "test") == pytest.approx((0.6402, 0.3277), abs=0.01)
+    assert reached(searched, "test")[1] == pytest.approx(0.3401, abs=0.01)
+    assert reached(searched, "valid")[1] == pytest.approx(0.3197, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import pytrec_eval
 from numpy.typing import NDArray
 
-from wane.training.rankings.baselines import Vsknn, baselines_of
+from wane.training.rankings.baselines import Vmis, Vsknn, baselines_of
 from wane.training.rankings.metrics import CUTOFFS, UNRANKED, Difference, Judged, Scorer, first_of, judged_of, ranks_of
 from wane.training.sessions import Sessions
 
@@ -218,8 +219,11 @@ def test_rules_and_item_to_item_equal_their_definitions(monkeypatch: pytest.Monk
             assert ranking(scores[row].tolist())[len(kept) :] == rest, name
 
 
-def vsknn(lists: list[list[int]], query: list[int], recent: int, neighbours: int) -> list[float]:
-    """Returns the scores of V-SkNN, computed as the paper describes them. recent, neighbours: m and k of the paper."""
+def vsknn(
+    lists: list[list[int]], query: list[int], recent: int, neighbours: int, by_age: Callable[[int], float]
+) -> list[float]:
+    """Returns the scores of V-SkNN, computed as the paper describes them. recent, neighbours: m and k of the paper.
+    by_age: the factor of a neighbour, by the number of events since the last common one."""
     weight = {event: (index + 1) / len(query) for index, event in enumerate(query)}
     related = [index for index, events in enumerate(lists) if set(events) & set(query)][-recent:]
     similarity = {
@@ -230,29 +234,27 @@ def vsknn(lists: list[list[int]], query: list[int], recent: int, neighbours: int
     for index in nearest:
         back = next(place for place, event in enumerate(reversed(query), start=1) if event in lists[index])
         for event in set(lists[index]):
-            scores[event] += similarity[index] / back
+            scores[event] += similarity[index] * by_age(back)
     return scores
 
 
 @pytest.mark.parametrize(("recent", "neighbours"), [(1000, 100), (1000, 7), (20, 100), (9, 4)])
-def test_vsknn_equals_its_description(monkeypatch: pytest.MonkeyPatch, recent: int, neighbours: int) -> None:
-    monkeypatch.setattr("wane.training.rankings.baselines.RECENT", recent)
-    monkeypatch.setattr("wane.training.rankings.baselines.NEIGHBOURS", neighbours)
+def test_nearest_sessions_are_as_described(recent: int, neighbours: int) -> None:
     sessions, lists = train()
     queries = [np.array(query) for query in QUERIES]
-    found, rare = (Vsknn(sessions, SIZE, idf=idf).scores(queries) for idf in (False, True))
+    plain = Vsknn(sessions, SIZE, recent, neighbours).scores(queries)
+    indexed = Vmis(sessions, SIZE, recent, neighbours, last=3).scores(queries)
     counts = Counter(event for events in lists for event in events)
     for row, query in enumerate(QUERIES):
-        scores = vsknn(lists, query, recent, neighbours)
-        assert found[row].tolist() == pytest.approx(scores)
-        assert rare[row][2:].tolist() == pytest.approx(
-            [scores[event] * (1 + math.log(len(lists) / max(1, counts[event]))) for event in range(2, SIZE)]
+        assert plain[row].tolist() == pytest.approx(vsknn(lists, query, recent, neighbours, lambda back: 1 / back))
+        scores = vsknn(lists, query[-3:], recent, neighbours, lambda back: 1 - back / 10)
+        assert indexed[row][2:].tolist() == pytest.approx(
+            [scores[event] * math.log(counts.total() / max(1, counts[event])) for event in range(2, SIZE)]
         )
 
 
-def test_vsknn_prefers_the_later_of_equally_similar_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wane.training.rankings.baselines.NEIGHBOURS", 1)
+def test_vsknn_prefers_the_later_of_equally_similar_sessions() -> None:
     query = np.arange(2, 12)  # the weights are 0.1, 0.2, ...; in floating point, 0.1 + 0.2 is larger than 0.3
     train = np.array([EOS, 2, 3, 12, EOS, 4, 13, EOS])
-    scores = Vsknn(Sessions(train, EOS, "token"), SIZE).scores([query])[0]
+    scores = Vsknn(Sessions(train, EOS, "token"), SIZE, neighbours=1).scores([query])[0]
     assert scores[12] == 0 < scores[13]

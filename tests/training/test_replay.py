@@ -91,6 +91,16 @@ def test_what_is_served_is_what_was_evaluated(
         command = ["evaluate", str(run), "--data", data, "--positions", "all", "--server", server.url]
         assert main([*command, "--model", "replayed"]) == 0
         printed = capsys.readouterr().out
+        other_than = [*command, "--model", "replayed", "--protocol", "next_other"]
+        assert main(other_than) == (2 if layout else 0)
+        assert ("protocol cannot be next_other" in capsys.readouterr().err) == layout
+        if not layout:  # no event of this data follows itself, so an event more is within each list
+            without = json.loads((run / "served.json").read_text())["test"]
+            assert without["protocol"] == "next_other"
+            assert without["methods"]["served"] == without["methods"]["recurrent"]
+            assert without["methods"]["served"]["mrr"]["20"] > saved["methods"]["recurrent"]["mrr"]["20"]
+            assert main([*command, "--model", "replayed"]) == 0
+            capsys.readouterr()
         assert main([*command, "--model", "other"]) == 2
         assert f"--server {server.url}" in capsys.readouterr().err
         other = with_reversed_vocabulary(run)
@@ -129,7 +139,7 @@ def test_an_event_that_only_one_of_the_vocabularies_has(
     monkeypatch.setattr("wane.training.rankings.replay.Wane", lambda url: nullcontext(SimpleNamespace(session=session)))
     judge: Any = SimpleNamespace(
         count=1,
-        last_only=True,
+        left_out=slice(None),
         sessions_to_replay=lambda: [(np.array([2, 1, 2]), {3: 0})],
         of_lists=lambda lists: lists,
     )

@@ -11,21 +11,26 @@ import pytest
 from tests.training.test_layouts import put
 from tests.training.test_ranking import QUERIES, SIZE, train
 from wane.models.bundle import Bundle, BundleError
+from wane.models.networks import Network
 from wane.models.transitions import LENGTHS, PARTS
 from wane.training.cli import main
+from wane.training.config import DataConfig, ModelConfig
+from wane.training.data import load_corpus
+from wane.training.evaluate_events import fit_transitions
 from wane.training.rankings.transitions import Counts, fit, lengths_of, mixed, recent_of
 from wane.training.run_folder import RunFolder
 
 
-def shares(lists: list[list[int]], query: list[int], part: str) -> list[float]:
-    """Returns the distribution of one part after `query`, as the module's docstring defines it."""
+def shares(lists: list[list[int]], query: list[int], part: str, backwards: float = 1) -> list[float]:
+    """Returns the distribution of one part after `query`, as the module's docstring defines it. backwards: what an
+    event before another counts."""
     after: dict[tuple[int, int], float] = defaultdict(float)
     near: dict[tuple[int, int], float] = defaultdict(float)
     for events in lists:
         for at, event in enumerate(events):
             for other in range(len(events)):
                 if 0 < abs(other - at) <= 10:
-                    near[event, events[other]] += 1 / abs(other - at)
+                    near[event, events[other]] += (1 if other > at else backwards) / abs(other - at)
             if at:
                 after[events[at - 1], event] += 1
 
@@ -46,17 +51,17 @@ def shares(lists: list[list[int]], query: list[int], part: str) -> list[float]:
     return [value / total for value in found] if total else found
 
 
-@pytest.mark.parametrize("part", PARTS[1:])
-def test_each_part_equals_its_definition(part: str) -> None:
+@pytest.mark.parametrize(("part", "backwards"), [*((part, 1.0) for part in PARTS[1:]), ("near", 0.2), ("before", 0.2)])
+def test_each_part_equals_its_definition(part: str, backwards: float) -> None:
     sessions, lists = train()
     one = tuple(float(name == part) for name in PARTS)
-    tables = Counts(sessions, SIZE).weighted((one,) * LENGTHS)  # type: ignore[arg-type]
+    tables = Counts(sessions, SIZE, backwards).weighted((one,) * LENGTHS)  # type: ignore[arg-type]
     recent = recent_of([np.array(query) for query in QUERIES], SIZE)
     more = tables.added(*recent)
     found = np.zeros((len(QUERIES), SIZE))
     np.add.at(found, (more.row, more.event), more.probability)
     for row, query in enumerate(QUERIES):
-        expected = shares(lists, query, part)
+        expected = shares(lists, query, part, backwards)
         assert found[row].tolist() == pytest.approx(expected, abs=1e-7)
         assert more.model[row] == (0 if any(expected) else 1)
         every = np.arange(SIZE)
@@ -83,11 +88,32 @@ def test_the_fit_finds_the_weights_that_made_the_positions() -> None:
     random, made = np.random.default_rng(2), np.array([0.5, 0.1, 0.2, 0.15, 0.05])
     chosen = random.choice(len(PARTS), 4000, p=made)
     parts = np.where(np.arange(len(PARTS)) == chosen[:, None], 0.5, 1e-6)
-    fitted = np.array(fit(parts, np.zeros(4000, np.int64)))
-    assert fitted[0] == pytest.approx(made, abs=0.03)
-    some = np.array(fit(parts, np.zeros(4000, np.int64), ("model", "own")))
+    weights, loss = fit(parts, np.zeros(4000, np.int64))
+    assert weights[0] == pytest.approx(made, abs=0.03)
+    assert loss == pytest.approx(-np.log(parts @ np.array(weights[0])).mean())
+    found, larger = fit(parts, np.zeros(4000, np.int64), ("model", "own"))
+    assert larger > loss
+    some = np.array(found)
     assert some[0, 1:4].tolist() == [0, 0, 0]
     assert some[0].sum() == pytest.approx(1)
+
+
+@pytest.mark.train
+@pytest.mark.parametrize(("has_order", "backwards"), [(True, 0.2), (False, 1.0)])
+def test_the_fit_finds_whether_the_data_has_a_direction(tmp_path: Path, has_order: bool, backwards: float) -> None:
+    """Each user reads seven items of a circle of 40 in their order, or seven of a group of eight in any order."""
+    random, lines = np.random.default_rng(1), []
+    for _ in range(300):
+        if has_order:
+            items = np.cumsum(random.integers(1, 4, 7)) + random.integers(0, 40)
+        else:
+            items = 8 * random.integers(0, 5) + random.permutation(8)[:7]
+        *first, valid, test = (items % 40).tolist()
+        lines.append(f"{' '.join(map(str, first))},{valid},{test}")
+    path = put(tmp_path / "users.csv", lines)
+    corpus = load_corpus(DataConfig(kind="events", path=path, layout="leave_one_out", start="zero"))
+    network = Network(ModelConfig(cell="gru", hidden=2).architecture(corpus.vocabulary.size))
+    assert fit_transitions(network, corpus, 300, None).backwards == backwards
 
 
 EXPERIMENT = """

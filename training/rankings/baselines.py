@@ -7,9 +7,11 @@
 - sequential rules: the events by the number of times that they followed the last event, each divided by the distance.
 - item to item: the other events by the same number as association rules, divided by the square roots of both events'
   numbers of occurrences.
-- V-SkNN: vector multiplication session k nearest neighbours; V-SkNN, IDF: the same with weights of rare events.
+- V-SkNN: vector multiplication session k nearest neighbours.
+- VMIS-kNN: vector multiplication indexed session k nearest neighbours, with larger weights for rare events.
 
 The rules, item to item and V-SkNN are those of the program session-rec (Ludewig and Jannach 2018, arXiv 1803.09587).
+VMIS-kNN is that of the program Serenade (Kersbergen et al., SIGMOD 2022, doi 10.1145/3514221.3517901).
 """
 
 from __future__ import annotations
@@ -21,9 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.training.sessions import Sessions
-
-NEIGHBOURS = 100
-"""The number of neighbours in V-SkNN, k in the paper."""
 
 REACH = 10
 """Sequential rules count an event up to this distance after another."""
@@ -39,10 +38,6 @@ DAMPING = 20.0
 
 PAIRS_AT_ONCE = 1 << 24
 """The number of pairs that are counted before they are summed, 256 MiB."""
-
-RECENT = 1000
-"""V-SkNN chooses the neighbours among this many sessions, m in the paper: the latest training sessions that have an
-event in common with the current session."""
 
 
 class Baseline(Protocol):
@@ -167,13 +162,15 @@ class Vsknn:
     The i-th of the current session's n events has the weight i / n. (If an event occurs several times, only its last
     occurrence counts.) The similarity of a training session is the sum of the weights of the events that it has in
     common with the current session, divided by the current session's number of distinct events. The candidates are the
-    RECENT latest training sessions that have a common event. The NEIGHBOURS candidates with the largest similarity are
-    the neighbours. Of equally similar candidates, the later one is preferred. Each neighbour adds `similarity / j` to
-    the score of each of its events. j is the position, counted from the end of the current session, of the last common
-    event (1 for the last event). With `idf`, the score of an event is multiplied by 1 + log(sessions / occurrences).
+    latest training sessions that have a common event. The neighbours are the candidates with the largest similarity. Of
+    equally similar candidates, the later one is preferred. Each neighbour adds `similarity / j` to the score of each of
+    its events. j is the position, counted from the end of the current session, of the last common event (1 for the last
+    event).
+
+    recent, neighbours: the largest numbers of candidates and of neighbours, m and k in the paper.
     """
 
-    def __init__(self, train: Sessions, size: int, *, idf: bool = False) -> None:
+    def __init__(self, train: Sessions, size: int, recent: int = 1000, neighbours: int = 100) -> None:
         stream = train.stream
         sessions = np.cumsum(stream == train.eos_id) - 1
         events = stream != train.eos_id
@@ -184,24 +181,23 @@ class Vsknn:
         by_session = np.unique(sessions[events] * size + stream[events])
         self._events = by_session % size
         self._session_edges = np.searchsorted(by_session, np.arange(count + 1) * size)
-        self._weights = np.ones(size)
-        if idf:
-            self._weights += np.log(count / np.maximum(1, np.bincount(stream[events], minlength=size)))
+        self._size, self._recent, self._neighbours = size, recent, neighbours
 
     def scores(self, sessions: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-        scores = np.zeros((len(sessions), len(self._weights)))
-        for row, session in enumerate(sessions):
-            self._add(scores[row], session)
-        scores *= self._weights
-        return scores
+        return np.stack([self._scores_of(session) for session in sessions])
 
-    def _add(self, scores: NDArray[np.float64], session: NDArray[np.int64]) -> None:
-        """Adds to `scores`, float64 (V,), what the neighbours of one session add to each event's score."""
+    def _by_age(self, nearest: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns the factors of neighbours. nearest: int64 (n,), j in the description of the class."""
+        factors: NDArray[np.float64] = 1 / nearest
+        return factors
+
+    def _scores_of(self, session: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns the scores of all events after one session: float64 (V,)."""
         last = {int(event): index for index, event in enumerate(session, start=1)}
         found, weights, back = [], [], []
         for event, index in last.items():
             first, end = int(self._event_edges[event]), int(self._event_edges[event + 1])
-            some = self._sessions[max(first, end - RECENT) : end]
+            some = self._sessions[max(first, end - self._recent) : end]
             found.append(some)
             weights.append(np.full(len(some), index / len(session)))
             back.append(np.full(len(some), len(session) + 1 - index))
@@ -210,12 +206,38 @@ class Vsknn:
         similarity = similarity.round(12)  # equal sums are equal numbers
         nearest = np.full(len(candidates), len(session) + 1)
         np.minimum.at(nearest, place, np.concatenate(back))
-        recent = np.arange(max(0, len(candidates) - RECENT), len(candidates))
-        chosen = recent[np.lexsort((-recent, -similarity[recent]))[:NEIGHBOURS]]
-        for index in chosen.tolist():
-            neighbour = candidates[index]
-            events = self._events[self._session_edges[neighbour] : self._session_edges[neighbour + 1]]
-            scores[events] += similarity[index] / nearest[index]
+        recent = np.arange(max(0, len(candidates) - self._recent), len(candidates))
+        chosen = recent[np.lexsort((-recent, -similarity[recent]))[: self._neighbours]]
+        begins = self._session_edges[candidates[chosen]]
+        counts = self._session_edges[candidates[chosen] + 1] - begins
+        entries = np.arange(counts.sum()) + np.repeat(begins - np.cumsum(counts) + counts, counts)
+        added = np.repeat(similarity[chosen] * self._by_age(nearest[chosen]), counts)
+        return np.bincount(self._events[entries], added, self._size).astype(np.float64)
+
+
+class Vmis(Vsknn):
+    """VMIS-kNN: V-SkNN over the last events of the current session alone, where each neighbour adds
+    `similarity x (1 - j / 10)`, and the score of an event is multiplied by log(events / occurrences) of the training
+    split. Serenade also leaves the session's last event out of its lists. Here the protocol `next_other` does that, for
+    every method.
+
+    last: the number of the current session's events that are read, at most 9. The defaults are what Serenade's search
+    of parameters found on its example.
+    """
+
+    def __init__(self, train: Sessions, size: int, recent: int = 1502, neighbours: int = 288, last: int = 4) -> None:
+        super().__init__(train, size, recent, neighbours)
+        occurrences = np.bincount(train.stream[train.stream != train.eos_id], minlength=size)
+        self._last, self._rarity = last, np.log(max(1, occurrences.sum()) / np.maximum(1, occurrences))
+
+    def scores(self, sessions: list[NDArray[np.int64]]) -> NDArray[np.float64]:
+        scores = super().scores([session[-self._last :] for session in sessions])
+        scores *= self._rarity
+        return scores
+
+    def _by_age(self, nearest: NDArray[np.int64]) -> NDArray[np.float64]:
+        factors: NDArray[np.float64] = 1 - nearest / 10
+        return factors
 
 
 def baselines_of(train: Sessions, size: int) -> dict[str, Baseline]:
@@ -235,5 +257,5 @@ def baselines_of(train: Sessions, size: int) -> dict[str, Baseline]:
             together[others], (numbers / (norms[first] * norms[second]))[others], popularity, SIMILAR
         ),
         "V-SkNN": Vsknn(train, size),
-        "V-SkNN, IDF": Vsknn(train, size, idf=True),
+        "VMIS-kNN": Vmis(train, size),
     }

@@ -19,6 +19,7 @@ second protocol of Ludewig and Jannach (2018, arXiv 1803.09587), which also defi
 The protocols say which positions are judged, and which events are ranked:
 
     next           every position of a session with a next event; all events
+    next_other     every position of a session with a next event; all events but the session's event there
     leave_one_out  the position before a session's last event; all events but those that the session had before
 
 The first known event of a session is only an input: its own rank counts in no metric. A position whose next event the

@@ -2,8 +2,8 @@
 
 Each event of a session is one step, which names the event as a shop would. The answer after a judged position lists
 the first LISTED events, which is all that the metrics know of a method. They are compared by name, so the served model
-may have its events in another order. With the protocol `leave_one_out`, the request names all that the session has seen
-(`exclude`), because the server remembers only a session's last events.
+may have its events in another order. The request names the events that the protocol does not rank (`exclude`), because
+the server remembers only a session's last events.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def replay(
                     for at, name in enumerate(names, start=1):
                         row = places.get(at)
                         options: StepOptions = {"top_k": 1 if row is None else LISTED}
-                        if judge.last_only and row is not None:
-                            options["exclude"] = [*dict.fromkeys(one for one in names[:at] if one != UNK)]
+                        left_out = [one for one in dict.fromkeys(names[:at][judge.left_out]) if one != UNK]
+                        if left_out and row is not None:
+                            options["exclude"] = left_out
                         before = time.perf_counter()
                         answer = session.append([name], **options)  # the vocabulary of no server has an event <unk>
                         durations.append(time.perf_counter() - before)

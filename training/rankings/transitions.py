@@ -1,7 +1,8 @@
 """Counts the transition tables of a training split, and fits the weights of their mixture with a model.
 
 `models/transitions.py` defines the tables and the mixture. The weights are fitted to the validation split by
-expectation maximisation. A table keeps the KEPT largest entries of each event's row."""
+expectation maximisation, which also chooses one of BACKWARDS. A table keeps the KEPT largest entries of each event's
+row."""
 
 from __future__ import annotations
 
@@ -16,28 +17,36 @@ from wane.training.rankings.baselines import followers
 from wane.training.sessions import Sessions
 
 KEPT = 50
+BACKWARDS = (1.0, 0.2)
+"""The weights that are tried of an event before another in the counts of what was near it. Visits to a shop have no
+direction, but what people bought over years has one."""
+
 ITERATIONS = 60
 PRIOR = 0.1
 """The number of pseudo-positions that are added to the positions of each length and part."""
 
 
 class TransitionWeights(Frozen):
-    """The fitted weights of the mixture with a model, and of the one with popularity in the model's place (`alone`)."""
+    """The fitted weights of the mixture with a model, and of the one with popularity in the model's place (`alone`).
+    `backwards`: see `Counts`."""
 
     with_model: Weights
     alone: Weights
+    backwards: float = 1.0
 
 
 class Counts:
-    """The tables of a training split, without weights. size: V, the size of the vocabulary."""
+    """The tables of a training split, without weights. size: V, the size of the vocabulary. backwards: what an
+    event before another counts in its row of `near`, relative to one after it; more than 0."""
 
-    def __init__(self, train: Sessions, size: int) -> None:
+    def __init__(self, train: Sessions, size: int, backwards: float = 1.0) -> None:
         self.size = size
         pairs, sums = followers(train, size, REACH)
         back = pairs % size * size + pairs // size
         both, place = np.unique(np.concatenate([pairs, back]), return_inverse=True)
         self._following = _table(*followers(train, size, 1), size)
-        self._near = _table(both, np.bincount(place, np.concatenate([sums, sums]), len(both)).astype(np.float64), size)
+        near = np.bincount(place, np.concatenate([sums, backwards * sums]), len(both)).astype(np.float64)
+        self._near = _table(both, near, size)
         occurrences = np.bincount(train.stream, minlength=size).astype(np.float64) + 1
         occurrences[train.eos_id] = 1
         self._popular = np.log(occurrences / occurrences.sum())
@@ -95,10 +104,10 @@ def lengths_of(sessions: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.array([min(len(session), LENGTHS) - 1 for session in sessions], np.int64)
 
 
-def fit(parts: NDArray[np.float64], rows: NDArray[np.int64], used: Collection[str] = PARTS) -> Weights:
-    """Returns the weights under which the next events have the largest likelihood. parts: float64 (n, PARTS), the
-    probability of the next event by each part, with the model's in place of a part without counts. rows: int64 (n,),
-    `lengths_of` the sessions. used: the parts whose weight may be more than 0."""
+def fit(parts: NDArray[np.float64], rows: NDArray[np.int64], used: Collection[str] = PARTS) -> tuple[Weights, float]:
+    """Returns the weights under which the next events have the largest likelihood, and the mean of their -log p in
+    nats. parts: float64 (n, PARTS), the probability of the next event by each part, with the model's in place of a part
+    without counts. rows: int64 (n,), `lengths_of` the sessions. used: the parts whose weight may be more than 0."""
     parts = np.maximum(parts, 1e-12)
     allowed = np.array([part in used for part in PARTS], np.float64)
     table: list[tuple[float, float, float, float, float]] = []
@@ -110,4 +119,4 @@ def fit(parts: NDArray[np.float64], rows: NDArray[np.int64], used: Collection[st
             weights = (shares.sum(0) + PRIOR * allowed) / (len(own) + PRIOR * allowed.sum())
         first, second, third, fourth, fifth = (round(float(weight), 6) for weight in weights)
         table.append((first, second, third, fourth, fifth))
-    return tuple(table)
+    return tuple(table), float(-np.log((parts * np.array(table)[rows]).sum(1)).mean())
