@@ -30,8 +30,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Commit, Sessions, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord, is_first
-from wane.service.state.cache import CachedState
-from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.pool import ZERO, CachedState, StatePool
 from wane.service.types.answer import Answer, SessionState, SessionView
 from wane.service.types.common import Identity, Mode, StateSource
 from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, PredictRequest, StepRequest, id_of

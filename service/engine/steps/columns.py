@@ -48,7 +48,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions, StepKind
 from wane.service.sessions.stores.store import Appended, SessionRecord
-from wane.service.state.cache import StateCache
+from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import MAX_POSITION, StepRequest
@@ -70,7 +70,7 @@ class StepColumns:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        state_cache: StateCache,
+        state_cache: StatePool,
         resident: ResidentSessions,
         sessions: Sessions,
         answers: StepAnswers,
