@@ -347,15 +347,11 @@ class StepAnswers:
                 lambda: input_ids,
                 part,
                 None,
-                request.top_k,
+                request,
                 ticket,
-                prove=request.prove,
-                session=row.session,
                 replayed=False,
                 durable=durable,
-                logits=request.logits,
                 token_logprobs=row.token_logprobs,
-                unknown=request.unknown + request.filter.unknown,
                 sampled=sampled,
             )
             if stored is not None and stored.kind is StepKind.FIRST:
@@ -368,7 +364,7 @@ class StepAnswers:
 
         async def finish() -> Answer:
             found = await self._builder.search(plan, part, ticket) if request.prove else part
-            await self._builder.take_turn(plan, found.result if request.logits else None, request.top_k)
+            await self._builder.take_turn(plan, request, found)
             return answer(found)
 
         if waits and row.done():
