@@ -257,7 +257,6 @@ class Engine:
             most_predictions=most_predictions,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
-            cache=cache,
         )
         self.batcher.columns = self.columns
         self.steps = SessionSteps(
