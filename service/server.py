@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from wane.service.app import VERSION, Application, create_app
 from wane.service.auth.key_file import KeySource
-from wane.service.net.limits import Limits, ReceiveBudget, RejectedConnections
+from wane.service.net.limits import Limits
 from wane.service.net.server import DrainingServer, limit_connections
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
@@ -130,8 +130,7 @@ def configured(app: Application, **options: Any) -> uvicorn.Config:
         log_config=None,
         **options,
     )
-    budget = ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes))
-    limit_connections(config, Limits(settings, RejectedConnections(app.state.metrics), budget))
+    limit_connections(config, Limits(settings, app.state.metrics))
     return config
 
 

@@ -25,7 +25,10 @@ from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.types.answer import Agreement, Answer, ModeAnswer, Prediction
 from wane.service.types.common import Identity, Mode, StateSource
-from wane.service.types.request import Latency, id_of
+from wane.service.types.request import Latency, PredictRequest, StepRequest, id_of
+
+Predicting = PredictRequest | StepRequest
+"""A request whose answer is an `Answer`."""
 
 SMALL_ENOUGH = 1e-3
 """If the margin proof succeeds and the bound on the total variation is at most this value, the gradient proof is not
@@ -156,14 +159,16 @@ class AnswerBuilder:
             return self._vocabulary.size + listed
         return listed if top_k > FEW_PREDICTIONS else 0
 
-    async def take_turn(self, plan: AnswerPlan, result: RunResult | None = None, top_k: int = 0) -> None:
+    async def take_turn(
+        self, plan: AnswerPlan, request: Predicting | None = None, answered: ModeResult | None = None
+    ) -> None:
         """Waits for a turn of the event loop in which to make a part or an answer that needs all logits, or lists many
-        tokens: all answers of a batch are ready in the same turn. `result` is given if the answer has its logits: a
-        thread computes them if there are many."""
-        if work := self.work(plan, top_k):
+        tokens: all answers of a batch are ready in the same turn. `request` and the part `answered` are given for an
+        answer. If the request asks for many logits, a thread computes them."""
+        if work := self.work(plan, 0 if request is None else request.top_k):
             await self.turns.take(work)
-        if result is not None and self._vocabulary.size >= HEAVY_TOKENS:
-            await asyncio.to_thread(getattr, result, "logits")  # mixes all logits with the cache, once
+        if request is not None and request.logits and answered is not None and self._vocabulary.size >= HEAVY_TOKENS:
+            await asyncio.to_thread(getattr, answered.result, "logits")  # mixes all logits with the cache, once
 
     def part(
         self,
@@ -244,29 +249,26 @@ class AnswerBuilder:
         input_ids: Callable[[], NDArray[np.int64]],
         recurrent: ModeResult | None,
         window: ModeResult | None,
-        top_k: int,
+        request: Predicting,
         ticket: Ticket,
         *,
-        prove: bool,
-        session: str | None = None,
+        searched: bool = False,
         replayed: bool | None = None,
         durable: bool | None = None,
-        logits: bool = False,
         token_logprobs: tuple[float | None, ...] | None = None,
-        unknown: tuple[str, ...] = (),
         sampled: bool | None = None,
     ) -> Answer:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
         predictions come from the recurrent part. The caller has called `take_turn`.
 
-        `input_ids` returns all available tokens up to the plan's position. `prove` says whether `search` ran on the
-        parts. If it did, the answer's latency includes the time of the search. `session` is the id of the session, if
-        the request has one. `logits` says whether the answer contains the logits. `token_logprobs` are the
-        log-probabilities of the session's latest tokens, if the request asked for them. `unknown`: see `Answer`.
-        `sampled` says whether the shadow repeats the answer. If it is None, the sampler decides.
+        `input_ids` returns all available tokens up to the plan's position. `searched` says whether `search` ran on the
+        parts although the request does not set `prove`. If it ran, the answer's latency includes the time of the
+        search. `token_logprobs` are the log-probabilities of the session's latest tokens, if the request asked for
+        them. `sampled` says whether the shadow repeats the answer. If it is None, the sampler decides.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
+        prove, top_k, session = request.prove or searched, request.top_k, request.session
         found = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None
@@ -304,12 +306,12 @@ class AnswerBuilder:
             replayed=replayed,
             durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
-            unknown=unknown or None,
+            unknown=request.unknown + request.filter.unknown or None,
             seen_tokens=plan.ranking.seen_tokens,
         )
-        if logits or token_logprobs is not None:
+        if request.logits or token_logprobs is not None:
             # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.
-            answer.with_details(answered.result.logits.copy() if logits else None, token_logprobs)
+            answer.with_details(answered.result.logits.copy() if request.logits else None, token_logprobs)
         return answer
 
     def nothing(
@@ -317,17 +319,15 @@ class AnswerBuilder:
         mode: Mode,
         window: int | None,
         state: StateSource,
+        request: Predicting,
         ticket: Ticket,
         *,
-        session: str | None = None,
         replayed: bool | None = None,
         durable: bool | None = None,
-        unknown: tuple[str, ...] = (),
-        has_seen: bool = False,
-        cache: bool = True,
     ) -> Answer:
         """Returns the answer of a model with a zero start before the sequence's first token: an answer without
-        predictions. Runs no graph. `has_seen` says whether the request has `exclude_seen`."""
+        predictions. Runs no graph."""
+        session = request.session
         modes: dict[str, ModeAnswer] | None = None
         if mode is Mode.BOTH:
             modes = {one: ModeAnswer((), ticket.latency()) for one in (Mode.RECURRENT, Mode.WINDOW)}
@@ -346,9 +346,9 @@ class AnswerBuilder:
             position=None if session is None else 0,
             replayed=replayed,
             durable=durable,
-            cache_tokens=0 if cache and self.cache is not None else None,
-            unknown=unknown or None,
-            seen_tokens=0 if has_seen else None,
+            cache_tokens=0 if request.cache and self.cache is not None else None,
+            unknown=request.unknown + request.filter.unknown or None,
+            seen_tokens=0 if request.filter.exclude_seen else None,
         )
 
     def predictions(self, result: RunResult, top_k: int, ranking: Ranking) -> tuple[Prediction, ...]:

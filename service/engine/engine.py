@@ -17,6 +17,8 @@ shadow      repeats a sample of answers in the other mode, while the runner is i
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +45,6 @@ from wane.service.engine.backlog import LONG_S, Backlog, Share
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
-from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.pending import Admission, Pending, outcome_of
@@ -68,7 +69,7 @@ from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.codec import model_fingerprint
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.state.cache import StateCache
+from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer, NewSession, Prediction, SessionState, SessionView
 from wane.service.types.common import Identity, Mode
 from wane.service.types.request import (
@@ -82,6 +83,10 @@ from wane.service.types.request import (
     StepRequest,
 )
 from wane.service.types.text import Comparison, Finish, GeneratedToken, Score, ScoredTokens, ScoreSummary
+
+logger = logging.getLogger("wane.engine")
+
+HOUSEKEEPING_S = 1.0  # the time between two calls of `expire`
 
 ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded on the event loop's thread
 
@@ -142,12 +147,12 @@ class Engine:
         cache = None
         if manifest.cache is not None:
             cache = CacheMixture(manifest.cache, vocabulary.size, transitions)
-        self.state_cache = pool = StateCache(
+        self.state_cache = pool = StatePool(
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
-            metrics.states_evicted.labels(name).inc,
             runner.memory,
+            metrics.states_evicted.labels(name).inc,
             norms=manifest.architecture.norm_columns if NORMS in runner.outputs("step") else 0,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
@@ -252,7 +257,6 @@ class Engine:
             most_predictions=most_predictions,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
-            cache=cache,
         )
         self.batcher.columns = self.columns
         self.steps = SessionSteps(
@@ -271,14 +275,8 @@ class Engine:
         )
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
-        self.housekeeper = Housekeeper(
-            pool,
-            self.sessions,
-            name,
-            lambda: not self.admission.active and self.batcher.idle,
-            checks=settings.check_invariants,
-            live=self._live,
-        )
+        self._checks_invariants = settings.check_invariants
+        self._parked = 0  # the number of this model's sessions without a state in memory, after the last `expire`
         self._keeping: asyncio.Task[None] | None = None
         self._metrics = metrics
 
@@ -709,7 +707,7 @@ class Engine:
         metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
-        metrics.sessions_parked.labels(self.name).set_function(lambda: self.housekeeper.parked)
+        metrics.sessions_parked.labels(self.name).set_function(lambda: self._parked)
         metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
         metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
 
@@ -727,7 +725,31 @@ class Engine:
 
     def keep(self) -> None:
         """Starts the periodic housekeeping."""
-        self._keeping = asyncio.create_task(self.housekeeper.run())
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            if self._live is not None:
+                self._live.passed(HOUSEKEEPING_S)
+            try:
+                await self.expire()
+            except Exception:  # housekeeping continues, because an unreachable store may become reachable again
+                logger.exception("the housekeeping of model %s failed", self.name)
+            if self._checks_invariants:
+                self.check_states()
+
+    async def expire(self) -> None:
+        """Expires idle states and sessions."""
+        self._parked = max(await self.sessions.expire() - len(self.state_cache), 0)
+
+    def check_states(self) -> None:
+        """Ends the process if the reference counts of the states or the cache's indexes are inconsistent."""
+        try:
+            self.state_cache.check_integrity(idle=not self.admission.active and self.batcher.idle)
+        except AssertionError:
+            logger.critical("the state cache of model %s is inconsistent: this is a bug", self.name, exc_info=True)
+            os.abort()  # a debugger finds the process as it was
 
     def retire(self) -> None:
         """Marks the engine as replaced or unloaded. A caller that holds this engine must get the current engine from

@@ -81,10 +81,8 @@ class Predictor:
                 empty_mode,
                 None if empty_mode is Mode.RECURRENT else request.window or self._limits.window,
                 StateSource.WINDOW if empty_mode is Mode.WINDOW else StateSource.FULL,
+                request,
                 ticket,
-                unknown=request.unknown + request.filter.unknown,
-                has_seen=request.filter.exclude_seen,
-                cache=request.cache,
             )
         if request.mode is Mode.AUTO:
             ways = self._ways(request)
@@ -106,19 +104,9 @@ class Predictor:
             found = recurrent or window
             if found is not None and meets(found.bound, request.tolerance):
                 break
-        answered = recurrent or window
-        logits_of = answered.result if answered is not None and request.logits else None
-        await self._answer_builder.take_turn(plan, logits_of, request.top_k)
+        await self._answer_builder.take_turn(plan, request, recurrent or window)
         return self._answer_builder.answer(
-            plan,
-            partial(self._sequence, request),
-            recurrent,
-            window,
-            request.top_k,
-            ticket,
-            prove=proving,
-            logits=request.logits,
-            unknown=request.unknown + request.filter.unknown,
+            plan, partial(self._sequence, request), recurrent, window, request, ticket, searched=proving
         )
 
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:

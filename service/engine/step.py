@@ -30,8 +30,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Commit, Sessions, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord, is_first
-from wane.service.state.cache import CachedState
-from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.pool import ZERO, CachedState, StatePool
 from wane.service.types.answer import Answer, SessionState, SessionView
 from wane.service.types.common import Identity, Mode, StateSource
 from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, PredictRequest, StepRequest, id_of
@@ -173,22 +172,7 @@ class SessionSteps:
             dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
             if base is None and routing.is_free(request.mode, record.mode):
                 context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens)
-            self._record_hit(record, found=not rebuilt)
-            if base is not None and base.position == record.position:
-                read = base.slot
-                held.enter_context(self._pool.hold(read))
-                result = await self._forward.again(read, ticket)
-            else:
-                read = held.enter_context(self._pool.lease())
-                with self._pool.hold(ZERO if base is None else base.slot):
-                    if base is None:
-                        result = await self._forward.full(context_ids, ticket, write=read)
-                    else:
-                        missed = self._missed(record, base)
-                        result = await self._forward.append(missed, ticket, read=base.slot, write=read)
-                self._sessions.keep(record, read, dropped_tokens)
-            if rebuilt:
-                self._sessions.count_rebuilt()
+            result, read = await self._catch_up(record, base, rebuilt, context_ids, dropped_tokens, ticket, held)
         origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
         start = Prompt(history, record.position, record.position - dropped_tokens, origin, session)
         slot = held.enter_context(self._pool.lease())
@@ -332,22 +316,17 @@ class SessionSteps:
         if request.prove:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
-        answered = recurrent or window
-        await builder.take_turn(plan, answered.result if answered and request.logits else None, request.top_k)
+        await builder.take_turn(plan, request, recurrent or window)
         answer = builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
             window,
-            request.top_k,
+            request,
             ticket,
-            prove=request.prove,
-            session=record.session,
             replayed=False,
             durable=committed.durable,
-            logits=request.logits,
             token_logprobs=token_logprobs,
-            unknown=request.unknown + wanted.unknown,
         )
         answer.created = True if kind is StepKind.FIRST else None
         if self._live is not None and not ticket.abandoned:
@@ -401,7 +380,6 @@ class SessionSteps:
     ) -> Answer:
         """Answers with the session's next-token prediction, without appending. See `_run_again`. Returns an answer
         without predictions if the model has a zero start and the session has no token."""
-        wanted, unknown = request.filter, request.unknown + request.filter.unknown
         window, tolerance = (request.window, request.tolerance) if isinstance(request, PredictRequest) else (None, None)
         if not len(self._input_ids(record)):
             k = None if mode is Mode.RECURRENT else window or self._limits.window
@@ -409,13 +387,10 @@ class SessionSteps:
                 mode,
                 k,
                 StateSource.WINDOW if mode is Mode.WINDOW else StateSource.RESIDENT,
+                request,
                 ticket,
-                session=record.session,
                 replayed=replayed,
                 durable=record.durable,
-                unknown=unknown,
-                has_seen=wanted.exclude_seen,
-                cache=request.cache,
             )
         plan, input_ids, recurrent, part = await self._run_again(
             record,
@@ -426,25 +401,19 @@ class SessionSteps:
             tolerance,
             prove=request.prove,
             cache=request.cache,
-            wanted=wanted,
+            wanted=request.filter,
         )
-        answered = recurrent or part
-        logits_of = answered.result if answered and request.logits else None
-        await self._answer_builder.take_turn(plan, logits_of, request.top_k)
+        await self._answer_builder.take_turn(plan, request, recurrent or part)
         return self._answer_builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
             part,
-            request.top_k,
+            request,
             ticket,
-            prove=request.prove,
-            session=record.session,
             replayed=replayed,
             durable=record.durable,
-            logits=request.logits,
             token_logprobs=token_logprobs,
-            unknown=unknown,
         )
 
     async def _run_again(
@@ -487,20 +456,8 @@ class SessionSteps:
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
-            self._record_hit(record, found=not rebuilt)
-            if base is not None and base.position == record.position:
-                with self._pool.hold(base.slot):
-                    result = await self._forward.again(base.slot, ticket)
-            else:
-                with self._pool.hold(ZERO if base is None else base.slot), self._pool.lease() as slot:
-                    if base is None:
-                        result = await self._forward.full(context_ids, ticket, write=slot)
-                    else:
-                        missed = self._missed(record, base)
-                        result = await self._forward.append(missed, ticket, read=base.slot, write=slot)
-                    self._sessions.keep(record, slot, dropped_tokens)
-            if rebuilt:
-                self._sessions.count_rebuilt()
+            with ExitStack() as held:
+                result, _ = await self._catch_up(record, base, rebuilt, context_ids, dropped_tokens, ticket, held)
             await self._answer_builder.take_turn(plan)
             recurrent = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             if prove:
@@ -513,6 +470,37 @@ class SessionSteps:
         assert answered is not None, "neither mode ran: this is a bug"
         _check(answered.bound, tolerance)
         return plan, input_ids, recurrent, part
+
+    async def _catch_up(
+        self,
+        record: SessionRecord,
+        base: CachedState | None,
+        rebuilt: bool,
+        context_ids: NDArray[np.int64],
+        dropped_tokens: int,
+        ticket: Ticket,
+        held: ExitStack,
+    ) -> tuple[RunResult, int]:
+        """Runs the tokens that the state `base` has not read or, without a state, `context_ids`. Returns the result at
+        the session's position, and the slot of the state there, until `held` is closed. This state is then resident.
+        `dropped_tokens`: the number of the session's first tokens that it has not read."""
+        self._record_hit(record, found=not rebuilt)
+        if base is not None and base.position == record.position:
+            slot = base.slot
+            held.enter_context(self._pool.hold(slot))
+            result = await self._forward.again(slot, ticket)
+        else:
+            with self._pool.hold(ZERO if base is None else base.slot):
+                slot = held.enter_context(self._pool.lease())
+                if base is None:
+                    result = await self._forward.full(context_ids, ticket, write=slot)
+                else:
+                    missed = self._missed(record, base)
+                    result = await self._forward.append(missed, ticket, read=base.slot, write=slot)
+                self._sessions.keep(record, slot, dropped_tokens)
+        if rebuilt:
+            self._sessions.count_rebuilt()
+        return result, slot
 
     async def _replayed_logprobs(
         self, record: SessionRecord, request: StepRequest, ticket: Ticket

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from wane.service.engine.pending import Pending
+from wane.service.engine.pending import Pending, outcome_of
 from wane.service.errors import EarlierStepFailed
 from wane.service.types.answer import Answer
 from wane.service.types.request import StepRequest, id_of
@@ -48,10 +48,7 @@ async def step_many(
             else:
                 chains.append(asyncio.create_task(step_in_order(indexes)))
         for index, one in pending:
-            try:
-                results[index] = await one
-            except Exception as error:
-                results[index] = error
+            results[index] = await outcome_of(one)
         for chain in chains:
             await chain
     except BaseException:

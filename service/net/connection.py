@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         state = {**app_state, CONNECTION: self}
         self.uvicorn_protocol: Any = make(server_state=server_state, app_state=state, **named)
         self.http_protocol: Any = None  # uvicorn's protocol for HTTP after a handshake
-        self.share = ReceiveShare(limits.receive_budget)
+        self.share = ReceiveShare(limits)
         self.waiting = b""  # received bytes that are not passed on yet
         self.body: Body | None = None  # the incomplete body of the current request
         self.content: bytes | None = None  # the body of the current request, if it was received with the head
@@ -346,8 +346,7 @@ class Connection(asyncio.Protocol):
     def has_room(self, length: int) -> bool:
         """Whether the budget has room for a body of this length. A body over the whole budget is refused by the
         application."""
-        budget = self.share.receive_budget
-        return length > budget.most or budget.has_room(length - self.share.counted)
+        return length > self.limits.most_bytes or self.limits.has_room(length - self.share.counted)
 
     def hold(self, more: int) -> bool:
         """Adds bytes to those of the current request that count towards the receive budget, until it is answered.
@@ -500,7 +499,7 @@ class Connection(asyncio.Protocol):
         self.notify_lost(None)
 
     def count_rejection(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
-        self.limits.rejected.count(reason, self.client, status)
+        self.limits.count_rejected(reason, self.client, status)
 
     def end(self) -> None:
         """Sends nothing more, and drops received bytes until the connection is closed."""

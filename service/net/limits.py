@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 
@@ -19,40 +18,6 @@ from wane.service.observability.metrics import Metrics
 from wane.service.settings import Settings
 
 SMALL_BYTES = 1 << 12  # a connection with at most this many unanswered bytes does not use the receive budget
-
-
-class ReceiveBudget:
-    """Limits the total number of unanswered bytes, which are received bytes of requests and messages that are not
-    answered yet. Does not count the bytes of a connection that has at most SMALL_BYTES unanswered bytes."""
-
-    def __init__(self, most: int) -> None:
-        """`most` is the largest allowed number of unanswered bytes of all connections together."""
-        self.most = most
-        self.taken = 0
-
-    def has_room(self, count: int) -> bool:
-        """Whether the budget has room for `count` more bytes."""
-        return self.taken + count <= self.most
-
-
-class ReceiveShare:
-    """The part of the receive budget that one connection uses."""
-
-    __slots__ = ("counted", "receive_budget")
-
-    def __init__(self, receive_budget: ReceiveBudget) -> None:
-        self.receive_budget = receive_budget
-        self.counted = 0
-
-    def resize(self, count: int) -> bool:
-        """Sets the connection's number of unanswered bytes to `count`. Returns False, without a change, if the budget
-        has no room for the additional bytes. A `count` that is not larger than the previous number always fits."""
-        more = (count if count > SMALL_BYTES else 0) - self.counted
-        if more > 0 and not self.receive_budget.has_room(more):
-            return False
-        self.counted += more
-        self.receive_budget.taken += more
-        return True
 
 
 class RejectReason(StrEnum):
@@ -72,26 +37,49 @@ class RejectReason(StrEnum):
     FRAMES = "frames"  # 1008: too many WebSocket frames without a complete message
 
 
-class RejectedConnections:
-    """Counts rejected connections by reason, and logs each of them. Every counter is exported as 0 from the start."""
+class Limits:
+    """What all connections of one server share: the settings, the receive budget, and the counts of rejected
+    connections. The budget limits the total number of unanswered bytes, which are received bytes of requests and
+    messages that are not answered yet. The bytes of a connection that has at most SMALL_BYTES are not counted."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        """Exports the counter of each reason as 0 from the start."""
+        self.settings = settings
+        self.most_bytes = max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)
+        self.taken_bytes = 0
+        self._rejected = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
 
-    def count(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
+    def has_room(self, count: int) -> bool:
+        """Whether the budget has room for `count` more bytes."""
+        return self.taken_bytes + count <= self.most_bytes
+
+    def count_rejected(
+        self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None
+    ) -> None:
         """Counts and logs one rejected connection. `client` is the client's address and port. `status` is the status of
         the response, or None if no response is sent."""
-        self._counted[reason].inc()
+        self._rejected[reason].inc()
         log_access("refused", {"client": client[0] if client else None, "status": status, "reason": reason.value})
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What all connections of one server share."""
+class ReceiveShare:
+    """The part of the receive budget that one connection uses."""
 
-    settings: Settings
-    rejected: RejectedConnections
-    receive_budget: ReceiveBudget
+    __slots__ = ("_limits", "counted")
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.counted = 0
+
+    def resize(self, count: int) -> bool:
+        """Sets the connection's number of unanswered bytes to `count`. Returns False, without a change, if the budget
+        has no room for the additional bytes. A `count` that is not larger than the previous number always fits."""
+        more = (count if count > SMALL_BYTES else 0) - self.counted
+        if more > 0 and not self._limits.has_room(more):
+            return False
+        self.counted += more
+        self._limits.taken_bytes += more
+        return True
 
 
 RETRYABLE = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from wane.models.bundle_checks import MANIFEST, BundleError, manifest_bytes, parse_manifest
 from wane.service.errors import LoadFailed, UnknownModel, WaneError, truncate_repr
 
-Signature = frozenset[tuple[str, int, int, int]]
-"""The files of a bundle, each with its name, inode, size in bytes and modification time in nanoseconds."""
+Signature = set[tuple[Path, int, int, int]]
+"""The files of a model's bundles, each with its path, inode, size in bytes and modification time in nanoseconds."""
 
 
 WITHDRAWN = ".withdrawn"
@@ -63,16 +65,14 @@ class Repository:
             raise RegistryError(f"bundles: {self._root} contains no bundle (a folder with a {MANIFEST})")
         return used
 
-    def signatures(self) -> dict[Path, Signature]:
-        """Returns the signature of every bundle. If a bundle's signature changes, the bundle has changed. A signature
-        is computed without reading the contents of the files."""
-        found: dict[Path, Signature] = {}
+    def signatures(self) -> dict[str, Signature]:
+        """Returns the signature of the bundles of every model, by the model's name. If it changes, a bundle of the
+        model was added, changed or deleted. Of the files, only the manifests are read."""
+        found = defaultdict[str, Signature](set)
         for path in self._present():
-            try:
-                statuses = [(file.name, file.stat()) for file in path.iterdir()]
-            except OSError:  # the bundle was deleted meanwhile
-                continue
-            found[path] = frozenset((name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in statuses)
+            with suppress(OSError):  # the bundle was deleted meanwhile
+                statuses = [(file, file.stat()) for file in path.iterdir()]
+                found[self.look(path).name] |= {(at, one.st_ino, one.st_size, one.st_mtime_ns) for at, one in statuses}
         return found
 
     def list(self) -> list[FoundBundle]:
@@ -161,7 +161,6 @@ class RepositoryPoller:
         self._repository = repository
         self._load = load
         self._seen = self._handled = repository.signatures()
-        self._names = self._named(self._seen)
 
     async def run(self, every_s: float) -> None:
         """Polls every `every_s` seconds until it is cancelled."""
@@ -175,18 +174,11 @@ class RepositoryPoller:
     async def look(self) -> None:
         """Polls once."""
         before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
-        if self._seen != before or self._seen == self._handled:
+        if self._seen != before:
             return
         handled, self._handled = self._handled, self._seen
-        earlier, self._names = self._names, await asyncio.to_thread(self._named, self._seen)
-        paths = {path for path, _ in handled.items() ^ self._seen.items()}
-        changed = {names[path] for names in (earlier, self._names) for path in paths & names.keys()}
-        for name in sorted(changed & {*self._names.values()}):
+        for name in sorted(name for name, files in self._seen.items() if files != handled.get(name)):
             try:
                 await self._load(name)
             except WaneError as error:
                 logger.warning("the bundles of model %s have changed, but: %s", name, error.message)
-
-    def _named(self, paths: Iterable[Path]) -> dict[Path, str]:
-        """Returns the name of each bundle's model. Blocks."""
-        return {path: self._repository.look(path).name for path in paths}

@@ -20,7 +20,7 @@ from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.service.runners.runner import Array
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.store import SessionRecord, Store
-from wane.service.state.cache import StateCache
+from wane.service.state.pool import StatePool
 
 WRITTEN_AT_ONCE = 256
 """The number of sessions that `close` writes in one iteration of the event loop."""
@@ -34,7 +34,7 @@ class ResidentSessions:
 
     def __init__(
         self,
-        state_cache: StateCache,
+        state_cache: StatePool,
         store: Store,
         ttl_s: float,
         empty: TokenHistory,

@@ -41,8 +41,7 @@ from wane.service.sessions.stores.store import (
     of_key,
     of_tokens,
 )
-from wane.service.state.cache import CachedState, StateCache
-from wane.service.state.pool import START
+from wane.service.state.pool import START, CachedState, StatePool
 from wane.service.types.common import Mode, says
 from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_of, name_within
 
@@ -132,7 +131,7 @@ class Sessions:
     def __init__(
         self,
         store: Store,
-        state_cache: StateCache,
+        state_cache: StatePool,
         metrics: Metrics,
         *,
         model: str,

@@ -1,8 +1,12 @@
-"""Allocates slots for states. A slot is one row of each array of the states' memory (`StateMemory`).
+"""Slots for states, and the cache of sessions' states in them. A slot is one row of each array of the states' memory
+(`StateMemory`).
 
 Slots are reference-counted: users retain and release a slot. A slot without users is free. A session's next state is
-written to a new slot, which becomes the session's slot at the commit. `StateCache.advance` instead overwrites the
-earlier states after a run has succeeded. A failed run therefore changes nothing.
+written to a new slot, which becomes the session's slot at the commit. `advance` instead overwrites the earlier states
+after a run has succeeded. A failed run therefore changes nothing.
+
+The cache counts as one user of the slot of each resident state. If no slot is free, the least recently used resident
+state whose slot has no other user is evicted. Every evicted state can be rebuilt.
 
 The reference counts are accessed only on the event loop's thread. The methods that read and write values may run on the
 runner's thread, because they only access slots that are retained for the batch.
@@ -11,9 +15,11 @@ runner's thread, because they only access slots that are retained for the batch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +37,18 @@ FLOAT32_BYTES: Final = 4
 FEWEST_SLOTS: Final = 8
 
 
+class CachedState(NamedTuple):
+    """A session's state in the pool, at `revision` and `position`. The state has not read the session's first
+    `dropped_tokens` tokens."""
+
+    slot: int
+    revision: int
+    dropped_tokens: int
+    position: int
+
+
 class StatePool:
-    """Slots for states, within a budget in bytes."""
+    """Slots for states, within a budget in bytes, and the resident states of sessions."""
 
     def __init__(
         self,
@@ -40,12 +56,13 @@ class StatePool:
         hidden: int,
         budget_bytes: int,
         memory: MakeMemory = HostMemory,
+        on_evict: Callable[[], object] = lambda: None,
         *,
         norms: int = 0,
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. So are the `norms`
-        columns of the output `norms`, if the graphs have it. `memory` allocates the
-        memory of the states, on the device of the runner that reads them.
+        columns of the output `norms`, if the graphs have it. `memory` allocates the memory of the states, on the device
+        of the runner that reads them. `on_evict` is called for every evicted state.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
@@ -64,6 +81,19 @@ class StatePool:
         self.users = array("i", bytes(4 * RESERVED))  # number of users of each slot that was ever used
         self.free = array("i")
         self._untouched = RESERVED  # the first slot that was never used
+        self._on_evict = on_evict
+        self.order: OrderedDict[str, int] = OrderedDict()  # from session name to slot, least recently used first
+        self.has_state: Callable[[str], bool] = self.order.__contains__
+        """Returns whether a session's state is resident."""
+        # Data of the resident state in each slot. The arrays' rows for unused slots take no memory, because the
+        # operating system commits zeroed memory only when it is first written.
+        self.sessions: list[str | None] = [None] * RESERVED  # the session in each slot that was ever used
+        self._revisions = np.zeros(self.capacity, np.uint64)
+        self.dropped_tokens = np.zeros(self.capacity, np.int64)
+        self.positions = np.zeros(self.capacity, np.int64)
+        self.touched_s = np.zeros(self.capacity, np.float64)
+        self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
+        """Called with a session and its slot before the session's state is dropped."""
 
     # Counting
 
@@ -76,7 +106,8 @@ class StatePool:
         elif self._untouched < self.capacity:
             slot = self._untouched
             self._untouched += 1
-            self._add_slot()
+            self.users.append(0)
+            self.sessions.append(None)
         else:
             raise Overloaded(
                 f"all {self.capacity} states are in use by requests: retry later, or increase state_budget_bytes"
@@ -85,11 +116,12 @@ class StatePool:
         return slot
 
     def _make_room(self) -> None:
-        """Frees a slot if possible, because every slot is in use."""
-
-    def _add_slot(self) -> None:
-        """Extends the lists of slots for a slot that is used for the first time."""
-        self.users.append(0)
+        """Evicts the least recently used state that no request uses."""
+        for session, slot in self.order.items():
+            if self.users[slot] == 1:
+                self.drop(session)
+                self._on_evict()
+                return
 
     def retain(self, slot: int) -> None:
         """Adds a user to a slot. The reserved slots are never freed, and their users are not counted."""
@@ -184,6 +216,76 @@ class StatePool:
         """Frees the memory. The pool must not be used afterwards."""
         self.memory.close()
 
+    # Sessions
+
+    def put(self, session: str, cached: CachedState, now_s: float) -> None:
+        """Makes a state the session's resident state, and retains its slot. Drops the session's earlier resident
+        state."""
+        slot, revision, dropped_tokens, position = cached
+        self.retain(slot)
+        self.drop(session)
+        self.order[session] = slot
+        self.sessions[slot] = session
+        self._revisions[slot] = revision
+        self.dropped_tokens[slot] = dropped_tokens
+        self.positions[slot] = position
+        self.touched_s[slot] = now_s
+
+    def slot_of(self, session: str) -> int | None:
+        """Returns the slot of the session's resident state, or None. Does not count as a use of the state."""
+        return self.order.get(session)
+
+    def advance(
+        self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
+    ) -> None:
+        """Replaces the states of B sessions by the outputs of a run over one token for each session. Increments the
+        sessions' positions and revisions. Counts as a use of the states.
+
+        `outputs`: float32 (B, ...), see `write`.
+        """
+        self.write(slots, outputs)
+        self.positions[slots] += 1
+        self._revisions[slots] += np.uint64(1)
+        self.touched_s[slots] = now_s
+        for session in sessions:
+            self.order.move_to_end(session)
+
+    def find(self, session: str, now_s: float) -> CachedState | None:
+        """Returns the session's resident state, or None, and makes it the most recently used."""
+        cached = self.peek(session)
+        if cached is not None:
+            self.touched_s[cached.slot] = now_s
+            self.order.move_to_end(session)
+        return cached
+
+    def peek(self, session: str) -> CachedState | None:
+        """Returns the session's resident state, or None. Does not count as a use of the state."""
+        slot = self.order.get(session)
+        if slot is None:
+            return None
+        return CachedState(slot, self._revisions.item(slot), self.dropped_tokens.item(slot), self.positions.item(slot))
+
+    def drop(self, session: str) -> None:
+        """Drops a session's state, if it is resident."""
+        slot = self.order.get(session)
+        if slot is not None:
+            self.on_drop(session, slot)
+            del self.order[session]
+            self.sessions[slot] = None
+            self.release(slot)
+
+    def drop_idle(self, since_s: float) -> None:
+        """Drops the states that were last used before `since_s`."""
+        while self.order:
+            session, slot = next(iter(self.order.items()))
+            if self.touched_s[slot] >= since_s:
+                return
+            self.drop(session)
+
+    def __len__(self) -> int:
+        """Returns the number of resident states."""
+        return len(self.order)
+
     # Integrity
 
     def miscounts(self) -> list[str]:
@@ -204,3 +306,25 @@ class StatePool:
             "the zero state was written to": any(values.any() for values in self.memory.read([ZERO]).values()),
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError if the cache's indexes or the reference counts are inconsistent. For tests and
+        debugging.
+
+        `idle` says whether no request is in flight. If so, every slot in use must hold a resident state.
+        """
+        faults = self.miscounts()
+        owned = {slot: session for slot, session in enumerate(self.sessions) if session is not None}
+        if len(owned) != len(self.order):
+            faults.append(f"{len(owned)} slots have a session, but {len(self.order)} sessions have a slot")
+        if idle and self.used != len(self.order):
+            faults.append(f"{self.used} slots are in use for {len(self.order)} sessions, but no request is in flight")
+        if idle and (np.frombuffer(self.users.tobytes(), np.int32) > 1).any():
+            faults.append("a slot has two users, but no request is in flight")
+        if any(one > other for one, other in pairwise(self.touched_s[[*self.order.values()]])):
+            faults.append("the next state to evict is not the least recently used")
+        if any(self.order.get(session) != slot for slot, session in owned.items()):
+            faults.append("a slot belongs to a session whose state is in another slot")
+        if any(not self.users[slot] for slot in owned):
+            faults.append("a slot with a state is free")
+        assert not faults, "; ".join(faults)

@@ -47,7 +47,6 @@ class SlowClient(SocketServer):
     def __init__(self, app: Application, registry: FakeRegistry) -> None:
         super().__init__(app, registry)
         self.metrics: Metrics = app.state.metrics
-        self.receive_budget = self.limits.receive_budget
 
 
 @asynccontextmanager

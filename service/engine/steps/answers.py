@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import CacheMixture, CacheShares
+from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import ANSWERS, Row
@@ -108,6 +108,16 @@ class Times(NamedTuple):
     items: int
 
 
+class Asking(NamedTuple):
+    """What is known of a row that asks more than the next token, before its commit. input_ids: the kept part of the
+    model's input up to and including the row's token, if the answer depends on it. sampled: whether a shadow repeats
+    the answer. is_alone: whether the row is answered alone, not by arrays."""
+
+    input_ids: NDArray[np.int64]
+    sampled: bool
+    is_alone: bool
+
+
 class Single(NamedTuple):
     """A row that is answered alone. sampled: whether a shadow repeats the answer. waits: whether its answer waits for a
     proof, or for a turn of the event loop, after the commit."""
@@ -165,10 +175,8 @@ class StepAnswers:
         self._bound_of_all = bounds.bound(certificate, 1, 1)
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
-    def singles(self, batch: StepBatch) -> dict[int, tuple[NDArray[np.int64], bool]]:
-        """Returns the rows that are answered alone: the kept part of the model's input up to and including the row's
-        token, if the answer depends on it, and whether a shadow repeats the answer. Must be called before the
-        commit."""
+    def asking(self, batch: StepBatch) -> dict[int, Asking]:
+        """Returns the rows that ask more than the next token. Must be called before the commit."""
         sampler, most = self._builder.sampler, self._most_predictions
         if sampler is None and batch.is_plain:
             return {}
@@ -177,7 +185,8 @@ class StepAnswers:
             sampled = sampler is not None and sampler.chosen()
             is_alone = sampled or not row.is_of_arrays(most)
             if is_alone or row.has_filter:
-                found[index] = self._input_ids(row, sampled=sampled, is_alone=is_alone), sampled
+                input_ids = self._input_ids(row, sampled=sampled, is_alone=is_alone)
+                found[index] = Asking(input_ids, sampled, is_alone)
         return found
 
     def prepare(
@@ -185,37 +194,36 @@ class StepAnswers:
         batch: StepBatch,
         positions: NDArray[np.int64],
         dropped_tokens: NDArray[np.int64],
-        shares: CacheShares | None,
-        singles: dict[int, tuple[NDArray[np.int64], bool]],
+        asking: dict[int, Asking],
         times: Times,
     ) -> Prepared:
         """Computes the answers to the batch's steps. positions: the sessions' positions after the steps, int64 (B).
-        dropped_tokens: the number of first tokens that each state has not read, int64 (B). shares: the cache's part of
-        the answers, if the model has a cache. singles: the result of `singles`."""
+        dropped_tokens: the number of first tokens that each state has not read, int64 (B). asking: the result of
+        `asking`."""
         rankings = dict[int, Ranking]()
         made: dict[int, Single | Exception] = {}
-        for row, (input_ids, sampled) in singles.items():
-            if not sampled and batch.rows[row].is_of_arrays(self._most_predictions):
+        for row, asked in asking.items():
+            if not asked.is_alone:
                 try:
-                    rankings[row] = self._ranking(batch.rows[row], positions.item(row), input_ids)
+                    rankings[row] = self._ranking(batch.rows[row], positions.item(row), asked.input_ids)
                 except Exception as error:  # the other steps are answered
                     made[row] = error
         filtered = rankings.copy()
         results: StepResults | None = None
-        if rankings or len(singles) < len(positions):
+        if rankings or len(asking) < len(positions):
             try:
-                results = self._results(batch, positions, dropped_tokens, shares, rankings, times)
+                results = self._results(batch, positions, dropped_tokens, rankings, times)
             except Exception as error:  # no step may wait for ever for its answer
-                made |= {row: error for row in range(len(batch.rows)) if row in rankings or row not in singles}
+                made |= {row: error for row in range(len(batch.rows)) if row in rankings or row not in asking}
             else:
                 if not batch.is_plain:
                     results.latencies = {
                         index: self._ticket(row, times).latency()
                         for index, row in enumerate(batch.rows)
-                        if row.waiting and (index in rankings or index not in singles)
+                        if row.waiting and (index in rankings or index not in asking)
                     }
         answers: Outputs | None = None  # one object for all rows, because it caches what they share
-        for row, (input_ids, sampled) in singles.items():
+        for row, (input_ids, sampled, _) in asking.items():
             if row in rankings or row in made:  # answered by arrays, or failed
                 continue
             answers = batch.outputs.only(ANSWERS) if answers is None else answers
@@ -347,15 +355,11 @@ class StepAnswers:
                 lambda: input_ids,
                 part,
                 None,
-                request.top_k,
+                request,
                 ticket,
-                prove=request.prove,
-                session=row.session,
                 replayed=False,
                 durable=durable,
-                logits=request.logits,
                 token_logprobs=row.token_logprobs,
-                unknown=request.unknown + request.filter.unknown,
                 sampled=sampled,
             )
             if stored is not None and stored.kind is StepKind.FIRST:
@@ -368,7 +372,7 @@ class StepAnswers:
 
         async def finish() -> Answer:
             found = await self._builder.search(plan, part, ticket) if request.prove else part
-            await self._builder.take_turn(plan, found.result if request.logits else None, request.top_k)
+            await self._builder.take_turn(plan, request, found)
             return answer(found)
 
         if waits and row.done():
@@ -389,7 +393,6 @@ class StepAnswers:
         batch: StepBatch,
         positions: NDArray[np.int64],
         dropped: NDArray[np.int64],
-        shares: CacheShares | None,
         rankings: dict[int, Ranking],
         times: Times,
     ) -> StepResults:
@@ -410,10 +413,10 @@ class StepAnswers:
         else:
             results.bounds = [self._bound_of_all] * len(batch.rows)
         width = outputs.most if rankings else min(max(FEW, batch.top_k + len(self._unlisted)), outputs.most)
-        if shares is None or self._cache is None:
+        if self._cache is None:
             self._largest(results, batch, width, rankings)
         else:
-            self._largest_of_mixtures(results, self._cache, shares, batch, width, rankings)
+            self._largest_of_mixtures(results, self._cache, batch, width, rankings)
         results.compute_ms = 1e3 * times.compute_s
         results.queue_ms = (1e3 * (times.started_s - batch.queued_s)).tolist()
         results.total_ms = (1e3 * (time.perf_counter() - batch.queued_s)).tolist()
@@ -448,14 +451,15 @@ class StepAnswers:
         self,
         results: StepResults,
         cache: CacheMixture,
-        found: CacheShares,
         batch: StepBatch,
         width: int,
         rankings: dict[int, Ranking],
     ) -> None:
         """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
-        the bounds of the mixtures. `found` holds the cache's part of each row's mixture."""
-        outputs = batch.outputs
+        the bounds of the mixtures."""
+        outputs, steps = batch.outputs, batch.steps
+        stored = [(one.record, one.tokens) for one in steps]
+        found = self._resident.shares_of(stored) if stored else self._resident.shares(batch.slots)
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, width)

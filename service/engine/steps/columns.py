@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import CacheMixture
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import ColumnBatch
 from wane.service.batching.ticket import Ticket
@@ -48,7 +47,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions, StepKind
 from wane.service.sessions.stores.store import Appended, SessionRecord
-from wane.service.state.cache import StateCache
+from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import MAX_POSITION, StepRequest
@@ -70,7 +69,7 @@ class StepColumns:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        state_cache: StateCache,
+        state_cache: StatePool,
         resident: ResidentSessions,
         sessions: Sessions,
         answers: StepAnswers,
@@ -82,12 +81,10 @@ class StepColumns:
         most_predictions: int,
         max_queue: int,
         queue_columns: Callable[[], None],
-        cache: CacheMixture | None = None,
     ) -> None:
         """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
         `most_predictions` is the largest top_k of a step that `take` takes. `max_queue` limits the number of queued
-        steps. `queue_columns` notifies the batcher that steps are queued. `cache` is the model's cache, if it has one.
-        """
+        steps. `queue_columns` notifies the batcher that steps are queued."""
         self._size = vocabulary.size
         self._reserved = vocabulary.reserved
         self._state_cache = state_cache
@@ -97,7 +94,6 @@ class StepColumns:
         self._sessions = sessions
         self._locks = sessions.locks
         self._answers = answers
-        self._cache = cache
         self._admission = admission
         self._procedure = procedure
         self._most_predictions = most_predictions
@@ -317,17 +313,16 @@ class StepColumns:
         """Commits the rows of buffered sessions by arrays, and answers them."""
         rows, sessions = range(len(batch.rows)), [*map(SESSION, batch.rows)]
         try:
-            singles = self._answers.singles(batch)
+            asking = self._answers.asking(batch)
             self._resident.commit(batch.slots, sessions, batch.tokens, batch.outputs)
             self.ran += len(rows)
             positions = self._state_cache.positions[batch.slots]
             dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
-            shares = None if self._cache is None else self._resident.shares(batch.slots)
-            prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+            prepared = self._answers.prepare(batch, positions, dropped_tokens, asking, times)
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
             return
-        if singles:
+        if asking:
             self._answers.extend(prepared, rows)
         self._locks.leave_all(sessions)
         self._admission.leave(len(rows))
@@ -347,11 +342,7 @@ class StepColumns:
             self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
             positions = np.array([one.position for one in steps])
             dropped_tokens = np.array([one.dropped_tokens for one in steps])
-            shares = None
-            if self._cache is not None:
-                shares = self._resident.shares_of([(one.record, one.tokens) for one in steps])
-            singles = self._answers.singles(batch)
-            prepared = self._answers.prepare(batch, positions, dropped_tokens, shares, singles, times)
+            prepared = self._answers.prepare(batch, positions, dropped_tokens, self._answers.asking(batch), times)
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
             return

@@ -65,7 +65,6 @@ class MemoryStore:
         self._buffered: dict[str, tuple[HistoryBuffer, int]] = {}
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
-        """See `Store`."""
         session, sessions = record.session, self.sessions
         if self.get_cached(session) is not None:
             return None
@@ -85,11 +84,9 @@ class MemoryStore:
         return fresh
 
     async def get(self, session: str) -> SessionRecord | None:
-        """See `Store`."""
         return self.get_cached(session)
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (the record is always current)
-        """See `Store`."""
         if session in self._buffered:
             self.flush(session)
         return self.sessions.get(session)
@@ -99,7 +96,6 @@ class MemoryStore:
         return self.sessions.kind(session, expired=session in self._buffered)
 
     async def touch(self, session: str) -> None:
-        """See `Store`."""
         if self.get_cached(session) is not None:
             self.sessions.touch(session)
 
@@ -155,7 +151,6 @@ class MemoryStore:
         return True
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """See `Store`."""
         record = self.get_cached(session)
         if record is None or record.revision != revision:
             return None
@@ -165,18 +160,15 @@ class MemoryStore:
         return rewound
 
     async def delete(self, session: str) -> bool:
-        """See `Store`."""
         there = self.get_cached(session) is not None
         self.sessions.forget(session)
         return there
 
     async def count(self, model: str) -> int:
-        """See `Store`."""
         return self.sessions.count(model)
 
     @property
     def standing(self) -> StoreHealth:
-        """See `Store`."""
         return StoreHealth("memory")
 
     async def open(self) -> None:

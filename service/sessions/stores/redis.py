@@ -238,7 +238,6 @@ class RedisStore:
         return after
 
     def buffer(self, session: str, buffer: HistoryBuffer, most_bytes: int) -> bool:  # noqa: ARG002
-        """See `Store`."""
         return False
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:

@@ -385,7 +385,7 @@ async def test_a_step_that_cannot_be_answered_fails_alone(started: EngineHarness
 @pytest.mark.parametrize(
     ("owner", "name", "fails"),
     [
-        (StepAnswers, "singles", True),
+        (StepAnswers, "asking", True),
         (StepAnswers, "_results", True),
         (StepResults, "answer", True),
         (StepAnswers, "_count", False),

@@ -6,7 +6,7 @@ import pytest
 
 from tests.service.engine.test_step import expected, start
 from tests.service.engine_harness import EngineHarness, MakeHarness, listed
-from wane.service.engine import housekeeping
+from wane.service.engine import engine
 from wane.service.errors import Unavailable
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.types.common import StateSource
@@ -25,10 +25,10 @@ async def test_a_leaked_slot_ends_the_process(
     harness: EngineHarness, aborted: list[None], caplog: pytest.LogCaptureFixture
 ) -> None:
     await start(harness, 5)
-    harness.engine.housekeeper.check()
+    harness.engine.check_states()
     assert aborted == []
     leaked = harness.engine.state_cache.acquire()
-    harness.engine.housekeeper.check()
+    harness.engine.check_states()
     assert aborted == [None]
     assert "2 slots are in use for 1 sessions, but no request is in flight" in caplog.text
     harness.engine.state_cache.release(leaked)
@@ -40,7 +40,7 @@ async def test_the_slots_of_a_request_in_flight_are_not_leaked(harness: EngineHa
     harness.runner.gate.clear()
     step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
-    harness.engine.housekeeper.check()
+    harness.engine.check_states()
     assert aborted == []
     harness.runner.gate.set()
     assert (await step).position == 2
@@ -57,8 +57,8 @@ async def test_the_invariants_are_checked_only_with_the_setting(
     async def look() -> None:
         looks.release()
 
-    monkeypatch.setattr(housekeeping, "EVERY_S", 0)
-    monkeypatch.setattr(harness.engine.housekeeper, "look", look)
+    monkeypatch.setattr(engine, "HOUSEKEEPING_S", 0)
+    monkeypatch.setattr(harness.engine, "expire", look)
     monkeypatch.setattr(harness.engine.state_cache, "check_integrity", lambda *, idle: checked.append(idle))
     harness.engine.keep()
     for _ in range(3):
@@ -75,7 +75,7 @@ async def test_states_that_are_idle_for_longer_than_their_ttl_are_dropped_and_th
     harness.clock.now_s += 40
     await harness.engine.submit(StepRequest(used, (6,)))
     harness.clock.now_s += 40
-    await harness.engine.housekeeper.look()
+    await harness.engine.expire()
     assert harness.engine.state_cache.peek(idle) is None
     assert harness.engine.state_cache.peek(used) is not None
     answer = await harness.engine.submit(StepRequest(idle, (6,)))
@@ -86,7 +86,7 @@ async def test_states_that_are_idle_for_longer_than_their_ttl_are_dropped_and_th
 async def test_expired_sessions_are_removed_without_a_request(harness: EngineHarness) -> None:
     await start(harness, 5)
     harness.clock.now_s += 3601
-    await harness.engine.housekeeper.look()
+    await harness.engine.expire()
     assert isinstance(harness.store, MemoryStore)
     assert harness.store.sessions.used_bytes == 0
     assert harness.engine.state_cache.used_bytes == 0
@@ -101,7 +101,7 @@ async def test_an_unreachable_store_does_not_stop_the_housekeeping(
         looks.release()
         raise Unavailable("the store is lost")
 
-    monkeypatch.setattr(housekeeping, "EVERY_S", 0)
+    monkeypatch.setattr(engine, "HOUSEKEEPING_S", 0)
     monkeypatch.setattr(harness.store, "count", away)
     harness.engine.keep()
     for _ in range(3):

@@ -11,7 +11,9 @@ import pytest
 
 from tests.service.net.test_rejected_connections import closed_with, counted, status_of
 from tests.service.slow_client import CHUNKED, HANDSHAKE, SlowClient, conversation, dialogue, frame, serving, until
-from wane.service.net.limits import SMALL_BYTES, ReceiveBudget, ReceiveShare
+from wane.service.net.limits import SMALL_BYTES, Limits, ReceiveShare
+from wane.service.observability.metrics import Metrics
+from wane.service.settings import Settings
 
 BODY_BYTES = 2**19
 BUDGET = {"max_body_bytes": BODY_BYTES, "receive_budget_bytes": 2 * BODY_BYTES}
@@ -50,7 +52,7 @@ async def filled(server: SlowClient) -> AsyncIterator[None]:
     These bytes use most of the receive budget."""
     almost = post(MOST[:-100], len(MOST))
     async with connected(server, almost), connected(server, almost):
-        await until(lambda: server.receive_budget.taken >= 2 * (len(MOST) - 100))
+        await until(lambda: server.limits.taken_bytes >= 2 * (len(MOST) - 100))
         yield
 
 
@@ -66,8 +68,8 @@ HELD = [
 async def test_received_bytes_are_counted_until_the_client_disconnects(first: bytes) -> None:
     async with serving(**BUDGET) as server:
         async with connected(server, first):
-            await until(lambda: server.receive_budget.taken >= len(LARGE) - 1)
-        await until(lambda: server.receive_budget.taken == 0)
+            await until(lambda: server.limits.taken_bytes >= len(LARGE) - 1)
+        await until(lambda: server.limits.taken_bytes == 0)
 
 
 async def test_received_bytes_are_counted_until_they_are_answered() -> None:
@@ -75,11 +77,11 @@ async def test_received_bytes_are_counted_until_they_are_answered() -> None:
         for body in (LARGE, MOST, LARGE):
             async with connected(server, post(body).replace(b"connection: close\r\n", b"")) as reader:
                 assert (await reader.readline()).endswith(b" 200 OK\r\n")
-                await until(lambda: server.receive_budget.taken == 0)  # the connection is still open here
+                await until(lambda: server.limits.taken_bytes == 0)  # the connection is still open here
         async with connected(server, HANDSHAKE + frame(0x81, LARGE) * 10) as reader:
             for _ in range(10):
                 await reader.readuntil(b'"predictions"')
-            await until(lambda: server.receive_budget.taken == 0)
+            await until(lambda: server.limits.taken_bytes == 0)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +110,14 @@ async def test_disconnected_clients_free_their_share_of_the_budget() -> None:
         for _ in range(3):
             async with filled(server):
                 assert status_of(await dialogue(server, post(LARGE))) == 429
-            await until(lambda: server.receive_budget.taken == 0)
+            await until(lambda: server.limits.taken_bytes == 0)
             assert status_of(await dialogue(server, post(LARGE))) == 200
 
 
 def test_connections_use_one_budget_and_small_amounts_are_not_counted() -> None:
-    receive_budget = ReceiveBudget(3 * SMALL_BYTES)
-    one, other = ReceiveShare(receive_budget), ReceiveShare(receive_budget)
-    assert one.resize(2 * SMALL_BYTES) and other.resize(SMALL_BYTES) and receive_budget.taken == 2 * SMALL_BYTES
-    assert not other.resize(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES
-    assert one.resize(SMALL_BYTES + 1) and other.resize(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES + 2
-    assert one.resize(0) and other.resize(1) and receive_budget.taken == 0
+    limits = Limits(Settings(receive_budget_bytes=3 * SMALL_BYTES, max_body_bytes=SMALL_BYTES), Metrics())
+    one, other = ReceiveShare(limits), ReceiveShare(limits)
+    assert one.resize(2 * SMALL_BYTES) and other.resize(SMALL_BYTES) and limits.taken_bytes == 2 * SMALL_BYTES
+    assert not other.resize(SMALL_BYTES + 1) and limits.taken_bytes == 2 * SMALL_BYTES
+    assert one.resize(SMALL_BYTES + 1) and other.resize(SMALL_BYTES + 1) and limits.taken_bytes == 2 * SMALL_BYTES + 2
+    assert one.resize(0) and other.resize(1) and limits.taken_bytes == 0

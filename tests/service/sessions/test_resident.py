@@ -20,7 +20,7 @@ from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import SHARDS, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
-from wane.service.state.cache import CachedState, StateCache
+from wane.service.state.pool import CachedState, StatePool
 from wane.service.types.common import Mode
 from wane.service.types.request import StepRequest
 
@@ -40,7 +40,7 @@ class Bench:
     def __init__(self, file: Path | None = None, budget_bytes: int = BUDGET_BYTES) -> None:
         self.clock = Clock()
         self.store = MemoryStore(HISTORY, TTL_S, budget_bytes, self.clock, file=file)
-        self.cache = StateCache([StateTensor(name="h", shape=(WIDTH,))], WIDTH, CAPACITY * 8)
+        self.cache = StatePool([StateTensor(name="h", shape=(WIDTH,))], WIDTH, CAPACITY * 8)
         self.resident = ResidentSessions(self.cache, self.store, TTL_S, TokenHistory.start(0, 300), self.clock)
         self.written: list[tuple[str, int]] = []
         """Each session that was flushed to the store, and its position."""
@@ -214,7 +214,7 @@ async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
     clock = Clock()
     store = MemoryStore(HISTORY, TTL_S, BUDGET_BYTES, clock)
     slots = 2000
-    cache = StateCache([StateTensor(name="h", shape=(WIDTH,))], WIDTH, slots * 8)
+    cache = StatePool([StateTensor(name="h", shape=(WIDTH,))], WIDTH, slots * 8)
     resident = ResidentSessions(cache, store, TTL_S, TokenHistory.start(0, 300), clock)
     names = [f"s{index}" for index in range(slots - 2)]
     for name in names:

@@ -7,15 +7,14 @@ import pytest
 
 from tests.service.state.test_pool import SLOT_BYTES, STATE
 from wane.service.errors import Overloaded
-from wane.service.state.cache import CachedState, StateCache
-from wane.service.state.pool import RESERVED
+from wane.service.state.pool import RESERVED, CachedState, StatePool
 
 
-def make_residents(slots: int = 8) -> StateCache:
-    return StateCache(STATE, 4, slots * SLOT_BYTES)
+def make_residents(slots: int = 8) -> StatePool:
+    return StatePool(STATE, 4, slots * SLOT_BYTES)
 
 
-def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
+def keep(state_cache: StatePool, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
     """Stores a resident state for the session. Every unit has the value `value`. Returns the state's slot."""
     with state_cache.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
@@ -47,7 +46,7 @@ def test_a_sessions_new_state_replaces_the_old_state() -> None:
 
 def test_the_least_recently_used_session_is_evicted_first() -> None:
     evicted: list[None] = []
-    state_cache = StateCache(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
+    state_cache = StatePool(STATE, 4, 8 * SLOT_BYTES, on_evict=lambda: evicted.append(None))
     for name in "abcdef":
         keep(state_cache, name)
     assert state_cache.find("a", 1.0) is not None  # `find` counts as a use of a, so b is now the least recently used
@@ -92,7 +91,7 @@ def test_using_a_state_resets_its_idle_time() -> None:
     assert state_cache.peek("b") is None
 
 
-SPOILT: dict[str, Callable[[StateCache], object]] = {
+SPOILT: dict[str, Callable[[StatePool], object]] = {
     "4 slots have a session, but 3 sessions have a slot": lambda state_cache: state_cache.order.pop("b"),
     "a slot belongs to a session whose state is in another slot": lambda state_cache: state_cache.order.__setitem__(
         "b", 2
