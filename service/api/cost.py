@@ -21,7 +21,7 @@ from wane.service.api.schemas.inference import InferBody
 from wane.service.api.schemas.models import IndexBody, LoadBody, UnloadBody
 from wane.service.api.schemas.predict import PredictBody
 from wane.service.api.schemas.score import ScoreBody
-from wane.service.api.schemas.sessions import RewindBody, SessionBody, StepBody, StepsBody
+from wane.service.api.schemas.sessions import ForkBody, RewindBody, SessionBody, StepBody, StepsBody
 from wane.service.api.schemas.tokenizer import DetokenizeBody, TokenizeBody
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
@@ -121,7 +121,7 @@ COSTS: Mapping[type[Body], Callable[[Any, Settings], Cost]] = {
     InferBody: _of_infer,
     SessionBody: lambda body, _: Cost(1, len(body.history or body.events or ())),
     DetokenizeBody: lambda body, _: Cost(1, len(body.tokens)),
-    **dict.fromkeys((RewindBody, TokenizeBody, IndexBody, LoadBody, UnloadBody), lambda *_: Cost()),
+    **dict.fromkeys((ForkBody, RewindBody, TokenizeBody, IndexBody, LoadBody, UnloadBody), lambda *_: Cost()),
 }
 
 
