@@ -38,39 +38,25 @@ probable ones."""
 
 
 class CacheShares(NamedTuple):
-    """The cache's part of the distributions of B rows. Each row has a cache, whose tokens are in a ring buffer of N
-    places. V is the size of the vocabulary.
+    """The cache's part of the distributions of B rows. V is the size of the vocabulary.
 
     network: float64 (B), the weight of the network's distribution.
-    each: float64 (B), the probability that each occurrence of a token adds.
-    keys: integers (B * N), `row * (V + 1) + token` for each place of each ring buffer, ascending. Token V stands for an
-        empty place.
-    following: int64 (F), the keys of the tokens that follow earlier occurrences of the row's last token, and of those
-        to which transition tables add a probability, ascending.
-    added: float64 (F), the probability that each entry of `following` adds to its token.
+    keys: int64 (F), `row * (V + 1) + token` for each token to which the cache of a row adds a probability, ascending.
+    added: float64 (F), these probabilities.
     tokens: int64 (B), the number of tokens in each row's cache.
     """
 
     network: NDArray[np.float64]
-    each: NDArray[np.float64]
-    keys: NDArray[np.signedinteger[Any]]
-    following: NDArray[np.int64]
+    keys: NDArray[np.int64]
     added: NDArray[np.float64]
     tokens: NDArray[np.int64]
 
-    def at(self, keys: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Returns the probability that the cache adds to the token of each key. `rows` is the row of each key. The
-        result is float64 and has the shape of `keys`."""
-        # If the types differed, searchsorted would convert all of `self.keys`.
-        sought = keys.astype(self.keys.dtype, copy=False)
-        result = np.zeros(keys.shape)
-        if len(self.keys):
-            counts = np.searchsorted(self.keys, sought, side="right") - np.searchsorted(self.keys, sought)
-            result += counts * self.each[rows]
-        if len(self.following):
-            place = np.minimum(np.searchsorted(self.following, keys), len(self.following) - 1)
-            result += np.where(self.following[place] == keys, self.added[place], 0.0)
-        return result
+    def at(self, keys: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns the probability that the cache adds to the token of each key: float64, of the shape of `keys`."""
+        if not len(self.keys):
+            return np.zeros(keys.shape)
+        place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where(self.keys[place] == keys, self.added[place], 0.0)
 
 
 class TopTokens(NamedTuple):
@@ -100,6 +86,8 @@ class CacheMixture:
         self._has_counts = bool(self._weights[:, 1].any())
         self.least_network = float(self._weights[:, 0].min()) * (transitions.least_model if transitions else 1.0)
         """The smallest weight of the network."""
+        self.most_added = self.length + (transitions.most_added if transitions else 0)
+        """The largest number of tokens of one row to which the cache adds a probability."""
 
     def unknown(self, tokens: int, position: int) -> float:
         """Returns a bound of the total variation between two mixtures, one with a complete cache and one whose cache
@@ -128,10 +116,6 @@ class CacheMixture:
         batch, length = rings.shape
         every = np.arange(batch)
         stride = self.vocabulary_size + 1
-        keys: NDArray[Any] = np.empty(0, np.int64)
-        if self._has_counts:
-            starts = (every * stride).astype(np.int32 if batch * stride < 1 << 31 else np.int64)
-            keys = np.add(np.sort(rings, axis=1), starts[:, None]).ravel()
         oldest = (newest + 1) % length
         tokens = np.full(batch, length)
         if rings[every, oldest].max(initial=0) == self.empty:
@@ -152,25 +136,32 @@ class CacheMixture:
         follows[follows == length] = 0
         added = weights[row, 2] / pairs[row]
         added[is_triple] += (weights[:, 3] / np.maximum(triples, 1))[row[is_triple]]
-        following = row * stride + rings[row, follows]
         network = weights[:, 0] + weights[:, 1] * (1 - tokens / length)
-        each = weights[:, 1] / length
+        keys, parts = [row * stride + rings[row, follows]], [added]
+        if self._has_counts:
+            in_order = np.add(np.sort(rings, axis=1), (every * stride)[:, None]).ravel()
+            first = _firsts(in_order)
+            counts, in_order = np.diff(first, append=len(in_order)), in_order[first]
+            of = in_order // stride
+            if tokens.min(initial=length) < length:
+                known = in_order - of * stride != self.empty
+                counts, in_order, of = counts[known], in_order[known], of[known]
+            keys.append(in_order)
+            parts.append(counts * (weights[:, 1] / length)[of])
         if self.transitions is not None:
             recent = rings[every[:, None], (newest[:, None] - np.arange(OWN)) % length].astype(np.int64)
             more = self.transitions.added(recent, (recent != self.empty).sum(axis=1))
-            network, each = network * more.model, each * more.model
-            # The counts of single tokens are added here, too, so that `top` sees what each token gets in all.
-            of_keys, keys = keys, np.empty(0, np.int64)
-            of_keys = of_keys[of_keys % stride != self.empty].astype(np.int64)
-            following = np.concatenate([following, more.row * stride + more.event, of_keys])
-            added = np.concatenate([added * more.model[row], more.probability, each[of_keys // stride]])
-            each = np.zeros(batch)
-        order = np.argsort(following, kind="stable")
-        following, added = following[order], added[order]
-        if len(following):
-            first = np.concatenate([[0], np.flatnonzero(following[1:] != following[:-1]) + 1])
-            following, added = following[first], np.add.reduceat(added, first)
-        return CacheShares(network, each, keys, following, added, tokens)
+            network = network * more.model
+            parts = [part * more.model[of // stride] for of, part in zip(keys, parts, strict=True)]
+            keys.append(more.row * stride + more.event)
+            parts.append(more.probability)
+        all_keys, all_parts = np.concatenate(keys), np.concatenate(parts)
+        order = np.argsort(all_keys, kind="stable")
+        all_keys, all_parts = all_keys[order], all_parts[order]
+        if len(all_keys):
+            first = _firsts(all_keys)
+            all_keys, all_parts = all_keys[first], np.add.reduceat(all_parts, first)
+        return CacheShares(network, all_keys, all_parts, tokens)
 
     def score(
         self,
@@ -204,23 +195,9 @@ class CacheMixture:
 
     def added(self, found: CacheShares) -> NDArray[np.float64]:
         """Returns the probability that the cache adds to each token: float64 (B, V)."""
-        batch, stride = len(found.network), self.vocabulary_size + 1
-        result = np.zeros((batch, stride))
-        if len(found.keys):
-            result += np.bincount(found.keys, minlength=batch * stride).reshape(batch, stride) * found.each[:, None]
-        result.ravel()[found.following] += found.added
+        result = np.zeros((len(found.network), self.vocabulary_size + 1))
+        result.ravel()[found.keys] = found.added
         return result[:, :-1]
-
-    def added_to(self, found: CacheShares, row: int) -> NDArray[np.float64]:
-        """Like `added`, for one row: float64 (V)."""
-        stride, places = self.vocabulary_size + 1, slice(row * self.length, (row + 1) * self.length)
-        result = np.zeros(stride)
-        if len(found.keys):
-            result += np.bincount(found.keys[places] - row * stride, minlength=stride) * found.each[row]
-        ends = np.searchsorted(found.following, [row * stride, (row + 1) * stride])
-        following = slice(int(ends[0]), int(ends[1]))
-        result[found.following[following] - row * stride] += found.added[following]
-        return result[:-1]
 
     def log_probabilities(self, logits: NDArray[np.float32], found: CacheShares) -> NDArray[np.float64]:
         """Returns the mixture's log-probabilities at temperature 1 from the network's logits: (B, V) -> float64 (B, V).
@@ -257,16 +234,18 @@ class CacheMixture:
         ids = network_ids[:, : max(NEAR, count)]
         near_keys = ids + (every * stride)[:, None]
         of_network = found.network[:, None] * np.exp(logits[every[:, None], ids] - log_sum_exp[:, None])
-        near = of_network + found.at(near_keys, every[:, None])
+        near = of_network + found.at(near_keys)
         least = np.partition(near, near.shape[1] - count, axis=1)[:, near.shape[1] - count]
         # The network's probability of a token that is not in `ids` is at most that of the last token in `ids`.
         needed = least - of_network[:, -1] * (1 + 1e-9)
-        others = self._that_add(found, needed)
-        row = others // stride
-        far = (ids[row] != (others - row * stride)[:, None]).all(axis=1)
-        row, others = row[far], others[far]
+        row = found.keys // stride
+        is_far = found.added >= needed[row]
+        if len(found.keys):
+            place = np.minimum(np.searchsorted(found.keys, near_keys), len(found.keys) - 1)
+            is_far[place[found.keys[place] == near_keys]] = False
+        row, others = row[is_far], found.keys[is_far]
         of_others = found.network[row] * np.exp(logits[row, others - row * stride] - log_sum_exp[row])
-        of_others += found.at(others, row)
+        of_others += found.added[is_far]
         enough = of_others >= least[row]
         row, others, of_others = row[enough], others[enough], of_others[enough]
         first = np.flatnonzero(near >= least[:, None])
@@ -278,18 +257,7 @@ class CacheMixture:
         chosen = order[starts[:, None] + np.arange(count)]
         return TopTokens(keys[chosen] - (every * stride)[:, None], np.minimum(probabilities[chosen], 1.0))
 
-    def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Returns ascending keys. They include the key of every token to which the cache adds at least the probability
-        `needed` of the token's row. needed: float64 (B)."""
-        of = found.following // (self.vocabulary_size + 1)
-        most = found.each * self.length  # all that the counts of single tokens can add
-        following = found.following[found.added + most[of] >= needed[of]]
-        rows = np.flatnonzero(most >= needed)
-        if not len(rows) or not len(found.keys):
-            return following
-        keys = found.keys.reshape(-1, self.length)[rows].ravel()
-        starts = np.concatenate([[0], np.flatnonzero(keys[1:] != keys[:-1]) + 1])
-        counts, keys = np.diff(starts, append=len(keys)), keys[starts]
-        row = keys // (self.vocabulary_size + 1)
-        often = (counts * found.each[row] >= needed[row]) & (keys % (self.vocabulary_size + 1) != self.empty)
-        return np.unique(np.concatenate([keys[often], following])) if often.any() else following
+
+def _firsts(keys: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Returns the index of the first occurrence of each of the ascending keys, of which there is at least one."""
+    return np.concatenate([[0], np.flatnonzero(keys[1:] != keys[:-1]) + 1])

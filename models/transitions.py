@@ -74,6 +74,8 @@ class Table:
         rows = np.repeat(np.arange(self._size), np.diff(self.edges))
         self.sums = np.bincount(rows, self.counts, self._size)
         self._keys = rows * self._size + self.events
+        self.longest = int(np.diff(self.edges).max(initial=0))
+        """The number of entries in the longest row."""
 
     def entries(self, event: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the entries of the rows of n events: for each entry, the index of its row among the n, and the
@@ -99,6 +101,11 @@ class Transitions:
     def __init__(self, weights: Weights, following: Table, near: Table) -> None:
         self.weights = np.array(weights, np.float64)
         self.following, self.near = following, near
+
+    @property
+    def most_added(self) -> int:
+        """The largest number of events of one session to which the tables add a probability."""
+        return self.following.longest + (1 + LAGS) * self.near.longest + OWN
 
     @property
     def least_model(self) -> float:

@@ -155,7 +155,9 @@ class AnswerBuilder:
         """Returns how many tokens are read for a part or an answer: none if the graph lists the few tokens that are
         needed."""
         listed = TOKENS_OF_A_PREDICTION * top_k
-        if plan.ranking is not self.rankings.default or (plan.cache and self.cache is not None):
+        if plan.cache and self.cache is not None:
+            return self._vocabulary.size + self.cache.most_added + listed
+        if plan.ranking is not self.rankings.default:
             return self._vocabulary.size + listed
         return listed if top_k > FEW_PREDICTIONS else 0
 

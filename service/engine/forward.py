@@ -51,7 +51,8 @@ class Mixed:
     @cached_property
     def added(self) -> NDArray[np.float64]:
         """The cache's part of each token's probability in the mixture: float64 (V)."""
-        return self._cache.added_to(self._found, 0)
+        added: NDArray[np.float64] = self._cache.added(self._found)[0]
+        return added
 
     @cached_property
     def log_probabilities(self) -> NDArray[np.float32]:

@@ -51,7 +51,7 @@ class ResidentSessions:
         # For each slot, 1 if the tokens of its session are buffered in this object. The type is memoryview, because
         # reading one item of a numpy array takes longer.
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
-        self._cache = cache
+        self.cache = cache
         self._keep = store.session_history_tokens
         # Token i of a session (from 0, without <eos>) is at index i % keep of its row. The rows' memory is committed
         # when it is first written. There are as many rows as the store has memory for, because millions of small states
@@ -79,8 +79,8 @@ class ResidentSessions:
         ids = record.tail.ids()
         known = (ids[1:] if len(ids) > position else ids)[-self._keep :]
         ring = self._rings[slot]
-        if self._cache is not None:
-            ring.fill(self._cache.empty)
+        if self.cache is not None:
+            ring.fill(self.cache.empty)
         ring[np.arange(position - len(known), position) % self._keep] = known
         self._unknown[slot] = position - len(known)
 
@@ -142,23 +142,23 @@ class ResidentSessions:
     def shares_of(self, steps: Sequence[tuple[SessionRecord, Sequence[int]]]) -> CacheShares:
         """Like `shares`, for sessions that are not buffered, after the tokens that each of B steps appends to its
         record."""
-        assert self._cache is not None, "the model has no cache: this is a bug"
+        assert self.cache is not None, "the model has no cache: this is a bug"
         rings, newest = [], []
         for record, tokens in steps:
             ids, position = record.tail.ids(), record.position + len(tokens)
             history = np.concatenate([ids[1:] if len(ids) > record.position else ids, np.array(tokens, np.int64)])
-            rings.append(self._cache.ring(history, position))
-            newest.append((position - 1) % self._cache.length)
-        return self._cache.shares(np.stack(rings), np.array(newest))
+            rings.append(self.cache.ring(history, position))
+            newest.append((position - 1) % self.cache.length)
+        return self.cache.shares(np.stack(rings), np.array(newest))
 
     def shares(self, slots: NDArray[np.intp]) -> CacheShares:
         """Returns the cache's part of the next-token distribution of each of B sessions."""
-        assert self._cache is not None, "the model has no cache: this is a bug"
-        positions, length = self._state_cache.positions[slots], self._cache.length
+        assert self.cache is not None, "the model has no cache: this is a bug"
+        positions, length = self._state_cache.positions[slots], self.cache.length
         if length == self._keep:
-            return self._cache.shares(self._rings[slots], (positions - 1) % length)
+            return self.cache.shares(self._rings[slots], (positions - 1) % length)
         latest = (positions[:, None] + np.arange(-length, 0)) % self._keep
-        return self._cache.shares(self._rings[slots[:, None], latest], np.full(len(slots), length - 1))
+        return self.cache.shares(self._rings[slots[:, None], latest], np.full(len(slots), length - 1))
 
     def flush(self, session: str) -> tuple[TokenHistory, int, float]:
         """See `HistoryBuffer`."""

@@ -16,6 +16,7 @@ from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarnes
 from wane.models.reference.cache import mixture
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.score import RESIDUAL
+from wane.service.engine.steps import columns
 from wane.service.engine.steps.answers import StepAnswer
 from wane.service.types.answer import Answer, Prediction
 from wane.service.types.common import Mode
@@ -170,6 +171,24 @@ async def test_a_batch_of_steps_of_different_sessions(harness: EngineHarness) ->
             histories[session] += (token,)
             history = histories[session]
             assert_is(answer.predictions, expected(harness, [EOS, *history], history))
+
+
+async def test_a_batch_has_so_many_rows_as_can_be_mixed_in_one_turn(
+    make_harness: MakeHarness, tables: RandomTables | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = LENGTH if tables is None else LENGTH + tables.transitions.most_added
+    monkeypatch.setattr(columns, "MIXED_AT_ONCE", 3 * added + 1)
+    names = name_vocabulary("words", NAMES)
+    harness = make_harness(vocabulary=names, cache=CACHE, tables=tables, certified=True, session_history_tokens=64)
+    engine, sessions = harness.engine, [f"s{index}" for index in range(8)]
+    for session in sessions:
+        await engine.create_session(session)
+        await engine.submit(StepRequest(session, (5,)))
+    pending = [engine.submit(StepRequest(session, (6,))) for session in sessions]
+    answers = [await _answer(one) for one in pending]
+    assert [one.latency.batch_items for one in answers] == [3, 3, 3, 3, 3, 3, 2, 2]
+    for answer in answers:
+        assert_is(answer.predictions, expected(harness, [EOS, 5, 6], [5, 6]))
 
 
 async def _answer(pending: object) -> Answer:
