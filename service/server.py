@@ -1,4 +1,4 @@
-"""Runs the server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
+"""Runs a server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
 it finishes the requests in flight. numpy uses one thread, unless the operator sets another number.
 """
 
@@ -8,9 +8,11 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -20,6 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from wane.service.app import VERSION, Application, create_app
 from wane.service.auth.key_file import KeySource
+from wane.service.auth.keyring import MakeBucket, own_bucket
 from wane.service.net.limits import Limits, ReceiveBudget, RejectedConnections
 from wane.service.net.server import DrainingServer, limit_connections
 from wane.service.observability import logs
@@ -27,6 +30,7 @@ from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Tracing
 from wane.service.registry.registry import ModelRegistry
+from wane.service.sessions.stores.memory import OwnedSessions
 from wane.service.settings import Settings, SettingsError
 
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -49,13 +53,22 @@ CLOSE_S = 5  # the time after the drain in which clients can read the rest of th
 END_S = 5  # the time after the server has stopped in which its threads can end
 
 
-class Announcer:
-    """Logs the listening addresses when the server listens. Prints `ready` on a terminal when the server listens and
-    the default model is ready."""
+def say_ready(urls: Sequence[str]) -> None:
+    """Prints that the server is ready, if the output is a terminal."""
+    if sys.stdout.isatty():
+        # One write, so that no log line of another thread comes between the text and its line break.
+        sys.stdout.write(f"ready: {' '.join(urls)}\n")
+        sys.stdout.flush()
 
-    def __init__(self, registry: ModelRegistry, keys: KeySource) -> None:
+
+class Announcer:
+    """Logs the listening addresses when the server listens. Calls `ready` when the server listens and the default model
+    is ready."""
+
+    def __init__(self, registry: ModelRegistry, keys: KeySource, ready: Callable[[Sequence[str]], None]) -> None:
         self._registry = registry
         self._keys = keys
+        self._ready = ready
         self._urls: list[str] = []
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
@@ -71,12 +84,9 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """Prints `ready` if the server listens and is ready. Is called when the server starts to listen, and when all
-        models are loaded."""
-        if self._urls and self._registry.ready and sys.stdout.isatty():
-            # One write, so that no log line of another thread comes between the text and its line break.
-            sys.stdout.write(f"ready: {' '.join(self._urls)}\n")
-            sys.stdout.flush()
+        """Is called when the server starts to listen, and when all models are loaded."""
+        if self._urls and self._registry.ready:
+            self._ready(self._urls)
 
 
 async def drain(registry: ModelRegistry, notice_s: float) -> None:
@@ -110,12 +120,29 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def configured(app: Application, **options: Any) -> uvicorn.Config:
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What one of several workers of a server does in another way than the only process of a server.
+
+    `place` returns the worker's ASGI application, which gets the server's own and the receive budget. The worker
+    listens on `sockets`. `ready` is called with the addresses when the worker is ready. `make_bucket` and `owned`: see
+    `Keyring` and `MemoryStore`.
+    """
+
+    place: Callable[[Application, ReceiveBudget], Callable[..., Awaitable[None]]]
+    sockets: list[socket.socket]
+    ready: Callable[[Sequence[str]], None]
+    make_bucket: MakeBucket
+    owned: OwnedSessions
+
+
+def configured(app: Application, worker: Worker | None = None, **options: Any) -> uvicorn.Config:
     """Returns uvicorn's configuration with the application's limits for connections. `options` are uvicorn's. The
     options for proxies are always set, because uvicorn trusts the forwarding headers of local clients by default."""
     settings = app.settings
+    budget = ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes))
     config = uvicorn.Config(
-        app,
+        app if worker is None else worker.place(app, budget),
         http="httptools",
         ws="websockets-sansio",
         # WebSocket messages are short, so compressing a message would take longer than answering it.
@@ -130,14 +157,13 @@ def configured(app: Application, **options: Any) -> uvicorn.Config:
         log_config=None,
         **options,
     )
-    budget = ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes))
     limit_connections(config, Limits(settings, RejectedConnections(app.state.metrics), budget))
     return config
 
 
-def run(settings: Settings) -> None:
-    """Runs the server until a signal stops it. Raises RegistryError or BundleError if a required model cannot be
-    loaded."""
+def run(settings: Settings, worker: Worker | None = None) -> None:
+    """Runs the server until a signal stops it. `worker`: if the process is one of several workers, what it does in
+    another way. Raises RegistryError or BundleError if a required model cannot be loaded."""
     logs.configure(settings.log_level)
     spare_the_processors(os.environ)
     failures: list[Exception] = []
@@ -152,7 +178,7 @@ def run(settings: Settings) -> None:
 
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
-    registry = ModelRegistry(settings, metrics)
+    registry = ModelRegistry(settings, metrics, None if worker is None else worker.owned)
     app = create_app(
         settings,
         registry,
@@ -161,10 +187,12 @@ def run(settings: Settings) -> None:
         on_default=spare_the_collector,
         on_ready=announce,
         tracing=tracing,
+        make_bucket=own_bucket if worker is None else worker.make_bucket,
     )
-    announcer = Announcer(registry, app.state.keys)
+    announcer = Announcer(registry, app.state.keys, say_ready if worker is None else worker.ready)
     config = configured(
         app,
+        worker,
         host=settings.host,
         port=settings.port,
         workers=1,
@@ -176,7 +204,7 @@ def run(settings: Settings) -> None:
     server = DrainingServer(config, partial(drain, registry, settings.shutdown_delay_ms / 1000), announcer.listening)
 
     async def serve() -> None:
-        await server.serve()
+        await server.serve(None if worker is None else worker.sockets)
         if tracing is not None:
             tracing.close()
         end_at_the_latest(failed=bool(failures) or registry.unsaved is not None)
