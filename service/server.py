@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -125,9 +126,12 @@ class Worker:
     """What one of several workers of a server does in another way than the only process of a server.
 
     `place` returns the worker's ASGI application, which gets the server's own and the receive budget. The worker
-    listens on `sockets`. `ready` is called with the addresses when the worker is ready. `make_bucket` and `owned`: see
-    `Keyring` and `MemoryStore`.
+    listens on `sockets`. `ready` is called with the addresses when the worker is ready. `number` and `log_turns`: see
+    `logs.configure`. `make_bucket` and `owned`: see `Keyring` and `MemoryStore`.
     """
+
+    number: int
+    log_turns: Path
 
     place: Callable[[Application, ReceiveBudget], Callable[..., Awaitable[None]]]
     sockets: list[socket.socket]
@@ -164,7 +168,10 @@ def configured(app: Application, worker: Worker | None = None, **options: Any) -
 def run(settings: Settings, worker: Worker | None = None) -> None:
     """Runs the server until a signal stops it. `worker`: if the process is one of several workers, what it does in
     another way. Raises RegistryError or BundleError if a required model cannot be loaded."""
-    logs.configure(settings.log_level)
+    if worker is None:
+        logs.configure(settings.log_level)
+    else:
+        logs.configure(settings.log_level, worker.number, worker.log_turns)
     spare_the_processors(os.environ)
     failures: list[Exception] = []
 

@@ -44,6 +44,11 @@ PASSED_ON = (
 encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
 
 
+def size_of(event: Message) -> int:
+    """Returns the number of bytes, or of characters, of an event's content."""
+    return len(event.get("body") or event.get("text") or event.get("bytes") or b"")
+
+
 def connection_of(scope: Scope) -> Connection:
     """Returns the connection of a request that this worker has accepted."""
     found: Connection = scope["state"][CONNECTION]
@@ -107,8 +112,8 @@ class Events:
         self._error: Exception | None = None
         self._has_ended = False
 
-    def put(self, event: Message) -> None:
-        self._events.append(event)
+    def put(self, *events: Message) -> None:
+        self._events += events
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
@@ -179,7 +184,7 @@ class Call:
 
     async def send_event(self, event: Message) -> None:
         await self.window.use(1)
-        self._link.send(self._number, EVENT, event)
+        self._link.send(self._number, EVENT, (event,))
 
     def late(self) -> None:
         self.answer.end(DeadlineExceeded("the worker of this session did not answer in time"))
@@ -211,7 +216,7 @@ class OutgoingLink(Link):
         if call is None:
             return
         if kind == EVENT:
-            call.answer.put(payload)
+            call.answer.put(*payload)
         elif kind == TAKEN:
             call.window.take_back(payload)
         else:
@@ -244,6 +249,7 @@ class IncomingRequest:
         self._number = number
         self._share = ReceiveShare(link.budget)
         self._held = 0
+        self._start: Message | None = None  # the start of the answer, which is sent together with the next event
         self.events = Events()
         self.window = Window(WINDOW_BYTES)
         if content is not None:
@@ -276,9 +282,14 @@ class IncomingRequest:
 
     async def send(self, event: Message) -> None:
         """ASGI's function `send`."""
-        if not self.has_ended:
-            await self.window.use(len(event.get("body") or event.get("text") or event.get("bytes") or b""))
-            self._link.send(self._number, EVENT, event)
+        if self.has_ended:
+            return
+        if event["type"] == "http.response.start":
+            self._start = event
+            return
+        await self.window.use(size_of(event))
+        start, self._start = self._start, None
+        self._link.send(self._number, EVENT, (event,) if start is None else (start, event))
 
     async def run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
         """Answers the request."""
@@ -315,7 +326,7 @@ class IncomingLink(Link):
             task.add_done_callback(self._tasks.discard)
         elif (asked := self._requests.get(number)) is not None:
             if kind == EVENT:
-                asked.events.put(payload)
+                asked.events.put(*payload)
             elif kind == TAKEN:
                 asked.window.take_back(payload)
             else:
@@ -404,7 +415,7 @@ class Peers:
                     timer.cancel()
                 has_begun = True
                 await send(event)
-                untaken += len(event.get("body") or event.get("text") or event.get("bytes") or b"")
+                untaken += size_of(event)
                 if untaken >= WINDOW_BYTES // 4:
                     call.taken(untaken)
                     untaken = 0

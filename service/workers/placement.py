@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from secrets import token_urlsafe
 from zlib import crc32
 
 import msgspec
@@ -27,6 +28,7 @@ from wane.service.app import Application
 from wane.service.auth.guard import FREE
 from wane.service.errors import WaneError
 from wane.service.net.connection import CONNECTION, Connection
+from wane.service.sessions.sessions import ID_BYTES
 from wane.service.workers import totals
 from wane.service.workers.links import Peers, connection_of
 from wane.service.workers.totals import Answered
@@ -44,6 +46,9 @@ OF_BODY = frozenset({b"content-length", b"content-encoding", b"transfer-encoding
 def worker_of(session: str, workers: int) -> int:
     """Returns the number of the worker that has the session with this id."""
     return crc32(session.encode()) % workers
+
+
+NULL = Raw(b"null")
 
 
 class _Parameters(Struct):
@@ -74,6 +79,7 @@ class Placement:
         self._most_steps = app.settings.max_batch_inputs
         self._policy: RequestPolicy = app.state.policy
         self._named = msgspec.json.Decoder(_Named).decode
+        self._fields = msgspec.json.Decoder(dict[str, Raw]).decode
         self._steps = msgspec.json.Decoder(_Steps).decode
         self._checked = msgspec.json.Decoder(StepsBody).decode
 
@@ -135,6 +141,8 @@ class Placement:
             else:
                 await self._join(body, parts, scope, send)
             return
+        if path == CREATE and (named := self._with_id(body, self._me)) is not None:
+            scope, receive, content = renewed(scope, named)
         await self._answer(self._worker_of_body(path, scope, body), scope, receive, send, content)
 
     async def _answer(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes) -> None:
@@ -187,6 +195,19 @@ class Placement:
             return self._me if named.session is None else worker_of(named.session, self._workers)
         sequence = None if named.parameters is None else named.parameters.sequence_id
         return worker_of(f"{match[1]}:{sequence}", self._workers) if sequence else self._me
+
+    def _with_id(self, body: bytes, worker: int) -> bytes | None:
+        """Returns the body of a request for a new session with a random id of a session of `worker`. Returns None if
+        the body has an id, or is invalid."""
+        try:
+            fields = self._fields(body or b"{}")
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        if fields.get("session", NULL) != NULL:
+            return None
+        while worker_of(session := token_urlsafe(ID_BYTES), self._workers) != worker:
+            pass
+        return msgspec.json.encode(fields | {"session": session})
 
     # Calls with steps of many sessions
 
@@ -282,6 +303,18 @@ class Placement:
             response = self._policy.envelope({**scope, "wane.context": RequestContext.of(scope)}, error)
             return Answered(response.status_code, response.raw_headers, bytes(response.body))
         return Answered(status, headers, b"".join(body))
+
+
+def renewed(scope: Scope, content: bytes) -> tuple[Scope, Receive, bytes]:
+    """Returns a request with another body: its scope, its function `receive`, and the body."""
+    headers = [pair for pair in scope["headers"] if pair[0] not in OF_BODY]
+    part = Part(connection_of(scope), content)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": content}
+
+    length = b"content-length", b"%d" % len(content)
+    return {**scope, "headers": [*headers, length], "state": {CONNECTION: part}}, receive, content
 
 
 class Part:

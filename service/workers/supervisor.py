@@ -39,8 +39,8 @@ LOOK_S = 0.05
 
 def run(settings: Settings, arguments: Sequence[str], workers: int) -> int:
     """Runs the workers until a signal stops them. `arguments` are those of `wane serve`. Returns the exit status."""
-    logs.configure(settings.log_level)
     with TemporaryDirectory(prefix="wane-") as folder:  # has mode 0700
+        logs.configure(settings.log_level, None, Path(folder, "log"))
         if settings.session_file is not None:
             spread(settings.session_file, workers)
         supervisor = Supervisor(settings, arguments, workers, folder)
@@ -78,6 +78,7 @@ class Supervisor:
         self._sockets = listeners(settings, workers)
         host, port = self._sockets[0].getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        SERVICE.info("listening", extra={"fields": {"url": self._url}})
         self._processes: list[Process] = []
         self._alive, self._keeps_alive = os.pipe()
         self._table = SharedTable(Path(folder, "limits"), workers)
@@ -133,6 +134,7 @@ class Supervisor:
         """Prints `ready` when all workers are ready, if the output is a terminal."""
         if not self._has_announced and all(worker.has_been_ready for worker in self._processes):
             self._has_announced = True
+            SERVICE.info("ready", extra={"fields": {"workers": self._workers}})
             if sys.stdout.isatty():
                 sys.stdout.write(f"ready: {self._url} ({self._workers} workers)\n")
                 sys.stdout.flush()

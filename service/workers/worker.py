@@ -45,6 +45,11 @@ class Place:
         return [f"{self.folder}/{number}.sock" for number in range(self.workers)]
 
     @property
+    def log_turns(self) -> Path:
+        """The path of the file that a worker locks while it logs."""
+        return Path(self.folder, "log")
+
+    @property
     def table(self) -> Path:
         """The path of the table of shared limits."""
         return Path(self.folder, "limits")
@@ -86,7 +91,9 @@ def main(arguments: Sequence[str]) -> None:
 
     threading.Thread(target=_end_with, args=(place.alive,), daemon=True).start()
     listener = socket.socket(fileno=place.listener)
-    server.run(settings, server.Worker(placed, [listener], ready, bucket, SharedSessions(table, place.number)))
+    sessions = SharedSessions(table, place.number)
+    worker = server.Worker(place.number, place.log_turns, placed, [listener], ready, bucket, sessions)
+    server.run(settings, worker)
 
 
 def _end_with(alive: int) -> None:
