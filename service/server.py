@@ -21,9 +21,11 @@ from typing import Any
 import uvicorn
 from threadpoolctl import threadpool_limits
 
+from wane.models.bundle import BundleError
 from wane.service.app import VERSION, Application, create_app
 from wane.service.auth.key_file import KeySource
 from wane.service.auth.keyring import MakeBucket, own_bucket
+from wane.service.auth.keys import KeysError
 from wane.service.net.limits import Limits, ReceiveBudget, RejectedConnections
 from wane.service.net.server import DrainingServer, limit_connections
 from wane.service.observability import logs
@@ -31,8 +33,17 @@ from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Tracing
 from wane.service.registry.registry import ModelRegistry
+from wane.service.registry.repository import RegistryError
+from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.memory import OwnedSessions
+from wane.service.sessions.stores.store import StoreError
 from wane.service.settings import Settings, SettingsError
+
+FAILURES = (SettingsError, RegistryError, KeysError, StoreError, BundleError, DeviceError, OSError, UnicodeError)
+"""What `run` raises if the server cannot start."""
+
+UNSAVED = 1
+"""The exit status if the sessions in memory could not be saved at the end."""
 
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 

@@ -10,19 +10,12 @@ from collections.abc import Sequence
 from tempfile import TemporaryFile
 
 from wane.arguments import Parser, printable
-from wane.models.bundle import BundleError
 from wane.service import server
-from wane.service.auth.keys import KeysError
-from wane.service.registry.repository import RegistryError
-from wane.service.runners.runner import DeviceError
-from wane.service.sessions.stores.store import StoreError, UnsavedSessions
+from wane.service.sessions.stores.store import UnsavedSessions
 from wane.service.settings import Settings, SettingsError
 from wane.service.workers import supervisor
 
-FAILURES = (SettingsError, RegistryError, KeysError, StoreError, BundleError, DeviceError, OSError, UnicodeError)
-
-UNSAVED = 1
-"""The exit status if the sessions in memory could not be saved at the end."""
+FAILURES = server.FAILURES
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         server.run(settings)
     except UnsavedSessions as error:
         print(printable(f"error: {error}"), file=sys.stderr)  # noqa: T201
-        return UNSAVED
+        return server.UNSAVED
     return 0
 
 

@@ -8,20 +8,22 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from wane.arguments import Parser
+from wane.arguments import FAILED, Parser, printable
 from wane.service import server
 from wane.service.app import Application
 from wane.service.net.limits import ReceiveBudget
+from wane.service.sessions.stores.store import UnsavedSessions
 from wane.service.settings import Settings
 from wane.service.workers.links import Peers
 from wane.service.workers.placement import Placement
-from wane.service.workers.shared import SharedBucket, SharedSessions, SharedTable
+from wane.service.workers.shared import KEY_BYTES, SharedBucket, SharedSessions, SharedTable
 
 ANSWER_S = 5  # the time beyond a request's deadline in which another worker can answer it
 
@@ -69,12 +71,23 @@ def part_of(file: Path, number: int) -> Path:
     return file.with_name(f"{file.name}.worker-{number}")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs the worker. `arguments` are its place, as JSON, and those of `wane serve`."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs the worker. `arguments` are its place, as JSON, and those of `wane serve`. Returns the exit status."""
     place = msgspec.json.decode(arguments[0], type=Place)
+    try:
+        run(place, arguments[1:])
+    except (*server.FAILURES, UnsavedSessions) as error:
+        with suppress(FileExistsError), Path(place.folder, "failed").open("x"):  # all workers fail for one reason
+            print(printable(f"error: {error}"), file=sys.stderr)  # noqa: T201
+        return server.UNSAVED if isinstance(error, UnsavedSessions) else FAILED
+    return 0
+
+
+def run(place: Place, arguments: Sequence[str]) -> None:
+    """Runs the worker until a signal stops it. Raises the errors of `server.run`."""
     parser = Parser("wane serve")
     Settings.add_arguments(parser)
-    settings = share_of(Settings.read(os.environ, parser.parse_args(arguments[1:])), place)
+    settings = share_of(Settings.read(os.environ, parser.parse_args(arguments)), place)
     table = SharedTable(place.table, place.workers)
 
     def placed(app: Application, budget: ReceiveBudget) -> Placement:
@@ -87,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
         os.write(place.ready, b"r")
 
     def bucket(digest: bytes, rate: float, burst: float, clock: Callable[[], float]) -> SharedBucket:
-        return SharedBucket(table, digest, rate, burst, clock)
+        return SharedBucket(table, digest[:KEY_BYTES], rate, burst, clock)
 
     threading.Thread(target=_end_with, args=(place.alive,), daemon=True).start()
     listener = socket.socket(fileno=place.listener)
@@ -103,4 +116,4 @@ def _end_with(alive: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
