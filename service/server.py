@@ -119,8 +119,8 @@ def refuse_more_workers(environment: Mapping[str, str]) -> None:
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
         raise SettingsError(
-            f"WEB_CONCURRENCY is {workers}, but each process is a replica with one worker: unset it, and "
-            "start more processes"
+            f"WEB_CONCURRENCY is {workers}, but it starts workers that do not share sessions: unset "
+            "it, and use --workers"
         )
 
 
