@@ -37,8 +37,8 @@ GROUPS: dict[str, list[str]] = {
     title: names.split()
     for title, names in {
         "The five most important settings": "bundles default_model store session_budget_bytes api_keys_file",
-        "Network": "host port trusted_proxies max_connections max_header_bytes max_body_bytes receive_budget_bytes "
-        "header_timeout_s body_timeout_s send_timeout_s stream_idle_s",
+        "Network": "host port workers trusted_proxies max_connections max_header_bytes max_body_bytes "
+        "receive_budget_bytes header_timeout_s body_timeout_s send_timeout_s stream_idle_s",
         "Keys and pages": "api_keys console cors_origins",
         "Models": "require_all model_poll_interval_s load_timeout_s device threads",
         "Batches and queues": "max_batch_size max_queue inline_batch_max_us",

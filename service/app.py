@@ -43,6 +43,7 @@ from wane.service.api.routes import (
 )
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.key_file import KeySource
+from wane.service.auth.keyring import MakeBucket, own_bucket
 from wane.service.errors import NotFound
 from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
@@ -112,7 +113,7 @@ class Application(FastAPI):
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
         self.settings = settings
-        self._hot = HotRoutes(self, ROUTES, HOT, policy=policy)
+        self.hot = HotRoutes(self, ROUTES, HOT, policy=policy)
 
     def openapi(self) -> dict[str, Any]:
         """Returns the OpenAPI description of every route. Builds it at the first call."""
@@ -121,8 +122,8 @@ class Application(FastAPI):
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._hot.matches(scope):
-            await self._hot(scope, receive, send)
+        if self.hot.matches(scope):
+            await self.hot(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
@@ -135,14 +136,16 @@ def create_app(
     on_default: Callable[[], None] = lambda: None,
     on_ready: Callable[[], None] = lambda: None,
     tracing: Tracing | None = None,
+    make_bucket: MakeBucket = own_bucket,
 ) -> Application:
     """Returns the application for a registry whose models are not loaded yet. The application accepts requests
     immediately. A request for a model waits until the model is loaded, verified and warmed up. If a required model
     fails to load, the application calls `on_load_failure` with the error. That function must end the process. The
     application calls `on_default` when the default model is ready, and `on_ready` when every model has loaded or failed
-    to load. The caller must close `tracing`. Raises KeysError if the key file cannot be read.
+    to load. The caller must close `tracing`. `make_bucket`: see `Keyring`.
+    Raises KeysError if the key file cannot be read.
     """
-    keys = KeySource(settings)
+    keys = KeySource(settings, make_bucket)
 
     async def load() -> None:
         try:

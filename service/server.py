@@ -1,4 +1,4 @@
-"""Runs the server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
+"""Runs a server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
 it finishes the requests in flight. numpy uses one thread, unless the operator sets another number.
 """
 
@@ -8,18 +8,24 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from threadpoolctl import threadpool_limits
 
+from wane.models.bundle import BundleError
 from wane.service.app import VERSION, Application, create_app
 from wane.service.auth.key_file import KeySource
+from wane.service.auth.keyring import MakeBucket, own_bucket
+from wane.service.auth.keys import KeysError
 from wane.service.net.limits import Limits
 from wane.service.net.server import DrainingServer, limit_connections
 from wane.service.observability import logs
@@ -27,7 +33,17 @@ from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Tracing
 from wane.service.registry.registry import ModelRegistry
+from wane.service.registry.repository import RegistryError
+from wane.service.runners.runner import DeviceError
+from wane.service.sessions.stores.memory import OwnedSessions
+from wane.service.sessions.stores.store import StoreError
 from wane.service.settings import Settings, SettingsError
+
+FAILURES = (SettingsError, RegistryError, KeysError, StoreError, BundleError, DeviceError, OSError, UnicodeError)
+"""What `run` raises if the server cannot start."""
+
+UNSAVED = 1
+"""The exit status if the sessions in memory could not be saved at the end."""
 
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
@@ -49,13 +65,22 @@ CLOSE_S = 5  # the time after the drain in which clients can read the rest of th
 END_S = 5  # the time after the server has stopped in which its threads can end
 
 
-class Announcer:
-    """Logs the listening addresses when the server listens. Prints `ready` on a terminal when the server listens and
-    the default model is ready."""
+def say_ready(urls: Sequence[str]) -> None:
+    """Prints that the server is ready, if the output is a terminal."""
+    if sys.stdout.isatty():
+        # One write, so that no log line of another thread comes between the text and its line break.
+        sys.stdout.write(f"ready: {' '.join(urls)}\n")
+        sys.stdout.flush()
 
-    def __init__(self, registry: ModelRegistry, keys: KeySource) -> None:
+
+class Announcer:
+    """Logs the listening addresses when the server listens. Calls `ready` when the server listens and the default model
+    is ready."""
+
+    def __init__(self, registry: ModelRegistry, keys: KeySource, ready: Callable[[Sequence[str]], None]) -> None:
         self._registry = registry
         self._keys = keys
+        self._ready = ready
         self._urls: list[str] = []
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
@@ -71,12 +96,9 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """Prints `ready` if the server listens and is ready. Is called when the server starts to listen, and when all
-        models are loaded."""
-        if self._urls and self._registry.ready and sys.stdout.isatty():
-            # One write, so that no log line of another thread comes between the text and its line break.
-            sys.stdout.write(f"ready: {' '.join(self._urls)}\n")
-            sys.stdout.flush()
+        """Is called when the server starts to listen, and when all models are loaded."""
+        if self._urls and self._registry.ready:
+            self._ready(self._urls)
 
 
 async def drain(registry: ModelRegistry, notice_s: float) -> None:
@@ -97,8 +119,8 @@ def refuse_more_workers(environment: Mapping[str, str]) -> None:
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
         raise SettingsError(
-            f"WEB_CONCURRENCY is {workers}, but each process is a replica with one worker: unset it, and "
-            "start more processes"
+            f"WEB_CONCURRENCY is {workers}, but it starts workers that do not share sessions: unset "
+            "it, and use --workers"
         )
 
 
@@ -110,12 +132,32 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def configured(app: Application, **options: Any) -> uvicorn.Config:
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What one of several workers of a server does in another way than the only process of a server.
+
+    `place` returns the worker's ASGI application, which gets the server's own and the limits of connections. The worker
+    listens on `sockets`. `ready` is called with the addresses when the worker is ready. `number` and `log_turns`: see
+    `logs.configure`. `make_bucket` and `owned`: see `Keyring` and `MemoryStore`.
+    """
+
+    number: int
+    log_turns: Path
+
+    place: Callable[[Application, Limits], Callable[..., Awaitable[None]]]
+    sockets: list[socket.socket]
+    ready: Callable[[Sequence[str]], None]
+    make_bucket: MakeBucket
+    owned: OwnedSessions
+
+
+def configured(app: Application, worker: Worker | None = None, **options: Any) -> uvicorn.Config:
     """Returns uvicorn's configuration with the application's limits for connections. `options` are uvicorn's. The
     options for proxies are always set, because uvicorn trusts the forwarding headers of local clients by default."""
     settings = app.settings
+    limits = Limits(settings, app.state.metrics)
     config = uvicorn.Config(
-        app,
+        app if worker is None else worker.place(app, limits),
         http="httptools",
         ws="websockets-sansio",
         # WebSocket messages are short, so compressing a message would take longer than answering it.
@@ -130,14 +172,17 @@ def configured(app: Application, **options: Any) -> uvicorn.Config:
         log_config=None,
         **options,
     )
-    limit_connections(config, Limits(settings, app.state.metrics))
+    limit_connections(config, limits)
     return config
 
 
-def run(settings: Settings) -> None:
-    """Runs the server until a signal stops it. Raises RegistryError or BundleError if a required model cannot be
-    loaded."""
-    logs.configure(settings.log_level)
+def run(settings: Settings, worker: Worker | None = None) -> None:
+    """Runs the server until a signal stops it. `worker`: if the process is one of several workers, what it does in
+    another way. Raises RegistryError or BundleError if a required model cannot be loaded."""
+    if worker is None:
+        logs.configure(settings.log_level)
+    else:
+        logs.configure(settings.log_level, worker.number, worker.log_turns)
     spare_the_processors(os.environ)
     failures: list[Exception] = []
 
@@ -151,7 +196,7 @@ def run(settings: Settings) -> None:
 
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
-    registry = ModelRegistry(settings, metrics)
+    registry = ModelRegistry(settings, metrics, None if worker is None else worker.owned)
     app = create_app(
         settings,
         registry,
@@ -160,10 +205,12 @@ def run(settings: Settings) -> None:
         on_default=spare_the_collector,
         on_ready=announce,
         tracing=tracing,
+        make_bucket=own_bucket if worker is None else worker.make_bucket,
     )
-    announcer = Announcer(registry, app.state.keys)
+    announcer = Announcer(registry, app.state.keys, say_ready if worker is None else worker.ready)
     config = configured(
         app,
+        worker,
         host=settings.host,
         port=settings.port,
         workers=1,
@@ -175,7 +222,7 @@ def run(settings: Settings) -> None:
     server = DrainingServer(config, partial(drain, registry, settings.shutdown_delay_ms / 1000), announcer.listening)
 
     async def serve() -> None:
-        await server.serve()
+        await server.serve(None if worker is None else worker.sockets)
         if tracing is not None:
             tracing.close()
         end_at_the_latest(failed=bool(failures) or registry.unsaved is not None)

@@ -45,6 +45,12 @@ class Settings(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 selects a free port")
+    workers: int | Literal["auto"] = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="number of processes that serve the port together, each on about one core; auto: one for each core",
+    )
     api_keys: SecretStr | None = Field(
         default=None,
         description="accepted API keys, as comma-separated NAME:KEY or NAME:KEY:SCOPE; scopes are use, metrics "

@@ -46,6 +46,8 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMEOUT_HEADER_BYTES = TIMEOUT_HEADER.encode()
 TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
+PART = "wane.part"
+"""The key of a scope whose request is one worker's part of a request, which another worker counts and logs."""
 HUNG_UP = 499  # the status of a request whose client disconnected before a response began
 LOGGED_CHARACTERS = 256  # the largest number of characters of a path in a log line; every route's path is shorter
 # The response to a POST does not have these headers. Browsers do not cache such a response, and do not load it as a
@@ -307,7 +309,10 @@ class HttpExchange(Exchange):
     def finish(self) -> None:
         """Counts and logs the finished request."""
         scope, here, status = self.scope, self.context, self.status or HUNG_UP
-        seconds = self._end(status, here.fields.get("error"))
+        is_part = PART in scope
+        seconds = self._end(status, None if is_part else here.fields.get("error"))
+        if is_part:
+            return
         method = scope["method"]
         known = method if method in METHODS else "other"
         self.policy.metrics.count_request(route(scope), known, status, seconds, self._trace_id)

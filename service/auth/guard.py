@@ -29,6 +29,8 @@ SUBPROTOCOL = "wane"
 SUBPROTOCOL_KEY = "bearer."
 # Kubernetes' convention for keys that are not valid subprotocols.
 ENCODED_KEY = "base64url.bearer.authorization.k8s.io."
+FREE = "wane.free"
+"""The key of a scope whose request is not charged, because another worker has charged the key for it."""
 HOW = "send a key as `Authorization: Bearer KEY`"
 
 
@@ -57,7 +59,8 @@ class Authenticator:
         needed = permission(routed(scope))
         if not principal.key.may(needed):
             raise Forbidden(f"key {principal.key.name} does not have the scope {needed}")
-        principal.charge(1.0)
+        if FREE not in scope:
+            principal.charge(1.0)
 
 
 def routed(scope: Scope) -> str:

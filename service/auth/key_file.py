@@ -11,7 +11,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from wane.service.auth.keyring import Keyring
+from wane.service.auth.keyring import Keyring, MakeBucket, own_bucket
 from wane.service.auth.keys import Key, KeysError, of_file, of_text, weak
 from wane.service.settings import Settings
 
@@ -27,8 +27,8 @@ class KeySource:
     """Reads the API keys at startup, and reloads the key file when it changes. `keyring` is None if the server has no
     keys."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises KeysError if a list of keys is invalid or the file cannot be read."""
+    def __init__(self, settings: Settings, make_bucket: MakeBucket = own_bucket) -> None:
+        """`make_bucket`: see `Keyring`. Raises KeysError if a list of keys is invalid or the file cannot be read."""
         self._path = settings.api_keys_file
         self._others: list[Key] = []  # the keys from the environment, which never change
         self._seen: Signature | None = None
@@ -42,7 +42,7 @@ class KeySource:
             for name in weak(text):
                 logger.warning("the key of %s is too short to be secure; `wane key` makes a secure key", name)
         keys = self._others if self._path is None else self._read(self._path)
-        self.keyring = Keyring(keys) if keys else None
+        self.keyring = Keyring(keys, make_bucket=make_bucket) if keys else None
 
     @property
     def has_file(self) -> bool:

@@ -51,6 +51,15 @@ class TokenBucket:
         self._since_s = before._since_s
 
 
+MakeBucket = Callable[[bytes, float, float, Callable[[], float]], TokenBucket]
+"""Makes the token bucket of a key, from the key's digest, rate and burst, and a clock."""
+
+
+def own_bucket(_: bytes, rate: float, burst: float, clock: Callable[[], float]) -> TokenBucket:
+    """Returns a token bucket for this process alone."""
+    return TokenBucket(rate, burst, clock)
+
+
 SELECTOR_BYTES = 16
 """The number of digest bytes by which a key is looked up. After the lookup, the whole digests are compared in constant
 time."""
@@ -61,12 +70,19 @@ class Principal:
     `revoked` becomes true when the key is removed, loses a permission or changes its name. The client of an open
     WebSocket must then authenticate again."""
 
-    __slots__ = ("_bucket", "_clock", "key", "owner", "revoked")
+    __slots__ = ("_bucket", "_clock", "_make_bucket", "key", "owner", "revoked")
 
-    def __init__(self, key: Key, clock: Callable[[], float], before: Principal | None = None) -> None:
+    def __init__(
+        self,
+        key: Key,
+        clock: Callable[[], float],
+        before: Principal | None = None,
+        make_bucket: MakeBucket = own_bucket,
+    ) -> None:
         """`before` is the previous holder of the key. The new holder's token bucket starts with the number of tokens in
         the previous holder's bucket."""
         self._clock = clock
+        self._make_bucket = make_bucket
         self._bucket: TokenBucket | None = None if before is None else before._bucket
         self.revoked = False
         self.give(key)
@@ -78,7 +94,7 @@ class Principal:
         self.owner = Owner(key.name, key.sessions)
         self._bucket = None
         if key.rate is not None:
-            self._bucket = TokenBucket(key.rate, key.burst or max(key.rate, 1.0), self._clock)
+            self._bucket = self._make_bucket(key.digest, key.rate, key.burst or max(key.rate, 1.0), self._clock)
             if before is not None:
                 self._bucket.adopt(before)
 
@@ -101,9 +117,15 @@ class Principal:
 class Keyring:
     """Finds the holder of an API key."""
 
-    def __init__(self, keys: Sequence[Key], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        clock: Callable[[], float] = time.monotonic,
+        make_bucket: MakeBucket = own_bucket,
+    ) -> None:
         """`clock` returns seconds."""
         self._clock = clock
+        self._make_bucket = make_bucket
         self._principals: dict[bytes, Principal] = {}
         self.replace(keys)
 
@@ -125,10 +147,10 @@ class Keyring:
         for key in keys:
             principal = before.pop(key.digest[:SELECTOR_BYTES], None)
             if principal is None:
-                principal = Principal(key, self._clock)
+                principal = Principal(key, self._clock, None, self._make_bucket)
             elif principal.key.name != key.name or not key.may_all(principal.key):
                 principal.revoked = True
-                principal = Principal(key, self._clock, principal)
+                principal = Principal(key, self._clock, principal, self._make_bucket)
             elif principal.key != key:
                 principal.give(key)
             self._principals[key.digest[:SELECTOR_BYTES]] = principal

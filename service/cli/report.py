@@ -10,8 +10,8 @@ from rich.console import Console
 from wane.arguments import Parser
 from wane.client import WaneError
 from wane.service.cli.connect import CommandError, Document, connect, traced
-from wane.service.cli.merge_reports import MergeError, merge
 from wane.service.cli.render import report_tables
+from wane.service.workers.merge_reports import MergeError, merge
 
 FAILURES = (CommandError, WaneError, MergeError, OSError)
 

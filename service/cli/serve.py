@@ -10,18 +10,12 @@ from collections.abc import Sequence
 from tempfile import TemporaryFile
 
 from wane.arguments import Parser, printable
-from wane.models.bundle import BundleError
 from wane.service import server
-from wane.service.auth.keys import KeysError
-from wane.service.registry.repository import RegistryError
-from wane.service.runners.runner import DeviceError
-from wane.service.sessions.stores.store import StoreError, UnsavedSessions
+from wane.service.sessions.stores.store import UnsavedSessions
 from wane.service.settings import Settings, SettingsError
+from wane.service.workers import supervisor
 
-FAILURES = (SettingsError, RegistryError, KeysError, StoreError, BundleError, DeviceError, OSError, UnicodeError)
-
-UNSAVED = 1
-"""The exit status if the sessions in memory could not be saved at the end."""
+FAILURES = server.FAILURES
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,11 +28,17 @@ def main(arguments: Sequence[str]) -> int:
     check_session_file(settings)
     if sys.stdout.isatty() and sys.stderr.isatty() and "log_level" not in settings.model_fields_set:
         settings = settings.model_copy(update={"log_level": "warning"})  # so that the line `ready:` stands alone
+    workers = len(os.sched_getaffinity(0)) if settings.workers == "auto" else settings.workers
     try:
+        if workers > 1:
+            return supervisor.run(settings, arguments[1:], workers)
+        if settings.session_file is not None and supervisor.parts_of(settings.session_file):
+            supervisor.spread(settings.session_file, 1)
+            supervisor.gather(settings.session_file)
         server.run(settings)
     except UnsavedSessions as error:
         print(printable(f"error: {error}"), file=sys.stderr)  # noqa: T201
-        return UNSAVED
+        return server.UNSAVED
     return 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import sys
 import threading
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TextIO
 
 import orjson
@@ -21,7 +23,12 @@ LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line: time, level, logger, message, then the fields in `extra={"fields": {...}}`."""
+    """Formats a record as one line: time, level, logger, message, the number of the worker if the server has several,
+    then the fields in `extra={"fields": {...}}`."""
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._worker = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -29,6 +36,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._worker,
         }
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
@@ -42,11 +50,13 @@ class JsonFormatter(logging.Formatter):
 
 class TogetherHandler(logging.Handler):
     """Collects log lines for WAIT_S seconds, and writes them with one system call on a separate thread. Writes a
-    warning or error immediately, after the collected lines."""
+    warning or error immediately, after the collected lines. Locks `turns`, a file that the processes of a server share,
+    while it writes, because the lines of several processes could otherwise be mixed."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, turns: TextIO | None = None) -> None:
         super().__init__()
         self._stream = stream
+        self._turns = turns
         self._lines: list[str] = []
         self._some = threading.Event()
         self._ended = threading.Event()
@@ -68,10 +78,14 @@ class TogetherHandler(logging.Handler):
         self.acquire()
         try:
             lines, self._lines = self._lines, []
+            if lines and self._turns is not None:
+                fcntl.flock(self._turns, fcntl.LOCK_EX)
             if lines:
                 self._stream.write("\n".join(lines) + "\n")
                 self._stream.flush()
         finally:
+            if self._turns is not None:
+                fcntl.flock(self._turns, fcntl.LOCK_UN)
             self.release()
 
     def close(self) -> None:
@@ -88,10 +102,11 @@ class TogetherHandler(logging.Handler):
             self.flush()
 
 
-def configure(level: str) -> None:
-    """Sends every log record of the process through one JSON handler. `level` is a name such as "info"."""
-    handler = TogetherHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+def configure(level: str, worker: int | None = None, turns: Path | None = None) -> None:
+    """Sends every log record of the process through one JSON handler. `level` is a name such as "info". `worker` is
+    the number of the process if the server has several, which write in `turns` (see `TogetherHandler`)."""
+    handler = TogetherHandler(sys.stderr, None if turns is None else turns.open("a"))
+    handler.setFormatter(JsonFormatter(worker))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel("WARNING")  # Wane logs the start and stop of the server itself
     # The log lines name no thread and no process, so a log record need not look up these names.

@@ -39,6 +39,7 @@ from wane.service.registry.repository import FoundBundle, RegistryError, Reposit
 from wane.service.registry.swap import Epochs, RetiredEngines
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
+from wane.service.sessions.stores.memory import OwnedSessions
 from wane.service.sessions.stores.store import Store, StoreHealth, UnsavedSessions
 from wane.service.settings import Settings
 from wane.service.types.common import Condition, says
@@ -73,8 +74,10 @@ class ModelRegistry:
     """Loads, replaces, lists, unloads and closes engines, and finds the engine of a session. One model is loaded or
     unloaded at a time."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, owned: OwnedSessions | None = None) -> None:
+        """`owned`: see `MemoryStore`."""
         self._settings = settings
+        self._owned = owned
         self._metrics = metrics
         self._found: dict[str, FoundBundle] = {}  # the bundles to load at start, by model name
         self._loads: dict[str, asyncio.Task[Engine]] = {}  # the unfinished loads of these bundles, by model name
@@ -145,7 +148,7 @@ class ModelRegistry:
         if self._status != "loading":
             return
         longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
-        store = self.session_store = make_store(self._settings, longest, self._metrics)
+        store = self.session_store = make_store(self._settings, longest, self._metrics, self._owned)
         await store.open()
         if self._status != "loading":
             return

@@ -40,7 +40,7 @@ from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
 from wane.service.app import Application
 from wane.service.auth.key_file import KeySource
-from wane.service.server import Announcer, configured
+from wane.service.server import Announcer, configured, say_ready
 from wane.service.settings import Settings
 
 
@@ -320,7 +320,7 @@ def test_the_line_for_a_terminal_is_one_write(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(sys, "stdout", Terminal())
     registry: Any = SimpleNamespace(ready=True)
-    Announcer(registry, KeySource(Settings())).listening([("127.0.0.1", 8000)])
+    Announcer(registry, KeySource(Settings()), say_ready).listening([("127.0.0.1", 8000)])
     assert Terminal.writes == ["ready: http://127.0.0.1:8000\n"]
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from urllib.parse import quote, urlsplit
 
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.memory import MemoryStore, OwnedSessions
 from wane.service.sessions.stores.store import Store, StoreError
 from wane.service.settings import IN_MEMORY, Settings
 
 
-def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics) -> Store:
+def make_store(
+    settings: Settings, session_history_tokens: int, metrics: Metrics, owned: OwnedSessions | None = None
+) -> Store:
     """Returns the session store, which is not open yet. It keeps the last `session_history_tokens` tokens of each
-    session.
+    session. `owned`: see `MemoryStore`.
 
     Raises StoreError if the password file cannot be read.
     """
@@ -23,6 +25,7 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
             budget_bytes=settings.session_budget_bytes,
             on_memory_eviction=lambda model: metrics.sessions_evicted_memory.labels(model).inc(),
             file=settings.session_file,
+            owned=owned,
         )
     # Imported here because the import takes long, and most servers keep sessions in memory.
     from wane.service.sessions.stores.redis import RedisStore

@@ -36,6 +36,26 @@ logger = logging.getLogger("wane.store")
 ASIDE = ".read"  # suffix that is added to the name of a file whose sessions were read
 
 
+class OwnedSessions:
+    """Counts the sessions of each owner."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def claim(self, owner: str, most: int | None = None) -> bool:
+        """Counts one session more. Returns False, without a change, if the owner has `most` sessions already."""
+        if most is not None and self._counts[owner] >= most:
+            return False
+        self._counts[owner] += 1
+        return True
+
+    def release(self, owner: str) -> None:
+        """Counts one session less."""
+        self._counts[owner] -= 1
+        if not self._counts[owner]:
+            del self._counts[owner]
+
+
 class MemoryStore:
     """A `Store` of sessions in memory, within a budget in bytes. A session expires after `ttl_s` seconds without use.
 
@@ -51,16 +71,18 @@ class MemoryStore:
         clock: Callable[[], float] = time.monotonic,
         on_memory_eviction: Callable[[str], object] = lambda _: None,
         file: Path | None = None,
+        owned: OwnedSessions | None = None,
     ) -> None:
         """`on_memory_eviction` is called with the model of every session that is evicted for lack of memory. Sessions
-        are read from `file` when the store is opened, and saved to it when the store is closed."""
+        are read from `file` when the store is opened, and saved to it when the store is closed. `owned` counts the
+        sessions of each owner, by default those of this store."""
         self.session_history_tokens = session_history_tokens
         self.most_buffered_bytes = budget_bytes
         self.sessions = PackedSessions(ttl_s, budget_bytes, clock, self._unbuffer, self._on_forget)
         self._on_memory_eviction = on_memory_eviction
         self._file = file
         self._is_open = self._is_closed = False
-        self._owned: Counter[str] = Counter()  # number of sessions of each owner
+        self._owned = OwnedSessions() if owned is None else owned
         # For each session whose tokens are in a buffer, the buffer and the bytes that it uses.
         self._buffered: dict[str, tuple[HistoryBuffer, int]] = {}
 
@@ -72,15 +94,17 @@ class MemoryStore:
         owner = owner_of(session)
         whole = entry_bytes(session, (1 + self.session_history_tokens) * record.tail.width)  # with <eos>
         sessions.expire()
-        if most is not None and self._owned[owner] >= most:
+        if not self._owned.claim(owner, most):
+            assert most is not None, "sessions without a limit are refused: this is a bug"
             raise QuotaExceeded(owner, most)
         if sessions.used_bytes + whole > sessions.budget_bytes:
+            self._owned.release(owner)
             raise Overloaded(
                 f"{len(sessions)} sessions use {sessions.used_bytes} bytes, and a new session uses up to {whole}: "
                 f"together more than session_budget_bytes, which is {sessions.budget_bytes}"
             )
         fresh = record._replace(revision=branch())
-        self._add(fresh)
+        sessions.put(fresh)
         return fresh
 
     async def get(self, session: str) -> SessionRecord | None:
@@ -181,7 +205,8 @@ class MemoryStore:
         if self._is_closed:
             return
         for record in records:
-            self._add(record)
+            self._owned.claim(owner_of(record.session))
+            self.sessions.put(record)
         self._squeeze()
         self._put_aside(self._file)
         logger.info("%d sessions were read from %s", len(self.sessions), self._file)
@@ -209,15 +234,8 @@ class MemoryStore:
         file.replace(file.with_name(file.name + ASIDE))
         self._is_open = True
 
-    def _add(self, record: SessionRecord) -> None:
-        self._owned[owner_of(record.session)] += 1
-        self.sessions.put(record)
-
     def _on_forget(self, session: str) -> None:
-        owner = owner_of(session)
-        self._owned[owner] -= 1
-        if not self._owned[owner]:
-            del self._owned[owner]
+        self._owned.release(owner_of(session))
 
     def _squeeze(self) -> None:
         for model in self.sessions.squeeze():

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from wane.service.cli.merge_reports import MergeError, merge
 from wane.service.engine.agreement import Source
 from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.stats import Stats
@@ -19,6 +18,7 @@ from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, quantil
 from wane.service.types.answer import Agreement
 from wane.service.types.common import Mode
 from wane.service.types.request import Latency
+from wane.service.workers.merge_reports import MergeError, merge
 
 BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
 REPLICAS = 3

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from wane.service.cli.connect import Document
 from wane.service.engine.live_accuracy import live_counts
 from wane.service.observability.metrics import quantile
 
+Document = dict[str, Any]
 QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
 
 

@@ -1,0 +1,349 @@
+"""Finds the worker that answers a request. A session belongs to the worker that the hash of its id selects, so every
+worker finds the same one.
+
+A request for a session, or a WebSocket, is passed to the session's worker as a whole. A call with steps of many
+sessions is cut, and the answers are joined. A request for the whole server, such as its metrics, is answered by all
+workers (`totals.py`). The worker that accepted any other request answers it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from secrets import token_urlsafe
+from zlib import crc32
+
+import msgspec
+from msgspec import Raw, Struct
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from wane.service.api import encode
+from wane.service.api.body import ENCODING, uncompressed
+from wane.service.api.exchange import PART, HttpExchange, RequestContext, RequestPolicy
+from wane.service.api.schemas.sessions import StepsBody
+from wane.service.app import Application
+from wane.service.auth.guard import FREE
+from wane.service.errors import WaneError
+from wane.service.net.connection import CONNECTION, Connection
+from wane.service.sessions.sessions import ID_BYTES
+from wane.service.workers import totals
+from wane.service.workers.links import Peers, connection_of
+from wane.service.workers.totals import Answered
+
+OF_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?").fullmatch
+OF_SEQUENCE = re.compile(r"/v2/models/([^/]+)(?:/versions/[^/]+)?/infer").fullmatch
+CREATE, MANY = "/v1/sessions", "/v1/sessions/tokens"
+WITH_SESSION = frozenset({CREATE, "/v1/predict", "/v1/generate", "/v1/completions"})
+"""The paths whose bodies may name a session."""
+HEADER_LENGTH = b"inference-header-content-length"
+RESTART = 1012  # the code that closes a WebSocket whose worker has ended
+OF_BODY = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
+
+
+def worker_of(session: str, workers: int) -> int:
+    """Returns the number of the worker that has the session with this id."""
+    return crc32(session.encode()) % workers
+
+
+NULL = Raw(b"null")
+
+
+class _Parameters(Struct):
+    sequence_id: str | int | None = None
+
+
+class _Named(Struct):
+    """The parts of a body that name a session."""
+
+    session: str | None = None
+    parameters: _Parameters | None = None
+
+
+class _Steps(Struct):
+    steps: list[Raw]
+    format: Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class Placement:
+    """The ASGI application of a worker. Passes requests of other workers' sessions on."""
+
+    def __init__(self, app: Application, make_peers: Callable[[ASGIApp], Peers], me: int, workers: int) -> None:
+        self._app = app
+        self._peers = make_peers(app)
+        self._me = me
+        self._workers = workers
+        self._most_bytes = app.settings.max_body_bytes
+        self._most_steps = app.settings.max_batch_inputs
+        self._policy: RequestPolicy = app.state.policy
+        self._named = msgspec.json.Decoder(_Named).decode
+        self._fields = msgspec.json.Decoder(dict[str, Raw]).decode
+        self._steps = msgspec.json.Decoder(_Steps).decode
+        self._checked = msgspec.json.Decoder(StepsBody).decode
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            listening = await self._peers.listen()
+            async with listening:
+                await self._app(scope, receive, send)
+            await self._peers.close()
+            return
+        path: str = scope["path"]
+        posts = scope["type"] == "http" and scope["method"] == "POST"
+        match = None if posts and path == MANY else OF_SESSION(path)
+        if match is not None:
+            worker = worker_of(match[1], self._workers)
+            if worker == self._me:
+                await self._app(scope, receive, send)
+            else:
+                await self._pass_on(worker, scope, receive, send, connection_of(scope).content)
+        elif posts and (path == MANY or path in WITH_SESSION or OF_SEQUENCE(path) is not None):
+            await self._by_body(scope, receive, send)
+        elif scope["type"] == "http" and (join := totals.join_of(scope["method"], path)) is not None:
+            await self._of_all(join, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _pass_on(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes | None) -> None:
+        """Passes a request on. Answers it with an error if its worker does not."""
+        try:
+            await self._peers.pass_on(worker, scope, receive, send, content, {})
+        except WaneError as error:
+            if scope["type"] == "websocket":
+                await receive()  # receives `websocket.connect`
+                await send({"type": "websocket.accept"})
+                await send({"type": "websocket.close", "code": RESTART, "reason": error.code})
+                return
+            exchange = HttpExchange(self._policy, scope, send)
+            try:
+                await exchange.reply(exchange.failed(error))
+            finally:
+                exchange.finish()
+
+    async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request whose body names sessions. This worker answers an invalid body."""
+        content = connection_of(scope).content
+        if content is None:
+            content, receive = await self._read(receive)
+        if content is None:
+            await self._app(scope, receive, send)
+            return
+        body = await self._plain(scope, content)
+        path = scope["path"]
+        if path == MANY:
+            parts = self._cut(body)
+            if parts is None:
+                await self._app(scope, receive, send)
+            elif len(parts) == 1:
+                await self._answer(next(iter(parts)), scope, receive, send, content)
+            else:
+                await self._join(body, parts, scope, send)
+            return
+        if path == CREATE and (named := self._with_id(body, self._me)) is not None:
+            scope, receive, content = renewed(scope, named)
+        await self._answer(self._worker_of_body(path, scope, body), scope, receive, send, content)
+
+    async def _answer(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes) -> None:
+        if worker == self._me:
+            await self._app(scope, receive, send)
+        else:
+            await self._pass_on(worker, scope, receive, send, content)
+
+    async def _read(self, receive: Receive) -> tuple[bytes | None, Receive]:
+        """Reads a body. Returns it, or None if it is too long or the client has left, and a function that receives it
+        once more."""
+        events: list[Message] = []
+        size, is_whole = 0, False
+        while not is_whole and size <= self._most_bytes:
+            event = await receive()
+            events.append(event)
+            if event["type"] != "http.request":
+                break
+            size += len(event.get("body", b""))
+            is_whole = not event.get("more_body")
+        events.reverse()
+
+        async def again() -> Message:
+            return events.pop() if events else await receive()
+
+        is_short = is_whole and size <= self._most_bytes
+        return b"".join([event.get("body", b"") for event in reversed(events)]) if is_short else None, again
+
+    async def _plain(self, scope: Scope, content: bytes) -> bytes:
+        """Returns a body without its content encoding. Returns no body if it has an invalid one."""
+        if not any(name == ENCODING.encode() for name, _ in scope["headers"]):
+            return content
+        inner = {**scope, "app": self._app, "wane.context": RequestContext.of(scope)}
+        try:
+            return await uncompressed(Request(inner), content)
+        except WaneError:
+            return b""
+
+    def _worker_of_body(self, path: str, scope: Scope, body: bytes) -> int:
+        """Returns the worker of the session that a body names, or this worker."""
+        match = OF_SEQUENCE(path)
+        if match is not None:
+            length = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), b"")
+            body = body[: int(length)] if length.isdigit() else body
+        try:
+            named = self._named(body)
+        except (msgspec.DecodeError, RecursionError):  # this worker answers with the error
+            return self._me
+        if match is None:
+            return self._me if named.session is None else worker_of(named.session, self._workers)
+        sequence = None if named.parameters is None else named.parameters.sequence_id
+        return worker_of(f"{match[1]}:{sequence}", self._workers) if sequence else self._me
+
+    def _with_id(self, body: bytes, worker: int) -> bytes | None:
+        """Returns the body of a request for a new session with a random id of a session of `worker`. Returns None if
+        the body has an id, or is invalid."""
+        try:
+            fields = self._fields(body or b"{}")
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        if fields.get("session", NULL) != NULL:
+            return None
+        while worker_of(session := token_urlsafe(ID_BYTES), self._workers) != worker:
+            pass
+        return msgspec.json.encode(fields | {"session": session})
+
+    # Calls with steps of many sessions
+
+    def _cut(self, body: bytes) -> dict[int, list[int]] | None:
+        """Returns the indexes of each worker's steps, or None if the body is invalid or this worker has all steps."""
+        try:
+            steps = self._checked(body).steps
+        except (msgspec.DecodeError, WaneError, RecursionError):
+            return None
+        if len(steps) > self._most_steps:
+            return None
+        parts: dict[int, list[int]] = {}
+        for index, step in enumerate(steps):
+            parts.setdefault(worker_of(step.session, self._workers), []).append(index)
+        return None if [*parts] == [self._me] else parts
+
+    async def _join(self, body: bytes, parts: dict[int, list[int]], scope: Scope, send: Send) -> None:
+        """Answers a call with steps of several workers' sessions. If all parts fail, answers with the first failure."""
+        steps = self._steps(body)
+        self._app.hot.matches(scope)
+        exchange = HttpExchange(self._policy, scope, send)
+        asked = [
+            Part(connection_of(scope), msgspec.json.encode(_Steps([steps.steps[at] for at in part], steps.format)))
+            for part in parts.values()
+        ]
+        try:
+            with together(connection_of(scope), asked):
+                answers = await asyncio.gather(
+                    *[self._ask(worker, scope, part, {PART: True}) for worker, part in zip(parts, asked, strict=True)]
+                )
+            if any(answer.is_success for answer in answers):
+                document = totals.joined_steps(len(steps.steps), [*zip(parts.values(), answers, strict=True)])
+                await exchange.reply(encode.reply(document))
+            else:
+                await exchange.reply(encode.Reply(answers[0].body, answers[0].status))
+        except (Exception, asyncio.CancelledError) as error:
+            if exchange.status is not None:
+                raise
+            await exchange.reply(exchange.failed(error))
+        finally:
+            exchange.finish()
+
+    # Requests for the whole server
+
+    async def _of_all(self, join: totals.Join, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request for the whole server, unless this worker refuses it."""
+        connection = connection_of(scope)
+        content = connection.content
+        if content is None:
+            content, receive = await self._read(receive)
+        if content is None:
+            await self._app(scope, receive, send)
+            return
+        parts = [Part(connection, content) for _ in range(self._workers)]
+        with together(connection, parts):
+            answers = [await self._ask(self._me, scope, parts[self._me])]
+            if answers[0].is_success:
+                others = [worker for worker in range(self._workers) if worker != self._me]
+                marks = {PART: True, FREE: True}
+                answers += await asyncio.gather(*[self._ask(one, scope, parts[one], marks) for one in others])
+                answers[0] = await asyncio.to_thread(join, answers)
+        answer = answers[0]
+        headers = [pair for pair in answer.headers if pair[0] != b"content-length"]
+        headers.append((b"content-length", b"%d" % len(answer.body)))
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.body})
+
+    async def _ask(self, worker: int, scope: Scope, part: Part, marks: Mapping[str, object] | None = None) -> Answered:
+        """Returns a worker's answer to a part of a request. `marks` are further parts of the scope."""
+        marks = marks or {}
+        status, headers, body = 0, list[tuple[bytes, bytes]](), list[bytes]()
+        plain = [pair for pair in scope["headers"] if pair[0] not in OF_BODY]
+        plain.append((b"content-length", b"%d" % len(part.content)))
+        asked = {**scope, **marks, "headers": plain, "state": {CONNECTION: part}}
+
+        async def send(event: Message) -> None:
+            nonlocal status
+            if event["type"] == "http.response.start":
+                status = event["status"]
+                headers.extend((name, value) for name, value in event["headers"])
+            else:
+                body.append(event.get("body", b""))
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": part.content}
+
+        try:
+            if worker == self._me:
+                await self._app(asked, receive, send)
+            else:
+                await self._peers.pass_on(worker, asked, receive, send, part.content, marks)
+        except WaneError as error:
+            response = self._policy.envelope({**scope, "wane.context": RequestContext.of(scope)}, error)
+            return Answered(response.status_code, response.raw_headers, bytes(response.body))
+        return Answered(status, headers, b"".join(body))
+
+
+def renewed(scope: Scope, content: bytes) -> tuple[Scope, Receive, bytes]:
+    """Returns a request with another body: its scope, its function `receive`, and the body."""
+    headers = [pair for pair in scope["headers"] if pair[0] not in OF_BODY]
+    part = Part(connection_of(scope), content)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": content}
+
+    length = b"content-length", b"%d" % len(content)
+    return {**scope, "headers": [*headers, length], "state": {CONNECTION: part}}, receive, content
+
+
+class Part:
+    """The connection of a request that is a part of another one."""
+
+    def __init__(self, connection: Connection, content: bytes) -> None:
+        self.content = content
+        self.loop = connection.loop
+        self.hold = connection.hold
+        self.on_lost: Callable[[], None] | None = None
+        self._connection = connection
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client has left."""
+        return self._connection.has_ended
+
+
+@contextmanager
+def together(connection: Connection, parts: Sequence[Part]) -> Iterator[None]:
+    """Tells all parts of a request if the client leaves."""
+
+    def leave() -> None:
+        for part in parts:
+            if part.on_lost is not None:
+                part.on_lost()
+
+    connection.on_lost = leave
+    try:
+        yield
+    finally:
+        connection.on_lost = None

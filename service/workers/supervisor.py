@@ -1,0 +1,210 @@
+"""Runs the workers of a server, and starts a worker again that has ended.
+
+The supervisor opens one listening socket for each worker, all on the same port (SO_REUSEPORT), and keeps them, so that
+the kernel queues the connections of a worker that is starting again. On systems other than Linux all workers share one
+socket.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+
+import msgspec
+
+from wane.service.observability import logs
+from wane.service.observability.logs import SERVICE
+from wane.service.sessions.stores import dump_file
+from wane.service.sessions.stores.memory import ASIDE
+from wane.service.sessions.stores.store import SessionRecord, UnsavedSessions
+from wane.service.settings import Settings
+from wane.service.types.request import MAX_POSITION, id_of
+from wane.service.workers.placement import worker_of
+from wane.service.workers.shared import SharedTable
+from wane.service.workers.worker import Place, part_of
+
+BACKLOG = 2048  # uvicorn's default
+RESTART_S = 1.0  # the shortest time between two starts of a worker
+LOOK_S = 0.05
+
+
+def run(settings: Settings, arguments: Sequence[str], workers: int) -> int:
+    """Runs the workers until a signal stops them. `arguments` are those of `wane serve`. Returns the exit status."""
+    with TemporaryDirectory(prefix="wane-") as folder:  # has mode 0700
+        logs.configure(settings.log_level, None, Path(folder, "log"))
+        if settings.session_file is not None:
+            spread(settings.session_file, workers)
+        supervisor = Supervisor(settings, arguments, workers, folder)
+        status = supervisor.run()
+    if settings.session_file is not None:
+        gather(settings.session_file)
+    return status
+
+
+@dataclass(slots=True)
+class Process:
+    """A worker's process. `ready` is the file descriptor that tells whether it has been ready."""
+
+    started_s: float
+    process: subprocess.Popen[bytes]
+    ready: int
+    has_been_ready: bool = False
+
+    def look(self) -> None:
+        """Reads whether the worker is ready."""
+        if not self.has_been_ready:
+            try:
+                self.has_been_ready = bool(os.read(self.ready, 1))
+            except BlockingIOError:
+                return
+
+
+class Supervisor:
+    """The process that starts the workers."""
+
+    def __init__(self, settings: Settings, arguments: Sequence[str], workers: int, folder: str) -> None:
+        self._arguments = arguments
+        self._workers = workers
+        self._folder = folder
+        self._sockets = listeners(settings, workers)
+        host, port = self._sockets[0].getsockname()[:2]
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        SERVICE.info("listening", extra={"fields": {"url": self._url}})
+        self._processes: list[Process] = []
+        self._alive, self._keeps_alive = os.pipe()
+        self._table = SharedTable(Path(folder, "limits"), workers)
+        self._signals = 0
+        self._has_announced = False
+
+    def run(self) -> int:
+        """Starts the workers, and waits until they have ended. Returns the exit status."""
+        for stop in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(stop, self._stop)
+        signal.signal(signal.SIGHUP, lambda *_: self._send(signal.SIGHUP))
+        self._processes = [self._start(number) for number in range(self._workers)]
+        status = 0
+        while not self._signals and not status:
+            time.sleep(LOOK_S)
+            for number, worker in enumerate(self._processes):
+                worker.look()
+                ended = worker.process.poll()
+                if ended is None:
+                    continue
+                if not worker.has_been_ready:  # it cannot start, so another one could not either
+                    status = ended if ended > 0 else 1
+                    break
+                self._restart(number, worker, ended)
+            self._announce()
+        for listener in self._sockets:  # so that the port is closed when the workers have closed theirs
+            listener.close()
+        self._send(signal.SIGTERM)
+        return max([status, *(worker.process.wait() for worker in self._processes)])
+
+    def _start(self, number: int) -> Process:
+        """Starts a worker."""
+        ready, says_ready = os.pipe()
+        os.set_blocking(ready, False)
+        listener = self._sockets[number % len(self._sockets)].fileno()
+        place = Place(number, self._workers, self._folder, listener, says_ready, self._alive)
+        Path(place.sockets[number]).unlink(missing_ok=True)
+        command = [sys.executable, "-m", "wane.service.workers.worker", msgspec.json.encode(place).decode()]
+        process = subprocess.Popen(  # noqa: S603  (this Python, and this command's own arguments)
+            [*command, *self._arguments], pass_fds=(listener, says_ready, self._alive), start_new_session=True
+        )
+        os.close(says_ready)
+        return Process(time.monotonic(), process, ready)
+
+    def _restart(self, number: int, worker: Process, ended: int) -> None:
+        SERVICE.error("worker %d has ended with status %d, and is started again", number, ended)
+        os.close(worker.ready)
+        self._table.forget(number)
+        time.sleep(max(0.0, worker.started_s + RESTART_S - time.monotonic()))
+        self._processes[number] = self._start(number)
+
+    def _announce(self) -> None:
+        """Prints `ready` when all workers are ready, if the output is a terminal."""
+        if not self._has_announced and all(worker.has_been_ready for worker in self._processes):
+            self._has_announced = True
+            SERVICE.info("ready", extra={"fields": {"workers": self._workers}})
+            if sys.stdout.isatty():
+                sys.stdout.write(f"ready: {self._url} ({self._workers} workers)\n")
+                sys.stdout.flush()
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        """Ends the workers. A second SIGINT stops them immediately."""
+        self._signals += 1
+        if self._signals > 1 and number == signal.SIGINT:
+            self._send(signal.SIGINT)
+
+    def _send(self, number: signal.Signals) -> None:
+        for worker in self._processes:
+            if worker.process.poll() is None:
+                worker.process.send_signal(number)
+
+
+def listeners(settings: Settings, workers: int) -> list[socket.socket]:
+    """Returns the listening sockets. Raises OSError if the port is in use."""
+    found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, address = found
+    is_shared = sys.platform != "linux"
+    sockets: list[socket.socket] = []
+    for _ in range(1 if is_shared else workers):
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if not is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        address = listener.getsockname()  # the first socket chooses the port if it is 0
+        listener.listen(BACKLOG)
+        sockets.append(listener)
+    return sockets
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Returns the files of the workers' sessions."""
+    return sorted(file.parent.glob(f"{file.name}.worker-*[0-9]"))
+
+
+def _sessions(file: Path) -> list[SessionRecord]:
+    """Returns all sessions in a file and in the workers' files. Raises StoreError."""
+    files = [one for one in [file, *parts_of(file)] if one.exists()]
+    return [record for one in files for record in dump_file.load(one, MAX_POSITION)]
+
+
+def spread(file: Path, workers: int) -> None:
+    """Divides a file of sessions into one for each worker. Raises StoreError, OSError."""
+    records = _sessions(file)
+    before = parts_of(file)
+    for number in range(workers):
+        own = [record for record in records if worker_of(id_of(record.session), workers) == number]
+        dump_file.save(part_of(file, number), own)
+    for path in before:
+        if path not in {part_of(file, number) for number in range(workers)}:
+            path.unlink()
+    if file.exists():
+        file.replace(file.with_name(file.name + ASIDE))
+
+
+def gather(file: Path) -> None:
+    """Joins the workers' files of sessions in one file. Raises UnsavedSessions."""
+    parts = parts_of(file)
+    records = [record for part in parts for record in dump_file.load(part, MAX_POSITION)]
+    try:
+        dump_file.save(file, records)
+    except OSError as error:
+        raise UnsavedSessions(
+            f"{len(records)} sessions stay in {', '.join(map(str, parts))}, because they could not be written to "
+            f"{file}: {error.strerror}"
+        ) from error
+    for part in parts:
+        part.unlink()
+        part.with_name(part.name + ASIDE).unlink(missing_ok=True)

@@ -1,0 +1,119 @@
+"""Runs one worker of a server. The supervisor starts it as `python -m wane.service.workers.worker`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from wane.arguments import FAILED, Parser, printable
+from wane.service import server
+from wane.service.app import Application
+from wane.service.net.limits import Limits
+from wane.service.sessions.stores.store import UnsavedSessions
+from wane.service.settings import Settings
+from wane.service.workers.links import Peers
+from wane.service.workers.placement import Placement
+from wane.service.workers.shared import KEY_BYTES, SharedBucket, SharedSessions, SharedTable
+
+ANSWER_S = 5  # the time beyond a request's deadline in which another worker can answer it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker's place in its server: its number, the number of workers, their folder, and file descriptors. `listener`
+    is a socket that listens. The worker writes a byte to `ready` when it is ready. `alive` ends when the supervisor
+    ends."""
+
+    number: int
+    workers: int
+    folder: str
+    listener: int
+    ready: int
+    alive: int
+
+    @property
+    def sockets(self) -> list[str]:
+        """The paths of the workers' Unix sockets."""
+        return [f"{self.folder}/{number}.sock" for number in range(self.workers)]
+
+    @property
+    def log_turns(self) -> Path:
+        """The path of the file that a worker locks while it logs."""
+        return Path(self.folder, "log")
+
+    @property
+    def table(self) -> Path:
+        """The path of the table of shared limits."""
+        return Path(self.folder, "limits")
+
+
+def share_of(settings: Settings, place: Place) -> Settings:
+    """Returns one worker's settings. The memory and the connections of a server are divided between its workers."""
+    divided = ("state_budget_bytes", "session_budget_bytes", "receive_budget_bytes", "max_connections")
+    changed: dict[str, object] = {name: -(-getattr(settings, name) // place.workers) for name in divided}
+    if settings.session_file is not None:
+        changed["session_file"] = part_of(settings.session_file, place.number)
+    return settings.model_copy(update=changed)
+
+
+def part_of(file: Path, number: int) -> Path:
+    """Returns the file of one worker's sessions."""
+    return file.with_name(f"{file.name}.worker-{number}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the worker. `arguments` are its place, as JSON, and those of `wane serve`. Returns the exit status."""
+    place = msgspec.json.decode(arguments[0], type=Place)
+    try:
+        run(place, arguments[1:])
+    except (*server.FAILURES, UnsavedSessions) as error:
+        with suppress(FileExistsError), Path(place.folder, "failed").open("x"):  # all workers fail for one reason
+            print(printable(f"error: {error}"), file=sys.stderr)  # noqa: T201
+        return server.UNSAVED if isinstance(error, UnsavedSessions) else FAILED
+    return 0
+
+
+def run(place: Place, arguments: Sequence[str]) -> None:
+    """Runs the worker until a signal stops it. Raises the errors of `server.run`."""
+    parser = Parser("wane serve")
+    Settings.add_arguments(parser)
+    settings = share_of(Settings.read(os.environ, parser.parse_args(arguments)), place)
+    table = SharedTable(place.table, place.workers)
+
+    def placed(app: Application, limits: Limits) -> Placement:
+        timeout_s = settings.request_timeout_ms / 1000 + ANSWER_S
+        return Placement(
+            app, partial(Peers, place.sockets, place.number, limits, timeout_s), place.number, place.workers
+        )
+
+    def ready(_: Sequence[str]) -> None:
+        os.write(place.ready, b"r")
+
+    def bucket(digest: bytes, rate: float, burst: float, clock: Callable[[], float]) -> SharedBucket:
+        return SharedBucket(table, digest[:KEY_BYTES], rate, burst, clock)
+
+    threading.Thread(target=_end_with, args=(place.alive,), daemon=True).start()
+    listener = socket.socket(fileno=place.listener)
+    sessions = SharedSessions(table, place.number)
+    worker = server.Worker(place.number, place.log_turns, placed, [listener], ready, bucket, sessions)
+    server.run(settings, worker)
+
+
+def _end_with(alive: int) -> None:
+    """Stops this process when the supervisor has ended."""
+    os.read(alive, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

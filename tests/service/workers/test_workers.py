@@ -1,0 +1,361 @@
+"""A server of several workers, over real sockets. Whatever worker accepts a connection, it answers like a server with
+one process."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import websockets.sync.client as websockets
+
+from tests.service.live_server import BUNDLE, LiveServer, live_server, run
+from wane.arguments import FAILED
+from wane.service.auth.keys import digest
+from wane.service.workers.placement import worker_of
+
+WORKERS = 2
+NAMES = [f"session-{number}" for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        running.read_until("ready", workers=WORKERS)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LiveServer]:
+    """A server with one process."""
+    with live_server("--bundles", BUNDLE) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    """A client that opens a connection for each request, so that both workers accept some."""
+    with httpx.Client(base_url=server.url, headers={"connection": "close"}, timeout=60) as client:
+        yield client
+
+
+def of_worker(worker: int, prefix: str = "s") -> str:
+    """Returns the id of a session of a worker."""
+    return next(name for name in (f"{prefix}-{number}" for number in range(99)) if worker_of(name, WORKERS) == worker)
+
+
+def told(answer: dict[str, Any]) -> dict[str, Any]:
+    """Returns what does not differ between two runs of a step."""
+    return {name: value for name, value in answer.items() if name != "latency"}
+
+
+def test_the_ids_of_these_tests_are_of_both_workers() -> None:
+    assert {worker_of(name, WORKERS) for name in NAMES} == {0, 1}
+
+
+def test_every_session_route_answers_like_a_server_with_one_process(http: httpx.Client, alone: LiveServer) -> None:
+    with httpx.Client(base_url=alone.url) as single:
+        for name in NAMES:
+            path = f"/v1/sessions/{name}"
+            calls: list[tuple[str, str, Any]] = [
+                ("POST", "/v1/sessions", {"session": name, "mode": "recurrent"}),
+                ("POST", f"{path}/tokens", {"tokens": [5, 6, 7], "top_k": 3}),
+                ("POST", f"{path}/tokens", {"tokens": [8], "expected_position": 3}),
+                ("POST", f"{path}/tokens", {"tokens": [8], "expected_position": 9}),
+                ("GET", path, None),
+                ("GET", f"{path}/state", None),
+                ("POST", f"{path}/rewind", {"position": 2}),
+                ("POST", f"{path}/tokens", {"input": " the station"}),
+                ("POST", "/v1/predict", {"session": name}),
+                ("POST", "/v1/generate", {"session": name, "max_tokens": 4, "temperature": 0}),
+                ("POST", "/v1/completions", {"prompt": " a", "session": name, "max_tokens": 3, "temperature": 0}),
+                ("POST", "/v1/completions", {"prompt": " a", "session": "none" + name, "max_tokens": 3}),
+                ("POST", f"{path}/tokens", {"tokens": [99999]}),
+                ("POST", f"{path}/tokens", {"token": 1}),
+                ("PUT", path, None),
+                ("DELETE", path, None),
+                ("GET", path, None),
+            ]
+            for method, at, body in calls:
+                answers = [
+                    client.request(method, at, json=body, headers={"x-request-id": "same"}) for client in (http, single)
+                ]
+                documents = [told(answer.json()) if answer.content else {} for answer in answers]
+                for document in documents:
+                    for key in ("id", "created", "usage", "expires_in_s", "idle_s"):
+                        document.pop(key, None)
+                assert answers[0].status_code == answers[1].status_code, (method, at, documents)
+                assert documents[0] == documents[1], (method, at)
+
+
+def test_a_session_without_an_id_is_found_by_every_worker(http: httpx.Client) -> None:
+    for body in (b"", b"{}", b'{"session": null, "mode": "recurrent"}'):
+        made = http.post("/v1/sessions", content=body, headers={"content-type": "application/json"})
+        assert made.status_code == httpx.codes.CREATED, made.text
+        name = made.json()["session"]
+        for position in range(1, 5):
+            assert http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5]}).json()["position"] == position
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_call_for_many_sessions_is_cut_and_joined(http: httpx.Client, alone: LiveServer, columns: bool) -> None:
+    prefix = "c" if columns else "d"
+    steps = [
+        {"session": f"{prefix}{name}", "tokens": [number + 3], "create": True} for number, name in enumerate(NAMES)
+    ]
+    steps += [{"session": f"{prefix}{NAMES[0]}", "tokens": [4, 5]}, {"session": "unknown", "tokens": [5]}]
+    steps += [{"session": "unknown", "tokens": [6]}, {"session": f"{prefix}{NAMES[3]}", "tokens": [6], "top_k": 1}]
+    body: dict[str, Any] = {"steps": steps} | ({"format": "columns"} if columns else {})
+    with httpx.Client(base_url=alone.url) as single:
+        documents = []
+        for client in (http, single):
+            answer = client.post("/v1/sessions/tokens", json=body, headers={"x-request-id": "same"})
+            assert answer.status_code == httpx.codes.OK, answer.text
+            document = answer.json()
+            document.pop("latency", None)
+            documents.append([told(one) for one in document["results"]] if "results" in document else document)
+    assert documents[0] == documents[1]
+
+
+def test_an_invalid_call_for_many_sessions_changes_no_session(http: httpx.Client) -> None:
+    names = [of_worker(0, "v"), of_worker(1, "v")]
+    steps = [{"session": name, "tokens": [5], "create": True} for name in names]
+    for wrong in ([*steps, {"session": names[0], "token": 5}], [*steps, *steps * 200], []):
+        answer = http.post("/v1/sessions/tokens", json={"steps": wrong})
+        assert answer.status_code in (httpx.codes.UNPROCESSABLE_ENTITY, httpx.codes.REQUEST_ENTITY_TOO_LARGE)
+        assert [http.get(f"/v1/sessions/{name}").status_code for name in names] == [httpx.codes.NOT_FOUND] * 2
+
+
+def test_compressed_and_chunked_bodies_reach_the_session(http: httpx.Client) -> None:
+    for worker in range(WORKERS):
+        name = of_worker(worker, "z")
+        body = json.dumps(
+            {"steps": [{"session": name, "tokens": [5], "create": True}, {"session": "other", "tokens": [5]}]}
+        )
+        answer = http.post(
+            "/v1/sessions/tokens", content=gzip.compress(body.encode()), headers={"content-encoding": "gzip"}
+        )
+        assert answer.json()["results"][0]["position"] == 1, answer.text
+
+        def pieces(text: bytes = b'{"tokens": [5, 6]}') -> Iterator[bytes]:
+            yield from (text[:7], text[7:])
+
+        answer = http.post(
+            f"/v1/sessions/{name}/tokens", content=pieces(), headers={"content-type": "application/json"}
+        )
+        assert answer.json()["position"] == 3, answer.text
+        long = {"tokens": [5] * 20_000}
+        answer = http.post(f"/v1/sessions/{name}/tokens", json=long)
+        assert answer.json()["position"] == 20_003, answer.text
+
+
+def test_websockets_step_the_sessions_of_both_workers(server: LiveServer, http: httpx.Client) -> None:
+    address = server.url.replace("http", "ws")
+    for name in NAMES:
+        with websockets.connect(f"{address}/v1/sessions/w{name}/stream") as socket_:
+            for position in range(1, 8):
+                socket_.send(json.dumps({"tokens": [position + 2], "create": True}))
+                assert json.loads(socket_.recv())["position"] == position
+            for _ in range(20):  # messages before the answers are read
+                socket_.send('{"tokens": [5]}')
+            assert [json.loads(socket_.recv())["position"] for _ in range(20)] == [*range(8, 28)]
+            socket_.send('{"tokens": []}')
+            assert json.loads(socket_.recv())["error"]["status"] == httpx.codes.UNPROCESSABLE_ENTITY
+            socket_.send('{"rewind": 3}')
+            assert json.loads(socket_.recv())["position"] == 3
+        assert http.get(f"/v1/sessions/w{name}").json()["position"] == 3
+
+
+def test_sequences_of_the_open_inference_protocol_keep_their_worker(http: httpx.Client) -> None:
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    for sequence in range(1, 9):
+        for position in range(1, 4):
+            parameters = {"sequence_id": sequence, "sequence_start": position == 1}
+            inputs = [{"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [5]}]
+            answer = http.post(f"/v2/models/{model}/infer", json={"inputs": inputs, "parameters": parameters})
+            assert answer.status_code == httpx.codes.OK, answer.text
+        assert http.get(f"/v1/sessions/{model}:{sequence}").json()["position"] == position
+
+
+def test_a_stream_of_a_sessions_tokens_passes_through(http: httpx.Client) -> None:
+    for worker in range(WORKERS):
+        name = of_worker(worker, "g")
+        http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True})
+        asked = {"session": name, "max_tokens": 40, "stream": True, "temperature": 0}
+        with http.stream("POST", "/v1/generate", json=asked) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert len(lines) > 40
+
+
+def test_a_client_that_leaves_does_not_disturb_the_others(server: LiveServer, http: httpx.Client) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    name = of_worker(0, "left")
+    body = json.dumps({"tokens": [5] * 60_000, "create": True}).encode()
+    for number in range(6):
+        with socket.create_connection((host, int(port))) as client:
+            head = f"POST /v1/sessions/{name}{number}/tokens HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+    for known in NAMES:
+        answer = http.post(f"/v1/sessions/after-{known}/tokens", json={"tokens": [5], "create": True})
+        assert answer.json()["position"] == 1
+
+
+def test_reports_and_metrics_are_of_all_workers(alone: LiveServer) -> None:
+    del alone
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        running.read_until("ready", workers=WORKERS)
+        with httpx.Client(base_url=running.url, headers={"connection": "close"}) as http:
+            for name in NAMES:
+                for _ in range(3):
+                    http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
+            steps = [{"session": name, "tokens": [5]} for name in NAMES]
+            http.post("/v1/sessions/tokens", json={"steps": steps}).raise_for_status()
+            made = 4 * len(NAMES)
+            for _ in range(4):
+                model = http.get("/v1/report").json()["models"][0]
+                assert model["operations"]["step"] == made
+                assert model["sessions"]["resident"] == len(NAMES)
+                assert model["costs"]
+                for accept in ("", "application/openmetrics-text; version=1.0.0"):
+                    text = http.get("/metrics", headers={"accept": accept}).text
+                    found = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in text.splitlines()}
+                    assert float(found["wane_ready"]) == 1
+                    assert sum(float(n) for key, n in found.items() if key.startswith("wane_answers_total")) == made
+                    steps_counted = (
+                        'wane_http_requests_total{method="POST",route="/v1/sessions/{session}/tokens",status="200"}'
+                    )
+                    assert float(found[steps_counted]) == 3 * len(NAMES)
+                    assert (
+                        sum(float(n) for key, n in found.items() if "/v1/sessions/tokens" in key and "total" in key)
+                        == 1
+                    )
+
+
+def test_a_model_is_loaded_and_unloaded_in_all_workers(http: httpx.Client) -> None:
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    http.post(f"/v2/repository/models/{model}/unload").raise_for_status()
+    assert {http.post("/v1/predict", json={"tokens": [5]}).status_code for _ in range(8)} == {httpx.codes.NOT_FOUND}
+    http.post(f"/v2/repository/models/{model}/load").raise_for_status()
+    assert {http.post("/v1/predict", json={"tokens": [5]}).status_code for _ in range(8)} == {httpx.codes.OK}
+
+
+def test_the_limits_of_a_key_hold_for_all_workers_together(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    few, slow = ("few", "sessions=5"), ("slow", "rate=0.01 burst=6")
+    keys.write_text("".join(f"{name}:sha256:{digest(name.encode()).hex()} {limits}\n" for name, limits in (few, slow)))
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
+        running.read_until("ready", workers=WORKERS)
+        with httpx.Client(base_url=running.url) as http:
+
+            def asked(key: str, body: dict[str, Any]) -> int:
+                headers = {"authorization": f"Bearer {key}", "connection": "close"}
+                return http.post("/v1/sessions", json=body, headers=headers).status_code
+
+            made = [asked(few[0], {}) for _ in range(9)]
+            assert made == [httpx.codes.CREATED] * 5 + [httpx.codes.TOO_MANY_REQUESTS] * 4
+            made = [asked(slow[0], {}) for _ in range(9)]
+            assert made == [httpx.codes.CREATED] * 6 + [httpx.codes.TOO_MANY_REQUESTS] * 3
+
+
+def test_sessions_in_a_file_are_found_with_any_number_of_workers(tmp_path: Path) -> None:
+    file = tmp_path / "sessions"
+    position = 0
+    for workers in (2, 3, 1, 2):
+        options = () if workers == 1 else ("--workers", str(workers))
+        with live_server(*options, "--bundles", BUNDLE, "--session-file", str(file)) as running:
+            if workers > 1:
+                running.read_until("ready", workers=workers)
+            position += 1
+            with httpx.Client(base_url=running.url, headers={"connection": "close"}) as http:
+                for name in NAMES:
+                    body = {"tokens": [5], "create": position == 1}
+                    answer = http.post(f"/v1/sessions/{name}/tokens", json=body)
+                    assert answer.status_code == httpx.codes.OK, (workers, answer.text)
+                    assert answer.json()["position"] == position
+            assert running.stop() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["sessions"], ["sessions", "sessions.read"])
+
+
+def workers_of(server: LiveServer) -> list[int]:
+    """Returns the process ids of a server's workers, by number."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    numbers = {
+        int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b'"number":')[1].split(b",")[0]): int(pid)
+        for pid in children
+    }
+    return [numbers[number] for number in range(WORKERS)]
+
+
+def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions() -> None:
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        running.read_until("ready", workers=WORKERS)
+        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
+            names = [of_worker(worker, "k") for worker in range(WORKERS)]
+            for name in names:
+                http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
+            os.kill(workers_of(running)[1], signal.SIGKILL)
+            deadline, seen = time.monotonic() + 60, set[int]()
+            while httpx.codes.NOT_FOUND not in seen and time.monotonic() < deadline:
+                try:
+                    seen.add(http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5]}).status_code)
+                except httpx.TransportError:  # the killed worker had accepted the connection
+                    continue
+            assert seen <= {httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE}
+            assert httpx.codes.NOT_FOUND in seen
+            answer = http.post(f"/v1/sessions/{names[0]}/tokens", json={"tokens": [5]})
+            assert answer.json()["position"] == 2
+            assert (
+                http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5], "create": True}).json()["position"]
+                == 1
+            )
+        assert running.stop() == 0
+
+
+async def test_a_drain_finishes_the_steps_in_flight() -> None:
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        running.read_until("ready", workers=WORKERS)
+        async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
+
+            async def step(name: str) -> int:
+                body = {"tokens": [5] * 30_000, "create": True}
+                return (await http.post(f"/v1/sessions/drain-{name}/tokens", json=body)).status_code
+
+            steps = [asyncio.create_task(step(name)) for name in NAMES[:6]]
+            await asyncio.sleep(0.3)
+            running.process.send_signal(signal.SIGTERM)
+            statuses = await asyncio.gather(*steps)
+        assert set(statuses) <= {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}
+        assert httpx.codes.OK in statuses
+        assert await asyncio.to_thread(running.process.wait, 30) == 0
+
+
+def test_a_busy_port_and_a_wrong_number_are_errors() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        refused: Sequence[tuple[Sequence[str], str]] = (
+            (("--workers", "2", "--port", port), "cannot listen on"),
+            (("--workers", "0"), "--workers"),
+            (("--workers", "many"), "--workers"),
+        )
+        for options, said in refused:
+            ended = run("serve", *options)
+            assert ended.returncode != 0
+            assert said in ended.stderr
+
+
+def test_workers_that_cannot_start_end_the_server(tmp_path: Path) -> None:
+    ended = run("serve", "--workers", "2", "--port", "0", "--bundles", str(tmp_path))
+    assert ended.returncode == FAILED
+    assert ended.stderr.count("error: ") == 1
+    assert str(tmp_path) in ended.stderr
