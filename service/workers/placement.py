@@ -83,6 +83,10 @@ class Placement:
         self._steps = msgspec.json.Decoder(_Steps).decode
         self._checked = msgspec.json.Decoder(StepsBody).decode
 
+    def worker_of(self, session: str) -> int:
+        """Returns the number of the worker that has the session with this id."""
+        return worker_of(session, self._workers)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             listening = await self._peers.listen()
@@ -94,7 +98,7 @@ class Placement:
         posts = scope["type"] == "http" and scope["method"] == "POST"
         match = None if posts and path == MANY else OF_SESSION(path)
         if match is not None:
-            worker = worker_of(match[1], self._workers)
+            worker = self.worker_of(match[1])
             if worker == self._me:
                 await self._app(scope, receive, send)
             else:
@@ -192,9 +196,9 @@ class Placement:
         except (msgspec.DecodeError, RecursionError):  # this worker answers with the error
             return self._me
         if match is None:
-            return self._me if named.session is None else worker_of(named.session, self._workers)
+            return self._me if named.session is None else self.worker_of(named.session)
         sequence = None if named.parameters is None else named.parameters.sequence_id
-        return worker_of(f"{match[1]}:{sequence}", self._workers) if sequence else self._me
+        return self.worker_of(f"{match[1]}:{sequence}") if sequence else self._me
 
     def _with_id(self, body: bytes, worker: int) -> bytes | None:
         """Returns the body of a request for a new session with a random id of a session of `worker`. Returns None if
@@ -205,7 +209,7 @@ class Placement:
             return None
         if fields.get("session", NULL) != NULL:
             return None
-        while worker_of(session := token_urlsafe(ID_BYTES), self._workers) != worker:
+        while self.worker_of(session := token_urlsafe(ID_BYTES)) != worker:
             pass
         return msgspec.json.encode(fields | {"session": session})
 
@@ -221,7 +225,7 @@ class Placement:
             return None
         parts: dict[int, list[int]] = {}
         for index, step in enumerate(steps):
-            parts.setdefault(worker_of(step.session, self._workers), []).append(index)
+            parts.setdefault(self.worker_of(step.session), []).append(index)
         return None if [*parts] == [self._me] else parts
 
     async def _join(self, body: bytes, parts: dict[int, list[int]], scope: Scope, send: Send) -> None:

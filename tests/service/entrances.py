@@ -8,6 +8,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -182,7 +184,10 @@ SERVED: dict[str, type[HttpEntrance | WebSocketEntrance]] = {
     "http": HttpEntrance,
     "bulk": BulkEntrance,
     "websocket": WebSocketEntrance,
+    "passed on": HttpEntrance,
+    "passed on, websocket": WebSocketEntrance,
 }
+"""The entrances of a server. A request at the last two is passed to a second worker, which answers it."""
 ENTRANCES = ["engine", *SERVED]
 
 
@@ -194,7 +199,8 @@ async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
         await start_sessions(harness)
         yield EngineEntrance(OneEngine(harness.engine))
         return
-    async with served(harness) as server:
-        entrance = SERVED[name](server)
-        yield entrance
-        await entrance.close()
+    with TemporaryDirectory() as folder:
+        async with served(harness, Path(folder) if name.startswith("passed on") else None) as server:
+            entrance = SERVED[name](server)
+            yield entrance
+            await entrance.close()

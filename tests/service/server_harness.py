@@ -6,21 +6,33 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
+
+from starlette.types import Receive, Scope, Send
 
 from tests.service.conftest import SocketServer, never
 from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeRegistry
-from wane.service.app import create_app
+from wane.service.app import Application, create_app
+from wane.service.auth.keyring import own_bucket
 from wane.service.engine.engine import Engine
+from wane.service.net.limits import Limits
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
+from wane.service.server import Worker
+from wane.service.sessions.stores.memory import OwnedSessions
 from wane.service.settings import Settings
 from wane.service.types.request import StepRequest
+from wane.service.workers.links import Peers
+from wane.service.workers.placement import Placement
 
 PREDICT = "/v1/predict"
 STEP = "/v1/sessions/a/tokens"
 STEP_ROUTE = "/v1/sessions/{session}/tokens"
+
+ANSWER_S = 60  # the time in which the second worker answers
 
 VARIABLE = ("latency", "request_id", "session")
 
@@ -54,17 +66,47 @@ class OneEngine(FakeRegistry):
         """Does nothing, because the harness's fixture closes the engine."""
 
 
+class OtherWorker(Placement):
+    """Passes each request of a session to a second worker, which has the same engine."""
+
+    def __init__(self, folder: Path, app: Application, limits: Limits) -> None:
+        """`folder` is for the workers' sockets."""
+        paths = [str(folder / str(number)) for number in range(2)]
+        super().__init__(app, partial(Peers, paths, 0, limits, ANSWER_S), 0, 2)
+        self.second = Peers(paths, 1, limits, ANSWER_S, app)
+
+    def worker_of(self, session: str) -> int:
+        """Returns the number of the second worker."""
+        return 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await super().__call__(scope, receive, send)
+            return
+        async with await self.second.listen():
+            await super().__call__(scope, receive, send)
+
+
+def ignore(_: object) -> None:
+    """Is called when the worker is ready."""
+
+
 class ServerHarness(SocketServer):
     """A server with the engine of a harness."""
 
-    def __init__(self, harness: EngineHarness, **changes: Any) -> None:
-        """`changes` has settings."""
+    def __init__(self, harness: EngineHarness, folder: Path | None = None, **changes: Any) -> None:
+        """`folder`: if it is not None, the server has two workers, whose sockets are there, and passes each request of
+        a session on. `changes` has settings."""
         settings = Settings(**changes)
         self.harness = harness
         self.metrics = Metrics()
         self.models = OneEngine(harness.engine)
         app = create_app(settings, cast(ModelRegistry, self.models), self.metrics, on_load_failure=never)
-        super().__init__(app, self.models)
+        worker: Worker | None = None
+        if folder is not None:
+            place = partial(OtherWorker, folder)
+            worker = Worker(0, folder / "log", place, [], ignore, own_bucket, OwnedSessions())
+        super().__init__(app, self.models, worker=worker)
         self.ends = asyncio.Event()
         self.clients: list[Client] = []
 
@@ -80,11 +122,11 @@ class ServerHarness(SocketServer):
 
 
 @asynccontextmanager
-async def served(harness: EngineHarness, **changes: Any) -> AsyncIterator[ServerHarness]:
+async def served(harness: EngineHarness, folder: Path | None = None, **changes: Any) -> AsyncIterator[ServerHarness]:
     """Runs a server with the sessions a, b and c during the block. Each session has received the token 5, and has a
-    resident state."""
+    resident state. `folder`: see `ServerHarness`."""
     await start_sessions(harness)
-    server = ServerHarness(harness, **changes)
+    server = ServerHarness(harness, folder, **changes)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
     try:
