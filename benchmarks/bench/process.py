@@ -98,13 +98,14 @@ class ServerProcess:
     def cpu_seconds(self) -> float:
         """Returns the user and system CPU seconds of all running processes of the server."""
         spent = 0
-        for pid in self._pids():
+        for pid in self.pids():
             with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 spent += int(fields[11]) + int(fields[12])
         return spent / TICKS
 
-    def _pids(self) -> Iterator[int]:
+    def pids(self) -> Iterator[int]:
+        """Yields the ids of all running processes of the server."""
         wanted = f"{MARK}={self._mark}".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -116,7 +117,7 @@ class ServerProcess:
         """Waits until the server's processes have ended. Returns the ids of the processes that still run after
         `seconds`."""
         deadline = time.monotonic() + seconds
-        while (left := list(self._pids())) and time.monotonic() < deadline:
+        while (left := list(self.pids())) and time.monotonic() < deadline:
             self._process.poll()
             time.sleep(0.05)
         return left

@@ -658,6 +658,16 @@ class Engine:
             view = self.steps.view(record, self.identity)
             return NewSession(**asdict(view)) if created else view
 
+    async def history(
+        self, session: str, position: int | None, deadline: float | None = None
+    ) -> tuple[SessionView, History]:
+        """Returns a session, and its history up to `position`, by default all, after its step in flight, if any, has
+        ended. Raises UnknownSession, and InvalidRequest like `fork`."""
+        with self.admission.admitted():
+            async with until(deadline), self.sessions.locks.held(session):
+                record, history = await self.sessions.history(session, position)
+            return self.steps.view(record, self.identity), history
+
     async def get_session(self, session: str) -> SessionView:
         """Returns a session without resetting its idle time. Raises UnknownSession."""
         return self.steps.view(await self.sessions.read(session), self.identity)

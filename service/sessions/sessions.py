@@ -212,6 +212,14 @@ class Sessions:
                     cache.put(forked.session, base._replace(slot=slot, revision=forked.revision), self._clock())
         return forked, created
 
+    async def history(self, session: str, position: int | None) -> tuple[SessionRecord, History]:
+        """Returns a session, and its history up to `position`, by default all. Raises the errors of `fork`."""
+        record = await self.read(session)
+        position = record.position if position is None else position
+        _check_reach(record, position, "forked at")
+        tokens = record.tail.without_last(record.position - position).ids().tolist()
+        return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position)
+
     async def _create(self, given: str | None, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:
         """Adds a new session to the store: see `create`."""
         session = record.session

@@ -23,12 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from wane.service.api import encode
 from wane.service.api.body import ENCODING, uncompressed
 from wane.service.api.exchange import PART, HttpExchange, RequestContext, RequestPolicy
+from wane.service.api.routes.sessions import HISTORY
 from wane.service.api.schemas.sessions import StepsBody
 from wane.service.app import Application
 from wane.service.auth.guard import FREE
 from wane.service.errors import WaneError
 from wane.service.net.connection import CONNECTION, Connection
 from wane.service.sessions.sessions import ID_BYTES
+from wane.service.settings import IN_MEMORY
 from wane.service.workers import totals
 from wane.service.workers.links import Peers, connection_of
 from wane.service.workers.totals import Answered
@@ -78,6 +80,7 @@ class Placement:
         self._most_bytes = app.settings.max_body_bytes
         self._most_steps = app.settings.max_batch_inputs
         self._policy: RequestPolicy = app.state.policy
+        self._divides_sessions = app.settings.store == IN_MEMORY
         self._named = msgspec.json.Decoder(_Named).decode
         self._fields = msgspec.json.Decoder(dict[str, Raw]).decode
         self._steps = msgspec.json.Decoder(_Steps).decode
@@ -97,7 +100,9 @@ class Placement:
         path: str = scope["path"]
         posts = scope["type"] == "http" and scope["method"] == "POST"
         match = None if posts and path == MANY else OF_SESSION(path)
-        if match is not None:
+        if match is not None and posts and path.endswith("/fork"):
+            await self._fork(self.worker_of(match[1]), scope, receive, send)
+        elif match is not None:
             worker = self.worker_of(match[1])
             if worker == self._me:
                 await self._app(scope, receive, send)
@@ -213,6 +218,32 @@ class Placement:
             pass
         return msgspec.json.encode(fields | {"session": session})
 
+    async def _fork(self, worker: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forks a session of `worker`. The new session may be another worker's, which gets the session's history."""
+        content = connection_of(scope).content
+        if content is None:
+            content, receive = await self._read(receive)
+        if content is None:
+            await self._app(scope, receive, send)
+            return
+        body = await self._plain(scope, content)
+        if (named := self._with_id(body, worker)) is not None:
+            scope, receive, content = renewed(scope, named)
+        other = self._worker_of_body(CREATE, scope, body)
+        if named is not None or other == worker or not self._divides_sessions:
+            await self._answer(worker, scope, receive, send, content)
+            return
+        connection = connection_of(scope)
+        part = Part(connection, body)
+        with together(connection, [part]):
+            answer = await self._ask(worker, scope, part, {HISTORY: True})
+        if answer.is_success:
+            created = {**scope, "path": CREATE, "raw_path": CREATE.encode()}
+            part = Part(connection, answer.body)
+            with together(connection, [part]):
+                answer = await self._ask(other, created, part, {PART: True, FREE: True})
+        await answer.send(send)
+
     # Calls with steps of many sessions
 
     def _cut(self, body: bytes) -> dict[int, list[int]] | None:
@@ -273,11 +304,7 @@ class Placement:
                 marks = {PART: True, FREE: True}
                 answers += await asyncio.gather(*[self._ask(one, scope, parts[one], marks) for one in others])
                 answers[0] = await asyncio.to_thread(join, answers)
-        answer = answers[0]
-        headers = [pair for pair in answer.headers if pair[0] != b"content-length"]
-        headers.append((b"content-length", b"%d" % len(answer.body)))
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer.body})
+        await answers[0].send(send)
 
     async def _ask(self, worker: int, scope: Scope, part: Part, marks: Mapping[str, object] | None = None) -> Answered:
         """Returns a worker's answer to a part of a request. `marks` are further parts of the scope."""

@@ -14,6 +14,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
+from starlette.types import Send
 
 from wane.service.workers.merge_reports import merge
 
@@ -30,6 +31,13 @@ class Answered:
     def is_success(self) -> bool:
         """Whether the request succeeded."""
         return self.status < 400
+
+    async def send(self, send: Send) -> None:
+        """Sends the answer with ASGI's function `send`."""
+        headers = [pair for pair in self.headers if pair[0] != b"content-length"]
+        headers.append((b"content-length", b"%d" % len(self.body)))
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
 
     def header(self, name: bytes) -> bytes:
         """Returns the value of a header with this lower-case name, or no bytes."""

@@ -122,7 +122,7 @@ class ServerHarness(SocketServer):
 
 
 @asynccontextmanager
-async def served(harness: EngineHarness, folder: Path | None = None, **changes: Any) -> AsyncIterator[ServerHarness]:
+async def served(harness: EngineHarness, folder: Path | None = None, /, **changes: Any) -> AsyncIterator[ServerHarness]:
     """Runs a server with the sessions a, b and c during the block. Each session has received the token 5, and has a
     resident state. `folder`: see `ServerHarness`."""
     await start_sessions(harness)

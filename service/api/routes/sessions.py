@@ -86,6 +86,9 @@ LINKS = {
 }
 """The links from a created session to its routes, for the OpenAPI description."""
 
+HISTORY = "wane.history"
+"""The key of a scope whose request for a fork is answered with the body of a request that creates the new session,
+because another worker has it."""
 STEPS_AT_ONCE = 16  # of a call with many steps, in one iteration of the event loop
 TOP_K = ONE_TOKEN.top_k  # the value of `top_k` for a step without `top_k`
 
@@ -294,6 +297,12 @@ async def fork(request: Request, session: SessionId) -> Response:
     body = await decode(request, ForkBody)
     name = session_key(request, session)
     engine = await session_engine(request, name)
+    if HISTORY in request.scope:
+        view, history = await engine.history(name, body.position, deadline(request))
+        copied = SessionBody(
+            session=body.session, model=engine.name, mode=view.mode, history=history.tokens, position=history.position
+        )
+        return encode.reply(copied)
     with until_hangup(request):
         view = await engine.fork(name, body.session, body.position, owner(request), deadline(request))
     return _session_reply(view)

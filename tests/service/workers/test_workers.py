@@ -106,6 +106,32 @@ def test_a_session_without_an_id_is_found_by_every_worker(http: httpx.Client) ->
             assert http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5]}).json()["position"] == position
 
 
+def test_a_session_is_forked_from_one_worker_to_another(http: httpx.Client) -> None:
+    for worker in range(WORKERS):
+        source = of_worker(worker, "source")
+        taken = http.post(f"/v1/sessions/{source}/tokens", json={"tokens": [5, 6, 7, 8], "create": True}).json()
+        for target in (of_worker(0, f"fork{worker}"), of_worker(1, f"fork{worker}"), None):
+            for status in (httpx.codes.CREATED, httpx.codes.OK)[: 1 if target is None else 2]:
+                forked = http.post(f"/v1/sessions/{source}/fork", json={} if target is None else {"session": target})
+                assert forked.status_code == status, forked.text
+                assert forked.json()["position"] == 4
+            name = forked.json()["session"]
+            assert forked.headers["location"] == f"/v1/sessions/{name}"
+            steps = [http.post(f"/v1/sessions/{one}/tokens", json={"tokens": [9]}).json() for one in (source, name)]
+            http.post(f"/v1/sessions/{source}/rewind", json={"position": 4})
+            assert steps[0]["predictions"] == steps[1]["predictions"]
+            again = http.post(f"/v1/sessions/{source}/fork", json={"session": name})
+            assert again.status_code == httpx.codes.CONFLICT, again.text
+        target = of_worker(1 - worker, "earlier")
+        forked = http.post(f"/v1/sessions/{source}/fork", json={"session": target, "position": 2})
+        assert forked.json()["position"] == 2
+        for wrong in ({"session": target + "x", "position": 9}, {"session": "a/b"}, {"token": 1}):
+            refused = http.post(f"/v1/sessions/{source}/fork", json=wrong)
+            assert refused.status_code == httpx.codes.UNPROCESSABLE_ENTITY, refused.text
+        assert http.post("/v1/sessions/none/fork", json={"session": target}).status_code == httpx.codes.NOT_FOUND
+        assert taken["position"] == 4
+
+
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_call_for_many_sessions_is_cut_and_joined(http: httpx.Client, alone: LiveServer, columns: bool) -> None:
     prefix = "c" if columns else "d"
