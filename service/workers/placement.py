@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wane.service.api import encode
-from wane.service.api.body import ENCODING, uncompressed
+from wane.service.api.body import ENCODING, LARGE_BYTES, uncompressed
 from wane.service.api.exchange import PART, HttpExchange, RequestContext, RequestPolicy
 from wane.service.api.routes.sessions import HISTORY
 from wane.service.api.schemas.sessions import StepsBody
@@ -142,7 +142,7 @@ class Placement:
         body = await self._plain(scope, content)
         path = scope["path"]
         if path == MANY:
-            parts = self._cut(body)
+            parts = self._cut(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(self._cut, body)
             if parts is None:
                 await self._app(scope, receive, send)
             elif len(parts) == 1:
@@ -275,6 +275,8 @@ class Placement:
                 )
             if any(answer.is_success for answer in answers):
                 document = totals.joined_steps(len(steps.steps), [*zip(parts.values(), answers, strict=True)])
+                if "session" in document:  # a part that failed has none
+                    document["session"] = [self._named(step).session for step in steps.steps]
                 await exchange.reply(encode.reply(document))
             else:
                 await exchange.reply(encode.Reply(answers[0].body, answers[0].status))
