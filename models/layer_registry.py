@@ -5,9 +5,9 @@ layer that has a state is its cell. The memory of a layer is fading or finite. A
 layer) depends on all earlier tokens; its certificate states the factor by which two of its states come closer at every
 token. A layer with finite memory depends on the last `reach + 1` tokens; its state consists of its last inputs.
 
-To add a kind, add its class and its entry of `AnyLayer` here, and a file to each folder of `PARTS`. The file's name is
-`LayerSpec.module`. The docstring of each of these folders describes what its files define. `models/layer_parts.py`
-imports a part on demand. Therefore a manifest can be read without torch.
+To add a kind, add its class, its entry of `AnyLayer` and its name in `Kind` here, and a file to each folder of `PARTS`.
+The file's name is `LayerSpec.module`. The docstring of each of these folders describes what its files define.
+`models/layer_parts.py` imports a part on demand. Therefore a manifest can be read without torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Attacks the bounds of random stacks with every kind of layer: convolutions, attention, leaky units, linear recurrent
-units, gated cells and LSTMs.
+"""Attacks the bounds of random stacks of layers of every kind.
 
     OMP_NUM_THREADS=1 python -m research.stack_attack [--models N] [--seed N]
 
@@ -25,6 +24,7 @@ from research.histories import after
 from wane.models.architecture import Architecture
 from wane.models.certificate import certify
 from wane.models.certificate.request import RequestBound
+from wane.models.layer_registry import FADING, KINDS, Kind
 from wane.models.reference import Reference
 from wane.models.weights import Weights, weight_shapes
 
@@ -34,38 +34,39 @@ ROUNDED = 1e-9
 """The rounding of two runs in float64."""
 
 Fields = dict[str, object]
-FADING: tuple[Fields, ...] = (
-    {"kind": "gated", "gate_cap": 0.7},
-    {"kind": "gated", "gate_cap": 0.9, "candidate": "identity"},
-    {"kind": "leaky", "gate_cap": 0.7},
-    {"kind": "leaky", "gate_cap": 0.9, "candidate": "identity"},
-    {"kind": "lru"},
-    {"kind": "lstm"},
-)
+FINITE = tuple(kind for kind in KINDS if kind not in FADING)
 
 
-def _finite(random: np.random.Generator) -> Fields:
-    """Returns a random layer with finite memory."""
-    if random.random() < 0.5:
-        return {"kind": "attention", "window": int(random.integers(2, 6)), "heads": int(random.choice([1, 2, 3]))}
-    return {
-        "kind": "convolution",
-        "kernel_size": int(random.integers(2, 5)),
-        "dilation": int(random.choice([1, 2, 3, 7])),
-        "channels": str(random.choice(["depthwise", "full"])),
-        "activation": str(random.choice(["none", "relu", "tanh", "glu", "wavenet"])),
-    }
+def _layer(random: np.random.Generator, kind: Kind) -> Fields:
+    """Returns a random layer of a kind."""
+    fields: Fields = {"kind": kind, "units": UNITS}
+    if kind == "attention":
+        fields |= {"window": int(random.integers(2, 6)), "heads": int(random.choice([1, 2, 3]))}
+    elif kind == "convolution":
+        fields |= {"kernel_size": int(random.integers(2, 5)), "dilation": int(random.choice([1, 2, 3, 7]))}
+        fields["channels"] = str(random.choice(["depthwise", "full"]))
+        fields["activation"] = str(random.choice(["none", "relu", "tanh", "glu", "wavenet"]))
+    elif KINDS[kind].input_gated:
+        fields["gate_cap"] = float(random.choice([0.7, 0.9]))
+        fields["candidate"] = str(random.choice(["tanh", "identity", "positive"]))
+    return fields
 
 
-def random_stack(seed: int) -> tuple[Architecture, Weights]:
-    """Returns a random model: up to two layers with finite memory, and up to two with fading memory above them."""
+def random_stack(seed: int, kind: Kind | None = None) -> tuple[Architecture, Weights]:
+    """Returns a random model: up to two layers with finite memory, and up to two with fading memory above them. kind:
+    that of one more layer, at the bottom if its memory is finite, and else on top."""
     random = np.random.default_rng(seed)
-    layers = [_finite(random) for _ in range(random.integers(0, 3))]
-    layers += [FADING[random.integers(len(FADING))] for _ in range(random.integers(0 if layers else 1, 3))]
+    layers = [_layer(random, FINITE[random.integers(len(FINITE))]) for _ in range(random.integers(0, 3))]
+    above = random.integers(0 if layers or kind else 1, 3)
+    layers += [_layer(random, FADING[random.integers(len(FADING))]) for _ in range(above)]
+    if kind is not None:
+        layers.insert(0 if KINDS[kind].finite else len(layers), _layer(random, kind))
     residual = bool(random.random() < 0.5)
     block: Fields = {"block": "residual", "feed_forward": int(random.choice([0, 5]))} if residual else {}
+    if residual and all(each["kind"] in FINITE for each in layers):
+        block["skip"] = bool(random.random() < 0.5)
     fields = {"vocabulary_size": TOKENS, "embedding": UNITS, "norm_epsilon": 0.25 if residual else 1e-5}
-    model = Architecture.model_validate(fields | {"layers": [{"units": UNITS, **each, **block} for each in layers]})
+    model = Architecture.model_validate(fields | {"layers": [each | block for each in layers]})
     scale, weights = float(random.choice([0.3, 1.0, 3.0])), {}
     for name, shape in weight_shapes(model).items():
         values = random.normal(size=shape)
@@ -79,10 +80,11 @@ def random_stack(seed: int) -> tuple[Architecture, Weights]:
     return model, weights
 
 
-def examine(seed: int) -> dict[str, float]:
-    """Returns, for the model of `seed`: `pairs`, the number of distances that were compared with a bound; `above`, the
-    number of those above it; `tightest`, the largest distance divided by its bound."""
-    model, weights = random_stack(seed)
+def examine(seed: int, kind: Kind | None = None) -> dict[str, float]:
+    """Returns, for the model of `seed` and `kind` (see `random_stack`): `pairs`, the number of distances that were
+    compared with a bound; `above`, the number of those above it; `tightest`, the largest distance divided by its
+    bound."""
+    model, weights = random_stack(seed, kind)
     random, exact = np.random.default_rng([seed, 1]), Reference(model, weights)
     certificate, request = certify(model, weights, max(WINDOWS), None), RequestBound(model, weights)
     found = {"pairs": 0.0, "above": 0.0, "tightest": 0.0}

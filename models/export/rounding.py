@@ -42,18 +42,16 @@ from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.rounding import carry
 from wane.models.certificate.stack import Stack
 from wane.models.manifest import Rounding, StateError
-from wane.models.parity import Run, Tensors
+from wane.models.parity import HEADROOM, Run, Tensors
 from wane.models.reference import Reference, State
 from wane.models.weights import Weights
 
 Tokens = NDArray[np.int64]
 
-SAFETY_OF_STEP = 1.25
-"""The factor by which the largest measured error of one step is multiplied."""
-
-SAFETY_OF_NORM = 2.0
-"""The factor for the error of the output of residual networks, because the largest rounding error of a LayerNorm is not
-known."""
+SAFETY = HEADROOM
+"""The factor by which the largest measured errors are multiplied. The checks of a bundle expect that the bound of a
+whole run is at least this many times the error of their own runs. In a model that forgets at once, this is an error of
+one step."""
 
 ROW_STEPS = 1 << 16
 """The approximate number of measured steps. This number divided by the length of the sequences is the number of rows.
@@ -132,17 +130,13 @@ class _Measuring:
         for column in tokens.T:
             _, state, front = self._measure(column, state, front)
         seen = self._seen
-        step = {
-            name: StateError(box=SAFETY_OF_STEP * box, ball=SAFETY_OF_STEP * ball)
-            for name, (box, ball) in seen.step.items()
-        }
-        of_output = SAFETY_OF_NORM if self._residual else SAFETY_OF_STEP
-        output = of_output * (seen.output + seen.logits / self._diameter)
+        step = {name: StateError(box=SAFETY * box, ball=SAFETY * ball) for name, (box, ball) in seen.step.items()}
+        output = SAFETY * (seen.output + seen.logits / self._diameter)
         states, carried = carry(Stack(self._architecture, self._weights, self._layers), step)
         return Rounding(
             sequences="all",
             steps=seen.steps,
-            safety=SAFETY_OF_STEP,
+            safety=SAFETY,
             step=step,
             output=output,
             states=states,

@@ -67,7 +67,7 @@ FADING = st.sampled_from(
         {"kind": "leaky", "units": 6, "gate_cap": 0.7, "candidate": "identity"},
         {"kind": "leaky", "units": 6, "gate_cap": 0.7, "candidate": "positive"},
         {"kind": "lru", "units": 6},
-        {"kind": "lstm", "units": 6},
+        *({"kind": kind, "units": 6} for kind in ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm")),
     )
 )
 
