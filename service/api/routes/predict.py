@@ -16,9 +16,9 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.openapi import answers, json_body
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import EventInput
+from wane.service.api.schemas.common import EventInput, EventsBody
 from wane.service.api.schemas.compare import CompareBody
-from wane.service.api.schemas.predict import EventsBody, PredictBody
+from wane.service.api.schemas.predict import PredictBody
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest

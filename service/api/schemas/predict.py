@@ -9,9 +9,8 @@ from msgspec import Meta
 from wane.service.api.schemas.common import (
     AUTO,
     HISTORY,
-    Body,
     Cache,
-    Events,
+    EventsBody,
     Model,
     Prove,
     RankedBody,
@@ -27,12 +26,6 @@ from wane.service.api.schemas.common import (
 )
 from wane.service.types.common import Mode, says
 from wane.service.types.request import TOLERANCE_MODES, WINDOW_MODES
-
-
-class EventsBody(Body, kw_only=True):
-    """An input of a batch that is a sequence of events."""
-
-    events: Events
 
 
 class PredictBody(RankedBody, kw_only=True):
