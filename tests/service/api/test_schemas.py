@@ -196,6 +196,8 @@ BODIES = [
     "/v1/sessions",
     "/v1/sessions/{session}/tokens",
     "/v1/sessions/{session}/rewind",
+    "/v1/sessions/{session}/fork",
+    "/v1/sessions/{session}/continuations",
     "/v1/sessions/tokens",
     "/v1/completions",
     "/tokenize",

@@ -10,6 +10,7 @@ import pytest
 from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
 from tests.service.problems import assert_problem
 from tests.service.server_harness import served
+from wane.service.types.request import StepRequest
 
 PATH = "/v1/sessions/a/continuations"
 KEYS = {name: f"{name}-0123456789abcdefgh" for name in ("alice", "bob")}
@@ -92,3 +93,27 @@ async def test_a_key_reads_only_its_own_sessions(harness: EngineHarness) -> None
                 assert refused.status_code in (404, 422), session
             answered = await alice.post("/v1/sessions/s/continuations", json={"continuations": [[7]]})
             assert (answered.status_code, answered.json()["session"]) == (200, "s")
+
+
+async def test_the_rows_of_an_inference_are_continuations_of_its_sequence(harness: EngineHarness) -> None:
+    async with served(harness) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await harness.engine.create_session("fake:7", None)
+        await harness.engine.submit(StepRequest("fake:7", (5,)))
+        inputs = [{"name": "tokens", "shape": [2, 2], "datatype": "INT64", "data": [[6, 7], [8, 9]]}]
+        outputs = [{"name": name} for name in ("top_ids", "token_logprobs", "error_bound", "position", "logits")]
+        body = {"inputs": inputs, "outputs": outputs, "parameters": {"sequence_id": 7, "continuations": True}}
+        answer = await client.post("/v2/models/fake/infer", json=body)
+        assert answer.status_code == 200, answer.text
+        found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
+        native = await client.post(PATH, json={"continuations": [[6, 7], [8, 9]], "top_k": 16})
+        results = native.json()["results"]
+        assert found["top_ids"] == [one["token_id"] for result in results for one in result["predictions"]]
+        assert found["token_logprobs"] == pytest.approx([value for result in results for value in result["logprobs"]])
+        assert (found["error_bound"], found["position"]) == ([0.0, 0.0], [3, 3])
+        assert (await harness.engine.get_session("fake:7")).position == 1
+        for name, value in {"sequence_start": True, "mode": "window", "expected_position": 1}.items():
+            refused = await client.post(
+                "/v2/models/fake/infer",
+                json=body | {"parameters": body["parameters"] | {name: value}},  # type: ignore[operator]
+            )
+            assert (refused.status_code, name in refused.json()["error"]) == (400, True), refused.text
