@@ -686,11 +686,8 @@ class Engine:
         total = sum(map(len, request.continuations))
         self._limits.length(total)
         ticket, expected_s = Ticket(request.deadline), self._cost_model.full(total) if total > PIECE_TOKENS else 0.0
-        with (
-            self.admission.admitted(),
-            self.backlog.share(expected_s, request.deadline) as share,
-            ExitStack() as held,
-        ):
+        share_of = self.backlog.share(expected_s, request.deadline)
+        with self.admission.admitted(), share_of as share, ExitStack() as held:
             async with until(request.deadline):
                 begun = GenerateRequest(mode=Mode.RECURRENT, session=request.session)
                 source, first = await self.steps.begin(begun, request.session, ticket, held)

@@ -30,8 +30,7 @@ from wane.service.types.request import ContinuationsRequest
 MOST_SLOTS = 64  # the largest number of states that the continuations of one request use at the same time
 
 TOKENS_OF_AN_ANSWER, TOKENS_OF_A_SCORE = 1024, 256
-"""Building an answer takes about as long as reading the logits of 1024 tokens. Bounding the error of one scored token
-takes as long as reading those of 256 tokens."""
+"""Building an answer takes as long as reading the logits of 1024 tokens, and bounding one token's error as of 256."""
 
 Norms = Sequence[float] | None
 Scored = tuple[tuple[float, ...], tuple[float | None, ...]]
@@ -79,10 +78,9 @@ class Continuer:
 
     async def _one(self, tokens: tuple[int, ...], unknown: tuple[str, ...]) -> Continuation:
         request, start, builder, ids = self._request, self._start, self._builder, np.array(tokens, np.int64)
-        ticket = self._ticket.beside()
+        ticket, count = self._ticket.beside(), len(ids)
         ticket.started_s = self._ticket.started_s
-        count, known = len(ids), start.known + len(ids)
-        position = start.position + count
+        position, known = start.position + count, start.known + count
         plan = AnswerPlan(Mode.RECURRENT, position, None, start.state, known, self._ranking, request.cache)
         result, scored = self._first, NOTHING
         if count:

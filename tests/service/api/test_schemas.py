@@ -34,7 +34,7 @@ MODEL = [
     r"the session is at position \d+, but",
     r"takes windows of 1 to \d+ tokens",
     r"window is given, but the session answers in mode",
-    r"the session can be rewound to positions?",
+    r"the session can be (rewound to|forked at) positions?",
     r"there is no token in the text",
     r"is only for models whose vocabulary has events",
     r"the history has \d+ tokens, but must have at most \d+, because position is \d+",
