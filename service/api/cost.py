@@ -19,7 +19,7 @@ from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.inference import InferBody
 from wane.service.api.schemas.models import IndexBody, LoadBody, UnloadBody
 from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
-from wane.service.api.schemas.sessions import ForkBody, RewindBody, SessionBody, StepBody, StepsBody
+from wane.service.api.schemas.sessions import ContinuationsBody, ForkBody, RewindBody, SessionBody, StepBody, StepsBody
 from wane.service.api.schemas.tokenizer import DetokenizeBody, TokenizeBody
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
@@ -54,7 +54,7 @@ class Cost(NamedTuple):
             raise TooLarge(f"all rows have {self.tokens} tokens, but at most {most} are accepted in one request")
 
 
-def _length(sequence: object) -> int:
+def length_of(sequence: object) -> int:
     """Returns the number of tokens of an input, or 0 for a text, which is not tokenised yet."""
     return len(sequence) if isinstance(sequence, tuple) else len(getattr(sequence, "events", ()))
 
@@ -66,25 +66,30 @@ def _within(number: int | None, most: int) -> int:
 
 def _of_predict(body: PredictBody, settings: Settings) -> Cost:
     inputs = (body.sequence,) if body.inputs is None else body.inputs
-    return Cost(len(inputs), sum(map(_length, inputs)), len(inputs) * _within(body.top_k, settings.top_k_limit))
+    return Cost(len(inputs), sum(map(length_of, inputs)), len(inputs) * _within(body.top_k, settings.top_k_limit))
 
 
 def of_score(body: ScoreBody, settings: Settings, tokens: int | None = None) -> Cost:
     """`tokens` is the number of tokens, or None before a text is tokenised."""
-    count = _length(body.sequence) if tokens is None else tokens
+    count = length_of(body.sequence) if tokens is None else tokens
     return Cost(1, count, count * _within(body.top_k, settings.top_k_limit))
 
 
 def _of_generate(body: GenerateBody, settings: Settings) -> Cost:
     made = _within(body.max_tokens, settings.max_generated_tokens)
     listed = 0 if body.stream else made * _within(body.top_logprobs, settings.top_k_limit)
-    return Cost(1, _length(body.sequence), listed, listed_fields="max_tokens or top_logprobs")
+    return Cost(1, length_of(body.sequence), listed, listed_fields="max_tokens or top_logprobs")
 
 
 def _of_steps(body: StepsBody, settings: Settings) -> Cost:
-    tokens = sum(_length(step.sequence) for step in body.steps)
+    tokens = sum(length_of(step.sequence) for step in body.steps)
     listed = sum(_within(step.top_k, settings.top_k_limit) for step in body.steps)
     return Cost(len(body.steps), tokens, listed, "steps")
+
+
+def _of_continuations(body: ContinuationsBody, settings: Settings) -> Cost:
+    count, tokens = len(body.continuations), sum(map(length_of, body.continuations))
+    return Cost(count, tokens, count * _within(body.top_k, settings.top_k_limit) + 2 * tokens, "continuations")
 
 
 def of_completion(body: CompletionBody, settings: Settings, tokens: int | None = None) -> Cost:
@@ -93,7 +98,7 @@ def of_completion(body: CompletionBody, settings: Settings, tokens: int | None =
     prompts = 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
     samples = 1 if body.n is None else body.n
     if tokens is None:
-        tokens = _length(prompt) if prompts == 1 else sum(map(_length, prompt))
+        tokens = length_of(prompt) if prompts == 1 else sum(map(length_of, prompt))
     made = _within(MAX_TOKENS if body.max_tokens is None else body.max_tokens, settings.max_generated_tokens)
     each = max(1, _within(body.logprobs, settings.top_k_limit))
     echoed = tokens * samples * each if body.echo else 0
@@ -112,9 +117,10 @@ COSTS: Mapping[type[Body], Callable[[Any, Settings], Cost]] = {
     PredictBody: _of_predict,
     ScoreBody: of_score,
     GenerateBody: _of_generate,
-    CompareBody: lambda body, _: Cost(1, _length(body.sequence)),
+    CompareBody: lambda body, _: Cost(1, length_of(body.sequence)),
     StepsBody: _of_steps,
-    StepBody: lambda body, _: Cost(1, _length(body.sequence)),
+    ContinuationsBody: _of_continuations,
+    StepBody: lambda body, _: Cost(1, length_of(body.sequence)),
     CompletionBody: of_completion,
     InferBody: _of_infer,
     SessionBody: lambda body, _: Cost(1, len(body.history or body.events or ())),

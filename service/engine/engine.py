@@ -44,7 +44,7 @@ from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import LONG_S, Backlog, Share
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
-from wane.service.engine.generate import SessionSource
+from wane.service.engine.generate import RecurrentSource, SessionSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.pending import Admission, Pending, outcome_of
@@ -55,6 +55,7 @@ from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.steps.answers import StepAnswers
 from wane.service.engine.steps.columns import StepColumns
+from wane.service.engine.steps.continuations import Continuer
 from wane.service.engine.steps.rows import StepRow
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
@@ -70,17 +71,19 @@ from wane.service.sessions.stores.codec import model_fingerprint
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
-from wane.service.types.answer import Answer, NewSession, Prediction, SessionState, SessionView
+from wane.service.types.answer import Answer, Continuations, NewSession, Prediction, SessionState, SessionView
 from wane.service.types.common import Identity, Mode
 from wane.service.types.request import (
     ANYBODY,
     CompareRequest,
+    ContinuationsRequest,
     GenerateRequest,
     History,
     Owner,
     PredictRequest,
     ScoreRequest,
     StepRequest,
+    id_of,
 )
 from wane.service.types.text import Comparison, Finish, GeneratedToken, Score, ScoredTokens, ScoreSummary
 
@@ -681,6 +684,28 @@ class Engine:
     async def _state(self, session: str, ticket: Ticket) -> SessionState:
         with self.admission.admitted():
             return await self.steps.state(session, self.identity, ticket)
+
+    async def continuations(self, request: ContinuationsRequest) -> Continuations:
+        """Scores each of the continuations of a session, and predicts the token after it. The session does not change.
+        Raises UnknownSession, InvalidRequest, TooLarge."""
+        self._limits.top_k(request.top_k)
+        for index, tokens in enumerate(request.continuations):
+            self._limits.tokens(tokens, f"continuations[{index}]")
+        total = sum(map(len, request.continuations))
+        self._limits.length(total)
+        ticket, expected_s = Ticket(request.deadline), self._cost_model.full(total) if total > PIECE_TOKENS else 0.0
+        share_of = self.backlog.share(expected_s, request.deadline)
+        with self.admission.admitted(), share_of as share, ExitStack() as held:
+            async with until(request.deadline):
+                begun = GenerateRequest(mode=Mode.RECURRENT, session=request.session)
+                source, first = await self.steps.begin(begun, request.session, ticket, held)
+                assert isinstance(source, RecurrentSource), "mode recurrent began a window: this is a bug"
+                builder, certificate = self.answer_builder, self.manifest.certificate
+                continuer = Continuer(request, source, first, builder, self.forward, certificate, ticket)
+                results = await continuer.run()
+            share.progress(1)
+        self._stats.answered("continuations", Mode.RECURRENT)
+        return Continuations(*self.identity, id_of(request.session), source.start.position, results)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Deletes a session after its step in flight, if any, has ended. Raises UnknownSession."""

@@ -225,6 +225,11 @@ class Forward:
         await self.parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
         return await self.again(write, ticket, binding=binding)
 
+    @property
+    def slots(self) -> int:
+        """The number of slots of the state pool."""
+        return self._pool.capacity
+
     def lease(self) -> AbstractContextManager[int]:
         """Like `StatePool.lease`."""
         return self._pool.lease()

@@ -166,7 +166,7 @@ class RecurrentSource:
         self._forward = forward
         self._input_ids = input_ids
         self._slot = slot
-        self._read = slot if read is None else read
+        self.read = slot if read is None else read
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:
@@ -174,7 +174,7 @@ class RecurrentSource:
 
     async def feed(self, token: int) -> RunResult:
         tokens = np.array([token], np.int64)
-        read, self._read = self._read, self._slot
+        read, self.read = self.read, self._slot
         return await self._forward.append(tokens, self._ticket, read=read, write=self._slot)
 
 

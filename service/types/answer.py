@@ -139,6 +139,28 @@ class Answer(Served, dict=True):
         return self
 
 
+class Continuation(Answer, kw_only=True):
+    """A continuation's tokens and their log-probabilities, and the prediction of the token after them. `position` is
+    the position after the continuation."""
+
+    tokens: Annotated[tuple[int, ...], says("the ids of the continuation's tokens")]
+    logprobs: Annotated[
+        tuple[float, ...],
+        says("the natural logarithm of each token's probability, given the session's tokens and the tokens before it"),
+    ]
+    error_bounds: Annotated[
+        tuple[ErrorBound, ...], says("the error bound of the distribution that predicted each token")
+    ]
+
+
+class Continuations(Served):
+    """The answers to the continuations of a session, which has not changed."""
+
+    session: SessionName
+    position: Position
+    results: Annotated[tuple[Continuation, ...], says("an answer for each continuation, in their order")]
+
+
 class Failed(Result):
     """A failed item of a batch."""
 

@@ -227,6 +227,27 @@ class StepRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ContinuationsRequest:
+    """Score each of `continuations` as the next tokens of `session`, and predict the token after it, in mode recurrent.
+    The session does not change. `unknown` are the names of each continuation's events that the vocabulary lacks.
+    `PredictRequest` describes the other fields."""
+
+    session: str
+    continuations: tuple[tuple[int, ...], ...]
+    unknown: tuple[tuple[str, ...], ...]
+    top_k: int = 5
+    deadline: float | None = None
+    cache: bool = True
+    logits: bool = False
+    filter: Filter = NO_FILTER
+
+    def __post_init__(self) -> None:
+        for tokens, unknown in zip(self.continuations, self.unknown, strict=True):
+            _some_tokens(tokens, unknown)
+        _at_least("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest accepted bound
     of the error (total variation) that the method parallel adds. The method sequential adds no error. If `truncated`,

@@ -24,7 +24,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.memory import HostMemory
-from wane.service.runners.runner import ERROR, NEXT, NORMS, RADIUS, STREAM, Array, Shapes
+from wane.service.runners.runner import ERROR, EVERY_NORMS, NEXT, NORMS, RADIUS, STREAM, Array, Shapes
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
@@ -82,10 +82,15 @@ class OracleRunner:
         state: Mapping[str, NDArray[np.floating]] = self._reference.zero_state(1)
         if role != "window":
             state = {name: feeds[name][None] for name in self._names}
-        for token in tokens:
+        logprobs, norms = np.zeros(feeds["tokens"].size, np.float32), list[Array]()
+        for index, token in enumerate(tokens):
             stream, _ = self._reference.stream(np.array([token]), state)
             hidden, after = self._reference.advance(np.array([token]), state)
             state = {name: _float32(value) for name, value in after.items()}
+            if role == "scan":
+                logits = self._reference.logits(hidden)[0]
+                logprobs[index] = logits[feeds["targets"][index]] - np.logaddexp.reduce(logits)
+                norms += [self._norms(stream, after[self._names[-1]])] if self._has_readout else []
         outputs = {"hidden": _float32(hidden[0]), "logits": _float32(self._reference.logits(hidden)[0])}
         outputs |= {NEXT + name: value[0] for name, value in state.items()}
         if self._has_readout:
@@ -102,8 +107,9 @@ class OracleRunner:
                     box = step.error[0].box[0] + (0.0 if apart is None else apart)
                     outputs[ERROR + name] = np.nextafter(_float32(box), np.float32(np.inf))
         if role == "scan":
-            # Only the engine's warm-up runs this graph, and the warm-up ignores the values.
-            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)
+            outputs["logprobs"] = logprobs
+            if norms:
+                outputs[EVERY_NORMS] = np.stack([*norms, *[norms[-1]] * (len(logprobs) - len(norms))])
         return outputs
 
     def _norms(self, stream: NDArray[np.float64], state: NDArray[np.float64]) -> NDArray[np.float32]:

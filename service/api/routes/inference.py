@@ -68,7 +68,7 @@ from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, Unkno
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
-from wane.service.types.request import Filter, Latency, PredictRequest, ScoreRequest, StepRequest
+from wane.service.types.request import ContinuationsRequest, Filter, Latency, PredictRequest, ScoreRequest, StepRequest
 from wane.service.types.text import Score
 
 Version = Annotated[str, Path(examples=["2"], description="the served version")]
@@ -345,7 +345,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
     sequence = sequence_id(parameters)
     if sequence is not None:
         return await _step(request, engine, asked, sequence)
-    for name in ("expected_position", "sequence_start", "sequence_end"):
+    for name in ("expected_position", "sequence_start", "sequence_end", "continuations"):
         if is_given(parameters, name):
             raise InvalidRequest(f"{name} is given without a sequence_id", name)
     if not asked.is_predicted:
@@ -421,6 +421,26 @@ def is_given(parameters: InferParameters, name: str) -> bool:
     return value is not None and value is not False
 
 
+async def _continued(
+    request: Request, engine: Engine, asked: InferCall, key: str, rows: list[EventTokens]
+) -> InferResults:
+    """Scores and predicts each row as a continuation of a sequence."""
+    results = InferResults(engine, rows, time.perf_counter())
+    wanted = ContinuationsRequest(
+        key,
+        tuple(row.tokens for row in rows),
+        tuple(row.unknown for row in rows),
+        _top_k(request, engine, asked),
+        asked.deadline,
+        logits=LOGITS in asked.names,
+        filter=Filter(include_unknown=bool(asked.body.parameters.include_unknown)),
+    )
+    with until_hangup(request):
+        results.answers = (await engine.continuations(wanted)).results
+    note_answer(request.scope, results.answers[0])
+    return results
+
+
 async def _step(request: Request, engine: Engine, asked: InferCall, sequence: str) -> InferResults:
     """Appends tokens to a sequence. With `sequence_start`, starts the sequence first. With `sequence_end`, deletes the
     sequence after the answer."""
@@ -436,10 +456,17 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
             f"expected_position is {parameters.expected_position}, but sequence_start starts at position 0",
             "expected_position",
         )
-    key = sequence_key(request, engine, sequence)
+    key, limits = sequence_key(request, engine, sequence), settings(request)
     if not start:
         engine = await sequence_engine(request, engine, key, sequence)
-    rows = await rows_of(engine, asked, settings(request), 1)
+    if parameters.continuations:
+        for name in ("mode", "expected_position", "sequence_start", "sequence_end"):
+            if is_given(parameters, name):
+                raise InvalidRequest(f"{name} is given with continuations, which do not change the sequence", name)
+        return await _continued(
+            request, engine, asked, key, await rows_of(engine, asked, limits, limits.max_batch_inputs)
+        )
+    rows = await rows_of(engine, asked, limits, 1)
     wanted = StepRequest(
         key,
         rows[0].tokens,

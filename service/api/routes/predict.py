@@ -18,8 +18,8 @@ from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.openapi import answers, json_body
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import EventInput
-from wane.service.api.schemas.predict import CompareBody, EventsBody, PredictBody, ScoreBody
+from wane.service.api.schemas.common import EventInput, EventsBody
+from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest

@@ -27,14 +27,15 @@ from wane.service.api.body import (
     plain_steps,
     tokens_of,
 )
-from wane.service.api.cost import Cost, admit
+from wane.service.api.cost import Cost, admit, length_of
 from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import context, note_answer, registry
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, anchored
+from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, EventsBody, anchored
 from wane.service.api.schemas.sessions import (
+    ContinuationsBody,
     ForkBody,
     RewindBody,
     SessionBody,
@@ -50,8 +51,17 @@ from wane.service.engine.steps.rows import StepRow
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.registry.registry import other_model
 from wane.service.sessions.stores.store import DamagedSession
-from wane.service.types.answer import Answer, Answers, Failed, NewSession, SessionView, StepColumns
-from wane.service.types.request import MAX_KEY_CHARACTERS, SESSION_ID, SLASH, History, Owner, StepRequest, name_within
+from wane.service.types.answer import Answer, Answers, Continuations, Failed, NewSession, SessionView, StepColumns
+from wane.service.types.request import (
+    MAX_KEY_CHARACTERS,
+    SESSION_ID,
+    SLASH,
+    ContinuationsRequest,
+    History,
+    Owner,
+    StepRequest,
+    name_within,
+)
 
 # This pattern is only for the OpenAPI description. `name_within` rejects an invalid id, because a rejection by the
 # framework would not be a problem document.
@@ -306,6 +316,43 @@ async def fork(request: Request, session: SessionId) -> Response:
     with until_hangup(request):
         view = await engine.fork(name, body.session, body.position, owner(request), deadline(request))
     return _session_reply(view)
+
+
+@router.post(
+    "/{session}/continuations",
+    response_model=None,
+    responses=answers(Continuations),
+    openapi_extra=json_body(ContinuationsBody),
+)
+async def continuations(request: Request, session: SessionId) -> Response:
+    """Scores each continuation as the session's next tokens, and predicts the token after it, in mode recurrent. The
+    session does not change."""
+    body, until = await decode(request, ContinuationsBody), deadline(request)
+    name = session_key(request, session)
+    engine = await session_engine(request, name)
+    engine.check_event_count(sum(length_of(one) for one in body.continuations))
+    with until_hangup(request):
+        given = list[EventTokens]()
+        for index, one in enumerate(body.continuations):
+            if not isinstance(one, tuple):
+                await asyncio.sleep(0)  # lets the event loop run other work between many short texts
+            sequence = EventInput(one.events, body.unknown) if isinstance(one, EventsBody) else one
+            try:
+                given.append(await tokens_of(engine, sequence, until))
+            except InvalidRequest as error:
+                where = f"continuations[{index}]"
+                raise InvalidRequest(f"{where}: {error.message}", where) from error
+        wanted = ContinuationsRequest(
+            name,
+            tuple(one.tokens for one in given),
+            tuple(one.unknown for one in given),
+            body.top_k,
+            until,
+            body.cache,
+        )
+        found = await engine.continuations(wanted)
+    note_answer(request.scope, found.results[0])
+    return await encode.long_reply(found)
 
 
 @router.post(

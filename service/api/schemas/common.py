@@ -231,6 +231,12 @@ class SequenceBody(Body, kw_only=True):
         return self.input if self.input is not None else self.tokens or ()
 
 
+class EventsBody(Body, kw_only=True):
+    """An input of a batch that is a sequence of events."""
+
+    events: Events
+
+
 class RankedBody(SequenceBody, kw_only=True):
     """A body whose answer lists tokens. `exclude`, `exclude_seen`, `candidates`, `include_end` and `include_unknown`
     filter the list. All but `include_unknown` are only for models of events."""

@@ -92,6 +92,10 @@ class InferParameters(Body, kw_only=True):
         bool | None, says("true: start the sequence at position 0, and drop an existing sequence with this id")
     ] = None
     sequence_end: Annotated[bool | None, says("true: delete the sequence after the answer")] = None
+    continuations: Annotated[
+        bool | None,
+        says("true: each row is a continuation of the sequence, which does not change; see /v1/sessions"),
+    ] = None
     content_type: Annotated[str | None, says("ignored")] = None
     binary_data_output: Annotated[
         bool | None, says("true: the values of all outputs are binary, unless an output has its own `binary_data`")

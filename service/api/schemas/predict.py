@@ -9,9 +9,9 @@ from msgspec import Meta
 from wane.service.api.schemas.common import (
     AUTO,
     HISTORY,
-    Body,
     Cache,
     Events,
+    EventsBody,
     IncludeUnknown,
     Method,
     Model,
@@ -41,12 +41,6 @@ from wane.service.types.request import (
     WINDOW_MODES,
     ScoreMethod,
 )
-
-
-class EventsBody(Body, kw_only=True):
-    """An input of a batch that is a sequence of events."""
-
-    events: Events
 
 
 class PredictBody(RankedBody, kw_only=True):

@@ -13,6 +13,7 @@ from wane.service.api.schemas.common import (
     Body,
     Cache,
     Events,
+    EventsBody,
     IdempotencyKey,
     Model,
     Name,
@@ -183,6 +184,26 @@ class ForkBody(Body, kw_only=True):
         Natural | None,
         says("the number of tokens to take over; the server must still have the last of these tokens; default: all"),
     ] = None
+
+
+class ContinuationsBody(Body, kw_only=True):
+    """Score sequences that may follow a session's tokens, and predict the token after each. The session does not
+    change."""
+
+    examples = ({"continuations": [[5, 6], [7]]}, {"continuations": [HISTORY, "The film"], "top_k": 1})
+
+    continuations: Annotated[
+        tuple[Text | Tokens | EventsBody, ...],
+        Meta(min_length=1),
+        at_most("max_batch_inputs"),
+        says(
+            'each is a text, a list of token ids, or `{"events": [...]}`; together they have at most as many tokens as '
+            "one input"
+        ),
+    ]
+    unknown: UnknownEvents | None = None
+    top_k: TopK = 5
+    cache: Cache = True
 
 
 class RewindBody(Body, kw_only=True):

@@ -10,11 +10,12 @@ from starlette.routing import Route
 
 from tests.service.problems import assert_problem
 from wane.service.api.cost import COSTS, Cost
+from wane.service.api.schemas.common import EventsBody
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.inference import InferBody, InputTensor
 from wane.service.api.schemas.predict import PredictBody, ScoreBody
-from wane.service.api.schemas.sessions import SessionStepBody, StepsBody
+from wane.service.api.schemas.sessions import ContinuationsBody, SessionStepBody, StepsBody
 from wane.service.app import ROUTES, Application
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
@@ -48,6 +49,7 @@ def test_every_route_with_a_body_has_a_cost(app: Application) -> None:
         (GenerateBody(tokens=(5,), max_tokens=10, top_logprobs=3), (1, 1, 30)),
         (GenerateBody(tokens=(5,), max_tokens=10, top_logprobs=3, stream=True), (1, 1, 0)),
         (StepsBody(steps=(SessionStepBody(session="s", tokens=(5,), top_k=3),) * 4), (4, 4, 12)),
+        (ContinuationsBody(continuations=((5, 6), EventsBody(events=("a",)), "text"), top_k=4), (3, 3, 18)),
         (CompletionBody(model="m", prompt=(5, 6, 7)), (1, 3, 0)),
         (CompletionBody(model="m", prompt=(5, 6, 7), n=4, max_tokens=10, logprobs=5), (4, 12, 200)),
         (CompletionBody(model="m", prompt=((5, 6), (7,)), n=4, max_tokens=0, echo=True, logprobs=5), (8, 12, 60)),
