@@ -30,7 +30,7 @@ from starlette.types import Scope
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.exchange import context
-from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
+from wane.service.errors import BodyTimeout, Retryable, TooLarge, Unauthorized, WaneError
 from wane.service.observability.logs import SERVICE
 
 
@@ -85,7 +85,7 @@ def describe(error: Exception) -> Failure:
     if isinstance(error, WaneError):
         headers: dict[str, str] = {}
         extra = error.extra()
-        if isinstance(error, Overloaded | Unavailable):
+        if isinstance(error, Retryable):
             wait_s = max(1, math.ceil(error.retry_after_s))
             headers["retry-after"] = str(wait_s)
             extra["retry_after_s"] = wait_s  # a message of a WebSocket and an item of a batch have no headers

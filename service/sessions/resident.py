@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.service.runners.runner import Array
-from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.stores.store import SessionRecord, Store
+from wane.service.sessions.stores.store import SessionRecord, Store, TokenHistory
 from wane.service.state.pool import StatePool
 
 WRITTEN_AT_ONCE = 256

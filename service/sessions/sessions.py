@@ -30,7 +30,6 @@ from wane.service.errors import (
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
@@ -39,6 +38,7 @@ from wane.service.sessions.stores.store import (
     SessionRecord,
     Snapshot,
     Store,
+    TokenHistory,
     follows,
     of_key,
     of_tokens,

@@ -38,8 +38,7 @@ import struct
 from functools import lru_cache
 
 from wane.models.manifest import Manifest
-from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, digest
+from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, TokenHistory, digest
 from wane.service.types.common import Mode
 from wane.service.types.request import id_of
 

@@ -15,11 +15,10 @@ from tests.service.engine_harness import Clock, EngineHarness, MakeHarness
 from tests.service.sessions.stores.append import append
 from wane.models.architecture import StateTensor
 from wane.service.runners.runner import HIDDEN, NEXT, Array
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import SHARDS, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
+from wane.service.sessions.stores.store import LastStep, SessionRecord, TokenHistory, of_tokens
 from wane.service.state.pool import CachedState, StatePool
 from wane.service.types.common import Mode
 from wane.service.types.request import StepRequest

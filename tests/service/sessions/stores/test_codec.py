@@ -6,10 +6,9 @@ import struct
 
 import pytest
 
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, TokenHistory
 from wane.service.types.common import Mode
 
 WIDE = TokenHistory.start(7, 70_000).append((69_999, 3), 2, 300)
