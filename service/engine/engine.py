@@ -737,7 +737,7 @@ class Engine:
 
     async def expire(self) -> None:
         """Expires idle states and sessions."""
-        self._parked = max(await self.sessions.expire() - len(self.state_cache), 0)
+        self._parked = (await self.sessions.counts())["parked"]
 
     def check_states(self) -> None:
         """Ends the process if the reference counts of the states or the cache's indexes are inconsistent."""

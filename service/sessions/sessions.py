@@ -431,17 +431,11 @@ class Sessions:
         if not await self._store.delete(session):
             raise UnknownSession(f"there is no session {id_of(session)!r}")
 
-    async def expire(self) -> int:
-        """Drops expired sessions and the states that were idle for longer than `state_ttl_s`. Returns the number of
-        remaining sessions."""
-        self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
-        return await self._store.count(self._model)
-
     async def counts(self) -> SessionsReport:
-        """Returns the number of sessions with a resident state, the number of sessions without one, and the number of
-        rebuilt states."""
-        count = await self.expire()
-        cached = len(self._state_cache)
+        """Drops expired sessions and the states that were idle for longer than `state_ttl_s`. Returns the number of
+        remaining sessions with a resident state, the number of those without one, and the number of rebuilt states."""
+        self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
+        count, cached = await self._store.count(self._model), len(self._state_cache)
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 

@@ -127,11 +127,6 @@ def write(record: SessionRecord) -> bytes:
     return REVISION.pack(record.revision) + bytes(_HEAD_AT - _RUN_AT) + head(record) + record.tail.data
 
 
-def after_run(written: bytes) -> bytes:
-    """Returns the bytes that follow the field `run` in a session that `write` encoded."""
-    return written[_HEAD_AT:]
-
-
 def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
     """Decodes a session with its latest `keep` tokens. Raises Unreadable."""
     if len(data) > _HEAD_AT and data[_HEAD_AT] != FORMAT:
