@@ -287,11 +287,6 @@ class Engine:
         return self.name, self.version, self.device
 
     @property
-    def asked(self) -> int:
-        """Number of requests since the engine was created."""
-        return self.admission.asked
-
-    @property
     def cost_model(self) -> Costs:
         """The measured compute time of one sequence, by the role of the graph that runs it. Each role has one entry for
         each measured number of tokens, fewest first."""

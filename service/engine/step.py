@@ -613,7 +613,7 @@ class SessionSteps:
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
-        self._sessions.count_state_replay()
+        self._sessions.state_replays.inc()
         return record.tail.ids()[-missed:]  # without the start token
 
     def _record_hit(self, record: SessionRecord, *, found: bool) -> None:

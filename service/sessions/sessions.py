@@ -163,7 +163,7 @@ class Sessions:
         self.locks = SessionLocks()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.state_rebuilds.labels(model)
-        self._state_replays = metrics.state_replays.labels(model)
+        self.state_replays = metrics.state_replays.labels(model)
         self._conflicts = metrics.step_conflicts.labels(model)
 
     async def create(
@@ -333,10 +333,6 @@ class Sessions:
         self._state_cache.put(
             record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
         )
-
-    def count_state_replay(self) -> None:
-        """Counts a state that was behind the session and was brought up to date with the session's later tokens."""
-        self._state_replays.inc()
 
     def count_rebuilt(self) -> None:
         """Counts a state that was rebuilt from stored tokens or loaded from a snapshot."""

@@ -33,9 +33,9 @@ The state has this machine's byte order.
 from __future__ import annotations
 
 import json
-import secrets
 import struct
 from functools import lru_cache
+from random import getrandbits
 
 from wane.models.manifest import Manifest
 from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, TokenHistory, digest
@@ -118,7 +118,7 @@ def head(record: SessionRecord) -> bytes:
     """Encodes a session for other processes, without its revision, its run and its tail. Every call draws a new
     stamp."""
     start, tokens, key = record.last or (NO_STEP, b"", b"")
-    identity, stamp, size = _written(_identity_of(record)), secrets.randbits(STAMP_BITS), len(record.tail.data)
+    identity, stamp, size = _written(_identity_of(record)), getrandbits(STAMP_BITS), len(record.tail.data)
     return _HEAD.pack(FORMAT, stamp, len(identity), size, record.position, start, tokens, key or b"") + identity
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import getrandbits
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -42,7 +42,8 @@ def appended(revision: int) -> int:
 def branch() -> int:
     """Returns an unused revision for a session that is created or rewound. The revisions after it (`appended`) are
     unused too."""
-    return secrets.randbits(_BRANCH_BITS) << _BRANCH_BITS
+    # `secrets` would ask the kernel for each append of a batch. Python seeds this generator for every process.
+    return getrandbits(_BRANCH_BITS) << _BRANCH_BITS
 
 
 def is_first(revision: int) -> bool:
