@@ -39,9 +39,8 @@ from rich.table import Table
 from benchmarks.summary import provenance, rounded, write_json
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, of_tokens
+from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, TokenHistory, of_tokens
 from wane.service.settings import Settings
 from wane.service.types.common import Mode
 

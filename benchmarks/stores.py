@@ -42,10 +42,9 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.redis import RedisStore
-from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, Snapshot, Store
+from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, Snapshot, Store, TokenHistory
 from wane.service.settings import Settings
 from wane.service.types.common import Mode
 from wane.service.types.request import PredictRequest, StepRequest

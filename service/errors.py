@@ -18,10 +18,11 @@
     ├── BodyTimeout               body_timeout          408     yes
     ├── TooLarge                  too_large             413     no
     ├── UnsupportedMedia          unsupported_media_type  415   no
-    ├── Overloaded                overloaded            429     yes  (carries `retry_after_s`)
-    │   ├── RateLimited           rate_limited          429     yes
-    │   └── QuotaExceeded         quota_exceeded        429     yes
-    ├── Unavailable               unavailable           503     yes  (carries `retry_after_s`)
+    ├── Retryable                                               (carries `retry_after_s`)
+    │   ├── Overloaded            overloaded            429     yes
+    │   │   ├── RateLimited       rate_limited          429     yes
+    │   │   └── QuotaExceeded     quota_exceeded        429     yes
+    │   └── Unavailable           unavailable           503     yes
     ├── DeadlineExceeded          deadline_exceeded     504     yes
     └── Abandoned                 abandoned             499     no   (the client has disconnected)
 
@@ -198,14 +199,19 @@ class UnsupportedMedia(WaneError):
     http_status = 415
 
 
-class Overloaded(WaneError):
-    code = "overloaded"
-    http_status = 429
+class Retryable(WaneError):
+    """The request may succeed after `retry_after_s` seconds."""
+
     retryable = True
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Overloaded(Retryable):
+    code = "overloaded"
+    http_status = 429
 
 
 class RateLimited(Overloaded):
@@ -224,14 +230,9 @@ class QuotaExceeded(Overloaded):
         super().__init__(f"{owner} has {most} sessions, which is its quota", retry_after_s=60)
 
 
-class Unavailable(WaneError):
+class Unavailable(Retryable):
     code = "unavailable"
     http_status = 503
-    retryable = True
-
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(WaneError):

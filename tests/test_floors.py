@@ -27,7 +27,7 @@ PACKAGES = ("service", "models", "training", "client")
 PROGRAMS = ("benchmarks", "deploy", "examples", "research")
 ENTRY = ("wane/__init__.py", "wane/__main__.py", "wane/arguments.py", "wane/cli.py")
 MOST_FILES = 25
-SERVICE_LINES, SERVICE_FILES = 29_197, 136
+SERVICE_LINES, SERVICE_FILES = 29_121, 133
 """The largest numbers of lines and of files with code in `service/`. Lower them when the service shrinks. The aim is
 17,000 lines in 80 files."""
 
@@ -87,6 +87,7 @@ ONLY_IN = {
     "httpx": ("client/", "service/cli/connect"),
     "wane.client": ("client/", "service/cli/", "training/rankings/replay"),
     "redis": ("service/sessions/stores/redis",),
+    "hiredis": ("service/sessions/stores/redis",),
     "rich": ("service/cli/", "training/"),
     "matplotlib": ("service/cli/render", "training/"),
     "pyarrow": ("models/event_files/parquet",),

@@ -263,9 +263,9 @@ class Batcher:
         before the results are delivered."""
         self._starting = False
         ran: _Ran | None = None
-        while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
+        while len(self._queue) and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
             items = self._take()
-            if not items:
+            if not items:  # the callers of all items have left
                 break
             columns: ColumnBatch | None = None
             if items[0] is self._columns_item:
@@ -390,7 +390,8 @@ class Batcher:
             self._observe(role, [1] * len(columns), columns.waited_s(started_s), compute_s)
             traced = columns.traced
             self.columns.finish(columns, started_s, compute_s)
-            self._trace(traced, role, len(columns), columns.failed, started_s, compute_s)
+            if traced:
+                self._trace(traced, role, len(columns), columns.failed, started_s, compute_s)
             return
         for item in cancelled:
             deadline = item.ticket.deadline
@@ -425,10 +426,9 @@ class Batcher:
     def _trace(
         self, traced: Mapping[Traced, float], role: Role, items: int, failed: int, started_s: float, compute_s: float
     ) -> None:
-        """Creates the spans of a batch, if a request in it is traced. `failed`: the number of items that failed."""
-        if traced:
-            ended_s = started_s + compute_s
-            Batch(self._model, role, self._runner.device, items, failed, started_s, ended_s).trace(traced)
+        """Creates the spans of a batch. `failed`: the number of items that failed."""
+        ended_s = started_s + compute_s
+        Batch(self._model, role, self._runner.device, items, failed, started_s, ended_s).trace(traced)
 
     def _observe(self, role: Role, lengths: Sequence[int], waited_s: float, compute_s: float) -> None:
         """Records a batch in the metrics and the cost model. `waited_s`: the total queue time of its items."""

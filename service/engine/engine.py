@@ -47,7 +47,7 @@ from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import RecurrentSource, SessionSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import LiveAccuracy
-from wane.service.engine.pending import Admission, Pending, outcome_of
+from wane.service.engine.pending import BEGUN_AT_ONCE, Admission, Pending, outcome_of
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow
@@ -64,11 +64,10 @@ from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
 from wane.service.runners.runner import HIDDENS, NORMS, RADIUS, Runner
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.codec import model_fingerprint
-from wane.service.sessions.stores.store import Store
+from wane.service.sessions.stores.store import Store, TokenHistory
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer, Continuations, NewSession, Prediction, SessionState, SessionView
@@ -94,9 +93,6 @@ HOUSEKEEPING_S = 1.0  # the time between two calls of `expire`
 ENCODED_AT_ONCE = 4096  # largest number of characters of a text that is encoded on the event loop's thread
 
 LONG_DOCUMENT = 1 << 15  # least number of tokens that are checked on another thread
-BEGUN_AT_ONCE = 32
-"""The largest number of predictions of one `predict_many` call that start in one iteration of the event loop."""
-
 IN_ROWS = (None, Mode.AUTO, Mode.RECURRENT)
 """Values of a step's `mode` with which the step may be a row (see `columns.py`)."""
 
@@ -294,11 +290,6 @@ class Engine:
         return self.name, self.version, self.device
 
     @property
-    def asked(self) -> int:
-        """Number of requests since the engine was created."""
-        return self.admission.asked
-
-    @property
     def cost_model(self) -> Costs:
         """The measured compute time of one sequence, by the role of the graph that runs it. Each role has one entry for
         each measured number of tokens, fewest first."""
@@ -403,8 +394,8 @@ class Engine:
         self, session: str, token: int, expected_position: int | None, top_k: int, deadline: float | None
     ) -> Pending[Answer]:
         """The same as `submit` with a StepRequest of these values, in less time."""
-        row = self.take_step(session, token, expected_position, top_k, deadline)
-        if row is not None:
+        row = StepRow(session, token, expected_position, top_k, deadline, None, CURRENT.get())
+        if self.columns.take(row):
             return row
         return self._submit_step(StepRequest(session, (token,), None, expected_position, None, top_k, deadline))
 
@@ -776,7 +767,7 @@ class Engine:
 
     async def expire(self) -> None:
         """Expires idle states and sessions."""
-        self._parked = max(await self.sessions.expire() - len(self.state_cache), 0)
+        self._parked = (await self.sessions.counts())["parked"]
 
     def check_states(self) -> None:
         """Ends the process if the reference counts of the states or the cache's indexes are inconsistent."""

@@ -1,19 +1,23 @@
-"""The pending result of a submitted request, and the count of an engine's requests in flight."""
+"""The pending result of a submitted request, calls of many steps, and the count of an engine's requests in flight."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import CORO_CREATED, getcoroutinestate
 from typing import Any, Self, TypeVar
 
 from wane.service.batching.ticket import Ticket
 from wane.service.deadline import TOO_LATE
-from wane.service.errors import DeadlineExceeded, Unavailable
+from wane.service.errors import DeadlineExceeded, EarlierStepFailed, Unavailable
+from wane.service.types.answer import Answer
+from wane.service.types.request import StepRequest, id_of
 
 T = TypeVar("T")
 
+
+BEGUN_AT_ONCE = 32  # the number of steps or predictions of one call that begin in one iteration of the event loop
 
 STILL_COMMITS = (
     "the deadline passed while the step ran, and the step still commits: retry it with the same position or key to get "
@@ -110,6 +114,53 @@ async def outcome_of(pending: Pending[T]) -> T | Exception:
         return error
     finally:
         del pending  # it holds the error, whose traceback holds this frame
+
+
+async def step_many(
+    submit: Callable[[StepRequest], Pending[Answer]], requests: Sequence[StepRequest]
+) -> list[Answer | Exception]:
+    """Runs many steps of one call. Steps of different sessions run concurrently. Steps of the same session run one
+    after another, in the order of the call. Returns each request's answer or error, in order.
+
+    After a failed step, the later steps of its session are not submitted and fail with EarlierStepFailed. If the caller
+    is cancelled, every step is cancelled.
+    """
+    results: list[Answer | Exception | None] = [None] * len(requests)
+    by_session: dict[str, list[int]] = {}
+    for index, request in enumerate(requests):
+        by_session.setdefault(request.session, []).append(index)
+
+    async def step_in_order(indexes: Sequence[int]) -> None:
+        failed = False
+        for index in indexes:
+            try:
+                if failed:
+                    raise EarlierStepFailed(id_of(requests[index].session))
+                results[index] = await submit(requests[index])
+            except Exception as error:
+                results[index], failed = error, True
+
+    pending: list[tuple[int, Pending[Answer]]] = []
+    chains: list[asyncio.Task[None]] = []
+    try:
+        for number, indexes in enumerate(by_session.values(), 1):
+            if number % BEGUN_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if len(indexes) == 1:
+                pending.append((indexes[0], submit(requests[indexes[0]])))
+            else:
+                chains.append(asyncio.create_task(step_in_order(indexes)))
+        for index, one in pending:
+            results[index] = await outcome_of(one)
+        for chain in chains:
+            await chain
+    except BaseException:
+        for _, one in pending:
+            one.cancel()
+        for chain in chains:
+            chain.cancel()
+        raise
+    return [result for result in results if result is not None]
 
 
 class Admission:

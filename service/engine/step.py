@@ -189,9 +189,9 @@ class SessionSteps:
                     f"session {id_of(session)!r} has no token, and its model reads no start token, so it has no state",
                     "session",
                 )
-            mode = routing.of_session(None, record.mode)
-            free = routing.is_free(None, record.mode)
-            plan, _, recurrent, window = await self._run_again(record, mode, free, None, ticket, cache=False)
+            request = PredictRequest(session=session, cache=False)
+            mode = routing.of_session(request.mode, record.mode)
+            plan, _, recurrent, window = await self._run_again(record, mode, request, ticket)
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
         return SessionState(
@@ -380,8 +380,8 @@ class SessionSteps:
     ) -> Answer:
         """Answers with the session's next-token prediction, without appending. See `_run_again`. Returns an answer
         without predictions if the model has a zero start and the session has no token."""
-        window, tolerance = (request.window, request.tolerance) if isinstance(request, PredictRequest) else (None, None)
         if not len(self._input_ids(record)):
+            window = request.window if isinstance(request, PredictRequest) else None
             k = None if mode is Mode.RECURRENT else window or self._limits.window
             return self._answer_builder.nothing(
                 mode,
@@ -392,17 +392,7 @@ class SessionSteps:
                 replayed=replayed,
                 durable=record.durable,
             )
-        plan, input_ids, recurrent, part = await self._run_again(
-            record,
-            mode,
-            routing.is_free(request.mode, record.mode),
-            window,
-            ticket,
-            tolerance,
-            prove=request.prove,
-            cache=request.cache,
-            wanted=request.filter,
-        )
+        plan, input_ids, recurrent, part = await self._run_again(record, mode, request, ticket)
         await self._answer_builder.take_turn(plan, request, recurrent or part)
         return self._answer_builder.answer(
             plan,
@@ -420,23 +410,19 @@ class SessionSteps:
         self,
         record: SessionRecord,
         mode: Mode,
-        free: bool,
-        window: int | None,
+        request: PredictRequest | StepRequest,
         ticket: Ticket,
-        tolerance: float | None = None,
-        *,
-        prove: bool = False,
-        cache: bool,
-        wanted: Filter = NO_FILTER,
     ) -> tuple[AnswerPlan, NDArray[np.int64], ModeResult | None, ModeResult | None]:
         """Runs the parts of a session's answer without appending. Returns the plan, the session's model input
-        (`_input_ids`), and the recurrent and the window part (None for a part that the mode does not need). If `free`,
-        a state is rebuilt from the number of tokens that `_rebuilding` chooses by cost, otherwise from all kept tokens.
-        A rebuilt state stays resident.
+        (`_input_ids`), and the recurrent and the window part (None for a part that the mode does not need). If the
+        request's mode is free (`routing.is_free`), a state is rebuilt from the number of tokens that `_rebuilding`
+        chooses by cost, otherwise from all kept tokens. A rebuilt state stays resident.
 
         Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
         bound is already known.
         """
+        window, tolerance = (request.window, request.tolerance) if isinstance(request, PredictRequest) else (None, None)
+        free = routing.is_free(request.mode, record.mode)
         input_ids = context_ids = self._input_ids(record)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
@@ -447,9 +433,11 @@ class SessionSteps:
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
-        ranking = self._ranking(wanted, input_ids, record.position)
-        plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, ranking, cache=cache)
-        mixes = cache and self._answer_builder.cache is not None
+        ranking = self._ranking(request.filter, input_ids, record.position)
+        plan = self._plan(
+            mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, ranking, cache=request.cache
+        )
+        mixes = request.cache and self._answer_builder.cache is not None
         # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
         # outputs a radius, or if the answer is a mixture with a cache, in which the network's weight is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
@@ -460,12 +448,12 @@ class SessionSteps:
                 result, _ = await self._catch_up(record, base, rebuilt, context_ids, dropped_tokens, ticket, held)
             await self._answer_builder.take_turn(plan)
             recurrent = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-            if prove:
+            if request.prove:
                 recurrent = await self._answer_builder.search(plan, recurrent, ticket)
         part: ModeResult | None = None
         if plan.window is not None:
             window_ids = tail(input_ids, plan.position, plan.window)
-            part = await self._answer_builder.window(plan, window_ids, input_ids, ticket, prove=prove)
+            part = await self._answer_builder.window(plan, window_ids, input_ids, ticket, prove=request.prove)
         answered = recurrent or part
         assert answered is not None, "neither mode ran: this is a bug"
         _check(answered.bound, tolerance)
@@ -625,7 +613,7 @@ class SessionSteps:
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
-        self._sessions.count_state_replay()
+        self._sessions.state_replays.inc()
         return record.tail.ids()[-missed:]  # without the start token
 
     def _record_hit(self, record: SessionRecord, *, found: bool) -> None:

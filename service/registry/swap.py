@@ -130,8 +130,8 @@ class RetiredEngines:
 
     async def _retire_unused(self, engine: Engine) -> None:
         asked = -1
-        while asked != engine.asked:
-            asked = engine.asked
+        while asked != engine.admission.asked:
+            asked = engine.admission.asked
             await asyncio.sleep(self._session_ttl_s)
         del self.lingering[engine]
         self.retire(engine)

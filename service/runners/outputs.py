@@ -115,8 +115,9 @@ class Outputs(Mapping[str, Array]):
 
     def top(self, count: int) -> TopColumns:
         """Returns the `count` largest logits of every row, or `most` of them if the graph outputs fewer."""
-        sums = self[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1)
-        return TopColumns(self[TOP_IDS][:, :count], self[TOP_LOGITS][:, :count].astype(np.float64), sums)
+        arrays = self._arrays
+        sums = arrays[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1)
+        return TopColumns(arrays[TOP_IDS][:, :count], arrays[TOP_LOGITS][:, :count].astype(np.float64), sums)
 
     def largest(self, row: int, count: int) -> Largest | None:
         """Returns at least the `count` largest logits of a row. Returns None if the graph outputs fewer."""

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.service.runners.runner import Array
-from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.stores.store import SessionRecord, Store
+from wane.service.sessions.stores.store import SessionRecord, Store, TokenHistory
 from wane.service.state.pool import StatePool
 
 WRITTEN_AT_ONCE = 256
@@ -104,12 +103,6 @@ class ResidentSessions:
         self._rings[slots, self._state_cache.positions[slots] % self._keep] = tokens
         self._state_cache.advance(slots, sessions, outputs, self._clock())
 
-    def kept(self, slot: int) -> tuple[NDArray[np.int64], int]:
-        """Returns the kept tokens of a buffered session, as its record would have them: int64 (n), and the session's
-        position."""
-        tail, position = self._tail(slot)
-        return tail.ids(), position
-
     def seen(self, slot: int) -> NDArray[np.integer[Any]]:
         """Returns the kept tokens of a buffered session in any order, without `<eos>`: (n). A later commit of the
         session does not change them."""
@@ -122,7 +115,7 @@ class ResidentSessions:
             ids = ring[np.arange(unknown, position) % keep]
         return ids
 
-    def _tail(self, slot: int) -> tuple[TokenHistory, int]:
+    def tail(self, slot: int) -> tuple[TokenHistory, int]:
         """Returns the history of a buffered session, and the session's position."""
         position, unknown, keep, width = (
             self._state_cache.positions.item(slot),
@@ -166,7 +159,7 @@ class ResidentSessions:
         assert slot is not None, "a buffered session has no state: this is a bug"
         self.buffered[slot] = False
         self.flushes += 1
-        return *self._tail(slot), self._clock() - self._state_cache.touched_s.item(slot)
+        return *self.tail(slot), self._clock() - self._state_cache.touched_s.item(slot)
 
     async def close(self) -> None:
         """Writes all buffered sessions to the store, WRITTEN_AT_ONCE sessions at a time."""

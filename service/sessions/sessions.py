@@ -28,7 +28,6 @@ from wane.service.errors import (
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
@@ -37,6 +36,7 @@ from wane.service.sessions.stores.store import (
     SessionRecord,
     Snapshot,
     Store,
+    TokenHistory,
     follows,
     of_key,
     of_tokens,
@@ -160,7 +160,7 @@ class Sessions:
         self.locks = SessionLocks()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.state_rebuilds.labels(model)
-        self._state_replays = metrics.state_replays.labels(model)
+        self.state_replays = metrics.state_replays.labels(model)
         self._conflicts = metrics.step_conflicts.labels(model)
 
     async def create(
@@ -348,10 +348,6 @@ class Sessions:
             record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
         )
 
-    def count_state_replay(self) -> None:
-        """Counts a state that was behind the session and was brought up to date with the session's later tokens."""
-        self._state_replays.inc()
-
     def count_rebuilt(self) -> None:
         """Counts a state that was rebuilt from stored tokens or loaded from a snapshot."""
         self.rebuilt += 1
@@ -445,17 +441,11 @@ class Sessions:
         if not await self._store.delete(session):
             raise UnknownSession(f"there is no session {id_of(session)!r}")
 
-    async def expire(self) -> int:
-        """Drops expired sessions and the states that were idle for longer than `state_ttl_s`. Returns the number of
-        remaining sessions."""
-        self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
-        return await self._store.count(self._model)
-
     async def counts(self) -> SessionsReport:
-        """Returns the number of sessions with a resident state, the number of sessions without one, and the number of
-        rebuilt states."""
-        count = await self.expire()
-        cached = len(self._state_cache)
+        """Drops expired sessions and the states that were idle for longer than `state_ttl_s`. Returns the number of
+        remaining sessions with a resident state, the number of those without one, and the number of rebuilt states."""
+        self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
+        count, cached = await self._store.count(self._model), len(self._state_cache)
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 

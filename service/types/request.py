@@ -41,7 +41,8 @@ ANYBODY = Owner()
 def name_within(owner: str, session: str) -> str:
     """Returns the name of the session with the id `session` that belongs to the owner with the name `owner`. Raises
     InvalidRequest if the id is invalid."""
-    check_session_id(session)
+    if not is_session_id(session):
+        raise InvalidRequest(f"session is {truncate_repr(session)}, but must be {SESSION_RULE}", "session")
     return owner + SLASH + session if owner else session
 
 
@@ -396,12 +397,6 @@ class CompareRequest:
         for index, window in enumerate(self.windows):
             _at_least(f"windows[{index}]", window, 1)
         _within("repeat", self.repeat, 1, MAX_REPEAT)
-
-
-def check_session_id(session: str) -> None:
-    """Raises InvalidRequest unless `session` is a session's id (see `is_session_id`)."""
-    if not is_session_id(session):
-        raise InvalidRequest(f"session is {truncate_repr(session)}, but must be {SESSION_RULE}", "session")
 
 
 SESSION_RULE = '1 to 128 printable characters in the form NFC, without / and \\, and not "." or ".."'

@@ -24,12 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "position": {"expected_position": 4},
 }
 MOST = {
-    ("memory", "plain"): (30, 161),
-    ("memory", "filter"): (33, 218),
-    ("memory", "position"): (32, 183),
-    ("redis", "plain"): (38, 268),
-    ("redis", "filter"): (41, 311),
-    ("redis", "position"): (40, 290),
+    ("memory", "plain"): (29, 151),
+    ("memory", "filter"): (32, 202),
+    ("memory", "position"): (31, 174),
+    ("redis", "plain"): (36, 257),
+    ("redis", "filter"): (39, 300),
+    ("redis", "position"): (38, 280),
 }
 """The largest numbers of files and calls of a step, by its session's store and what it asks. Lower them when a step
 gets shorter. The aim is 20 files and 120 calls for all of them."""

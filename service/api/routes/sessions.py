@@ -46,12 +46,21 @@ from wane.service.api.schemas.sessions import (
 )
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.engine.step_many import step_many
+from wane.service.engine.pending import step_many
 from wane.service.engine.steps.rows import StepRow
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.registry.registry import other_model
 from wane.service.sessions.stores.store import DamagedSession
-from wane.service.types.answer import Answer, Answers, Continuations, Failed, NewSession, SessionView, StepColumns
+from wane.service.types.answer import (
+    Answer,
+    Answers,
+    Continuations,
+    Failed,
+    NewSession,
+    SessionState,
+    SessionView,
+    StepColumns,
+)
 from wane.service.types.request import (
     MAX_KEY_CHARACTERS,
     SESSION_ID,
@@ -157,6 +166,18 @@ async def read(request: Request, session: SessionId) -> Response:
     name = session_key(request, session)
     engine = await session_engine(request, name)
     return encode.reply(await engine.get_session(name))
+
+
+@router.head("/{session}/state", include_in_schema=False)
+@router.get("/{session}/state", response_model=None, responses=answers(SessionState))
+async def state(request: Request, session: SessionId) -> Response:
+    """Returns the input of the output layer after the session's tokens. Does not change the session, and does not
+    extend its time to live. If the server no longer has the session's state, the server rebuilds the state."""
+    name = session_key(request, session)
+    engine = await session_engine(request, name)
+    with until_hangup(request):
+        hidden = await engine.session_state(name, deadline(request))
+    return encode.reply(hidden)
 
 
 @router.delete("/{session}", status_code=204)

@@ -300,9 +300,10 @@ class StepAnswers:
         """Returns the kept part of the model's input in order, up to and including the row's token: int64. `tokens` are
         those of the step that a buffered session has not appended yet."""
         if row.stored is None:
-            kept, position = self._resident.kept(row.slot)
+            tail, position = self._resident.tail(row.slot)
         else:
-            kept, position, tokens = row.stored.record.tail.ids(), row.stored.record.position, row.stored.tokens
+            tail, position, tokens = row.stored.record.tail, row.stored.record.position, row.stored.tokens
+        kept = tail.ids()
         if position <= len(kept) and not self._starts_with_tokens:
             kept = kept[1:]  # without <eos>, which the model does not read
         return np.concatenate([kept, np.array(tokens, np.int64)])

@@ -475,8 +475,7 @@ class StepColumns:
             return True
         if stored.ticket is not None:
             return False
-        self._state_cache.release(stored.read)
-        self._state_cache.release(stored.write)
+        self._state_cache.release_all((stored.read, stored.write))
         return True
 
     def _hand_back(self, batch: StepBatch, *, entered: bool, conflicts: int = 0) -> None:

@@ -33,13 +33,12 @@ The state has this machine's byte order.
 from __future__ import annotations
 
 import json
-import secrets
 import struct
 from functools import lru_cache
+from random import getrandbits
 
 from wane.models.manifest import Manifest
-from wane.service.sessions.record import TokenHistory
-from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, digest
+from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, TokenHistory, digest
 from wane.service.types.common import Mode
 from wane.service.types.request import id_of
 
@@ -119,18 +118,13 @@ def head(record: SessionRecord) -> bytes:
     """Encodes a session for other processes, without its revision, its run and its tail. Every call draws a new
     stamp."""
     start, tokens, key = record.last or (NO_STEP, b"", b"")
-    identity, stamp, size = _written(_identity_of(record)), secrets.randbits(STAMP_BITS), len(record.tail.data)
+    identity, stamp, size = _written(_identity_of(record)), getrandbits(STAMP_BITS), len(record.tail.data)
     return _HEAD.pack(FORMAT, stamp, len(identity), size, record.position, start, tokens, key or b"") + identity
 
 
 def write(record: SessionRecord) -> bytes:
     """Encodes a session for other processes."""
     return REVISION.pack(record.revision) + bytes(_HEAD_AT - _RUN_AT) + head(record) + record.tail.data
-
-
-def after_run(written: bytes) -> bytes:
-    """Returns the bytes that follow the field `run` in a session that `write` encoded."""
-    return written[_HEAD_AT:]
 
 
 def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:

@@ -208,7 +208,9 @@ class MemoryStore:
             self._owned.claim(owner_of(record.session))
             self.sessions.put(record)
         self._squeeze()
-        self._put_aside(self._file)
+        # No `await` since the sessions were added, so that they are always either in the file or in this store.
+        self._file.replace(self._file.with_name(self._file.name + ASIDE))
+        self._is_open = True
         logger.info("%d sessions were read from %s", len(self.sessions), self._file)
 
     async def close(self) -> None:
@@ -227,12 +229,6 @@ class MemoryStore:
                 f"{error.strerror}"
             ) from error
         logger.info("%d sessions were written to %s", len(alive), self._file)
-
-    def _put_aside(self, file: Path) -> None:
-        """Renames the file after its sessions are loaded. This method must not `await`, so that the sessions are always
-        either in the file or in this store."""
-        file.replace(file.with_name(file.name + ASIDE))
-        self._is_open = True
 
     def _on_forget(self, session: str) -> None:
         self._owned.release(owner_of(session))

@@ -254,12 +254,11 @@ class RedisStore:
         """Replaces a session at the revision `before` with `record`, which must have a new revision. If `before` is
         None, the session must not exist. Returns None, without side effects, if the session is at another revision. A
         stored state that has read other tokens than `record` is deleted, and the snapshot of `record` is stored."""
-        data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
             self.keys(record.session),
-            data[: codec.REVISION.size],
-            codec.after_run(data),
+            codec.REVISION.pack(record.revision),
+            codec.head(record) + record.tail.data,
             self._ttl_ms,
             0 if before is None else record.position,
             b"" if before is None else codec.REVISION.pack(before),

@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hiredis import pack_command
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
@@ -56,6 +57,9 @@ Row = tuple[Sequence[str], Sequence[Argument]]
 """The keys and the arguments of one change of a script that makes many."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
 """Errors that show that Redis, or the node of a command's key, is unavailable."""
+
+
+_pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[assignment]  # hiredis types one argument
 
 
 class Script:
@@ -233,7 +237,8 @@ class RedisPipeline:
         replies = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                await connection.send_packed_command(connection.pack_commands(commands))
+                # redis-py packs in Python, which takes 6 us for a step
+                await connection.send_packed_command(b"".join([_pack(command) for command in commands]))
                 for _ in commands:
                     try:
                         replies.append(await connection.read_response())

@@ -15,8 +15,9 @@ import pytest
 from tests.service.engine_harness import Clock, EngineHarness, LinearCosts, MakeHarness
 from wane.models.manifest import Role
 from wane.service.engine.backlog import EMA_ALPHA, LONG_S, MARGIN, MEASURED_S, Backlog, Share
-from wane.service.engine.engine import BEGUN_AT_ONCE, Engine
+from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
+from wane.service.engine.pending import BEGUN_AT_ONCE
 from wane.service.errors import DeadlineExceeded, Overloaded
 from wane.service.types.common import Mode
 from wane.service.types.request import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest

@@ -19,8 +19,8 @@ from tests.service.engine.columns_fuzz import (
     recorded,
     run,
 )
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
+from wane.service.sessions.stores.store import TokenHistory
 
 SEED = 1
 # One episode of each of the four kinds: with or without evictions, and with runs on the event loop or on a thread.

@@ -21,7 +21,7 @@ from wane.service.api.tensors import OutputFormat, reply
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import LONG_DOCUMENT
 from wane.service.engine.logits import Sampler
-from wane.service.engine.step_many import BEGUN_AT_ONCE, step_many
+from wane.service.engine.pending import BEGUN_AT_ONCE, step_many
 from wane.service.net.connection import CONNECTION
 from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest
 

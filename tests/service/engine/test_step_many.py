@@ -13,8 +13,7 @@ import pytest
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
 from wane.service.batching.ticket import Ticket
-from wane.service.engine.pending import Pending
-from wane.service.engine.step_many import step_many
+from wane.service.engine.pending import Pending, step_many
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession
 from wane.service.sessions.stores.store import Append, Appended
 from wane.service.types.answer import Answer

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from wane.service.sessions.record import TokenHistory
+from wane.service.sessions.stores.store import TokenHistory
 
 
 @pytest.mark.parametrize(("size", "width"), [(258, 2), (65536, 2), (65537, 4)])

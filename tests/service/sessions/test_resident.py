@@ -15,11 +15,10 @@ from tests.service.engine_harness import Clock, EngineHarness, MakeHarness
 from tests.service.sessions.stores.append import append
 from wane.models.architecture import StateTensor
 from wane.service.runners.runner import HIDDEN, NEXT, Array
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import SHARDS, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
+from wane.service.sessions.stores.store import LastStep, SessionRecord, TokenHistory, of_tokens
 from wane.service.state.pool import CachedState, StatePool
 from wane.service.types.common import Mode
 from wane.service.types.request import StepRequest
@@ -118,7 +117,7 @@ async def test_any_history_is_the_same_after_it_was_buffered(
         tail = tail.append([200 + step % 50], position + step + 1, HISTORY)
     there = bench.resident.slot("a")
     assert there is not None
-    assert bench.resident.kept(there)[0].tolist() == tail.ids().tolist()
+    assert bench.resident.tail(there)[0].ids().tolist() == tail.ids().tolist()
     seen, count = bench.resident.seen(there), min(len(tail), position + steps)
     expected = sorted(tail.ids()[len(tail) - count :].tolist())
     assert sorted(seen.tolist()) == expected
@@ -301,7 +300,7 @@ async def test_a_buffered_session_that_makes_the_store_exceed_its_budget_keeps_i
     bench.step("a", token=7)
     there = bench.resident.slot("a")
     assert there is not None
-    assert bench.resident.kept(there)[0].tolist() == [0, 5, 7]
+    assert bench.resident.tail(there)[0].ids().tolist() == [0, 5, 7]
     assert await bench.store.get("a") is None, "the read takes the tokens, which do not fit, so the store must evict"
     bench.resident.add(record)
     assert bench.resident.slot("a") is None, "an evicted session must not be buffered"

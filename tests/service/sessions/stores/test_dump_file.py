@@ -12,11 +12,10 @@ import pytest
 
 from tests.service.engine_harness import Clock
 from tests.service.sessions.stores.append import append
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, StoreError
+from wane.service.sessions.stores.store import LastStep, SessionRecord, StoreError, TokenHistory
 from wane.service.types.common import Mode
 
 STEP = LastStep(1, b"t" * 16, b"key")

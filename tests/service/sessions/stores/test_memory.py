@@ -7,10 +7,9 @@ import pytest
 from tests.service.engine_harness import Clock
 from tests.service.sessions.stores.append import append
 from wane.service.errors import Overloaded
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import EXPIRED_AT_ONCE, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, digest, follows
+from wane.service.sessions.stores.store import LastStep, SessionRecord, TokenHistory, digest, follows
 from wane.service.types.common import Mode
 
 STEP = LastStep(0, b"hash", None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tests.service.engine_harness import Clock
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.packed import PackedSessions, entry_bytes
-from wane.service.sessions.stores.store import SessionRecord
+from wane.service.sessions.stores.store import SessionRecord, TokenHistory
 from wane.service.types.common import Mode
 
 ONE = entry_bytes("a", 2)

@@ -19,10 +19,9 @@ from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer, redis_server
 from wane.service.errors import Overloaded, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.redis import SNAPSHOTS, RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
-from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, follows
+from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, TokenHistory, follows
 from wane.service.types.common import Mode
 from wane.service.types.request import StepRequest
 
