@@ -64,7 +64,7 @@ LEFT_OUT = (
     "stack, containers, clients, console, training, export and import of models, docs, benchmarks, research, fuzz "
     "tests, wheel, and all tests that need torch"
 )
-MAX_WORKER_BYTES = 3 * 2**30
+MAX_WORKER_BYTES = {"quick": 5 * 2**28, "rest": 3 * 2**29, "all": 3 * 2**29}
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
 
@@ -142,13 +142,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("group") == "quick":
         sys.meta_path.insert(0, NoTorch())
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Workers())
+        config.pluginmanager.register(Workers(config.getoption("group")))
 
 
 class Workers:
-    """Fails a run if the tests of one worker process needed more memory than `MAX_WORKER_BYTES`."""
+    """Fails a run if the tests of one worker process needed more memory than `MAX_WORKER_BYTES` allows its group."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: str) -> None:
+        self.most = MAX_WORKER_BYTES[group]
         self.peaks: dict[str, int] = {}
 
     @pytest.hookimpl(optionalhook=True)
@@ -159,15 +160,15 @@ class Workers:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and max(self.peaks.values(), default=0) > MAX_WORKER_BYTES:
+        if session.exitstatus == pytest.ExitCode.OK and max(self.peaks.values(), default=0) > self.most:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         peaks = ", ".join(f"{name} {peak / 2**20:.0f} MiB" for name, peak in sorted(self.peaks.items()))
         if peaks:
             terminalreporter.write_line(f"peak memory of the worker processes: {peaks}")
-        if max(self.peaks.values(), default=0) > MAX_WORKER_BYTES:
-            limit = MAX_WORKER_BYTES // 2**20
+        if max(self.peaks.values(), default=0) > self.most:
+            limit = self.most // 2**20
             terminalreporter.write_line(f"a worker process may need {limit} MiB at most", red=True)
 
 

@@ -107,8 +107,8 @@ def test_the_package_runs_as_a_module() -> None:
     [
         (["serve", "--prot", "1"], "there is no option --prot; did you mean --port?"),
         (["serve", "--xyzzy"], "there is no option --xyzzy; `wane serve --help` lists the arguments"),
-        (["audit", "--map"], "argument --map: expected one argument; `wane audit --help` lists the arguments"),
-        (["audit", "x", "--maximum-window"], "there is no option --maximum-window; did you mean --max-window?"),
+        (["compare", "--file"], "argument --file: expected one argument; `wane compare --help` lists the arguments"),
+        (["serve", "--maximum-queue", "1"], "there is no option --maximum-queue; did you mean --max-queue?"),
         (["compare"], "the following arguments are required: URL; `wane compare --help` lists the arguments"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.conftest import make_harness
 from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.versions import make_eventful, put
 
@@ -33,6 +32,7 @@ def native_of_both(url: str) -> Iterator[httpx.Client]:
         yield client
 
 
+__all__ = ["make_harness"]  # a fixture of the tests of this folder, too
 KEY = "a-key-of-the-tests"
 
 
@@ -55,20 +55,3 @@ def native(live: LiveServer) -> Iterator[httpx.Client]:
     """A client of the native routes of `live`."""
     with httpx.Client(base_url=live.url, timeout=TIMEOUT_S) as client:
         yield client
-
-
-@pytest.fixture
-async def make_harness() -> AsyncIterator[MakeHarness]:
-    """Returns a function that makes engine harnesses. At the end of the test, closes the harnesses and checks that only
-    resident states use slots of the state pool."""
-    harnesses: list[EngineHarness] = []
-
-    def make(**options: Any) -> EngineHarness:
-        harnesses.append(EngineHarness(**options))
-        return harnesses[-1]
-
-    yield make
-    for harness in harnesses:
-        await harness.engine.drain()
-        await harness.engine.close()
-        harness.engine.state_cache.check_integrity(idle=True)

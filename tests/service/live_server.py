@@ -14,6 +14,8 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
+import httpx
+
 ROOT = Path(__file__).parents[2]
 BUNDLE = str(ROOT / "models" / "bundles" / "rnn-stable")
 """The shipped model that loads fastest."""
@@ -94,6 +96,14 @@ def live_server(*arguments: str, **settings: str) -> Iterator[LiveServer]:
     with starting_server(*arguments, **settings) as server:
         server.wait_until_ready()
         yield server
+
+
+def post(http: httpx.Client, path: str, **body: object) -> dict[str, Any]:
+    """Sends a request that must succeed. Returns the document of its answer."""
+    answer = http.post(path, json=body)
+    assert answer.is_success, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.models.bundles import PROVENANCE, words_tokenizer
-from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
+from tests.service.live_server import TIMEOUT_S, LiveServer, live_server, post
 from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle
 from wane.models.export import export_bundle
@@ -89,13 +89,6 @@ def server(folder: Path) -> Iterator[LiveServer]:
 def http(server: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         yield client
-
-
-def post(http: httpx.Client, path: str, **body: object) -> dict[str, Any]:
-    answer = http.post(path, json=body)
-    assert answer.status_code < 300, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def likely(answer: dict[str, Any]) -> list[Any]:

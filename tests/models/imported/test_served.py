@@ -16,7 +16,7 @@ import pytest
 
 from tests.models.bundles import WORDS, words_tokenizer
 from tests.models.imported.graphs import CELLS, VOCABULARY, Oracle
-from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
+from tests.service.live_server import TIMEOUT_S, LiveServer, live_server, post
 from tests.service.sessions.stores.redis_server import redis_server
 from wane.cli import main
 from wane.models.bundle import Bundle, verify_graphs
@@ -76,13 +76,6 @@ def server(imported: dict[str, Imported], folder: Path) -> Iterator[LiveServer]:
 def http(server: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         yield client
-
-
-def post(http: httpx.Client, path: str, **body: object) -> dict[str, Any]:
-    answer = http.post(path, json=body)
-    assert answer.status_code < 300, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def oracle(graphs: Path, name: str) -> Oracle:

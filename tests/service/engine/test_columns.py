@@ -111,13 +111,16 @@ async def test_a_late_step_of_the_general_procedure_is_counted_as_late(
     assert reasons == [1, 0]
 
 
-async def test_two_steps_fail_at_their_own_deadlines(started: EngineHarness, travel: Callable[[float], None]) -> None:
+@pytest.mark.parametrize("hours", [(1, 3), (3, 1)])
+async def test_two_steps_fail_at_their_own_deadlines(
+    started: EngineHarness, travel: Callable[[float], None], hours: tuple[int, int]
+) -> None:
     await keep_runner_busy(started)
-    first, second = step(started, "a", hours=1), step(started, "b", hours=3)
-    for one in (first, second):
+    steps = {given: step(started, name, hours=given) for name, given in zip("ab", hours, strict=True)}
+    for given in (1, 3):
         travel(2 * TRAVELS_S)
         with pytest.raises(DeadlineExceeded):
-            await one
+            await steps[given]
 
 
 async def test_a_step_that_is_late_when_its_batch_starts_fails(started: EngineHarness) -> None:

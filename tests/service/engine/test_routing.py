@@ -26,6 +26,22 @@ def linear(tokens: int) -> Cost:
     return lambda k: float(tokens if k is None else k)
 
 
+def chosen(
+    position: int, window: int | None, tolerance: float | None, *, has_radius_output: bool = False
+) -> tuple[int | None, ...]:
+    """Returns the windows that the engine tries for a model whose own window has 4 tokens, and its largest 12."""
+    return ways(
+        CERTIFIED,
+        position,
+        window=window,
+        own=4,
+        largest=12,
+        tolerance=tolerance,
+        has_radius_output=has_radius_output,
+        cost=linear(position),
+    )
+
+
 @pytest.mark.parametrize(
     ("position", "window", "tolerance", "way"),
     [
@@ -45,17 +61,7 @@ def linear(tokens: int) -> Cost:
 def test_auto_uses_the_smallest_window_whose_bound_meets_the_tolerance(
     position: int, window: int | None, tolerance: float | None, way: int | None
 ) -> None:
-    found = ways(
-        CERTIFIED,
-        position,
-        window=window,
-        own=4,
-        largest=12,
-        tolerance=tolerance,
-        has_radius_output=False,
-        cost=linear(position),
-    )
-    assert found == (way,)
+    assert chosen(position, window, tolerance) == (way,)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +84,7 @@ def test_auto_uses_the_smallest_window_whose_bound_meets_the_tolerance(
 def test_auto_tries_a_small_window_first_if_runs_output_a_radius(
     position: int, window: int | None, tolerance: float | None, expected: tuple[int | None, ...]
 ) -> None:
-    found = ways(
-        CERTIFIED,
-        position,
-        window=window,
-        own=4,
-        largest=12,
-        tolerance=tolerance,
-        has_radius_output=True,
-        cost=linear(position),
-    )
-    assert found == expected
+    assert chosen(position, window, tolerance, has_radius_output=True) == expected
 
 
 @pytest.mark.parametrize(("of_all", "way"), [(4.4, None), (4.5, 4), (1.0, None)])

@@ -130,6 +130,13 @@ async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refus
     assert (next_.position, next_.replayed) == (3, False)
 
 
+async def test_the_same_tokens_with_another_key_and_no_position_are_a_new_step(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    for position, key in ((2, "k"), (3, "l")):
+        answer = await harness.engine.submit(StepRequest(session, (6,), idempotency_key=key))
+        assert (answer.position, answer.replayed) == (position, False)
+
+
 @pytest.mark.parametrize(("position", "token"), [(0, 6), (1, 9), (7, 6)])
 async def test_a_step_at_another_position_is_a_conflict(harness: EngineHarness, position: int, token: int) -> None:
     session = await start(harness, 5)

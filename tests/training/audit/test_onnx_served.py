@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tests.service.live_server import live_server
+from tests.service.live_server import live_server, post
 from tests.training.audit.graph.language_models import VOCABULARY, keras_model
 from tests.training.corpora import write_events
 from wane.cli import main
@@ -116,13 +116,6 @@ def http(folder: Path) -> Iterator[httpx.Client]:
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         yield client
-
-
-def post(http: httpx.Client, path: str, **body: object) -> dict[str, Any]:
-    answer = http.post(path, json=body)
-    assert answer.status_code < 300, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def theirs(path: Path, tokens: list[int]) -> NDArray[np.float64]:
