@@ -4,7 +4,7 @@ Every token of a session is the label of the answer before it. The first K token
 until the session's next step. That step's first token is then judged by its rank among them. A step's other tokens
 follow no answer, and neither does a session's first token, so they are not counted. A step is unjudged if the answer
 before it is not kept: another replica or version gave it, its client had gone, it was not the answer to a step, or the
-session was rewound.
+session was rewound. A step whose events the model does not know, and skips, is missed: no answer lists them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SNAPSHOTS = 10
 
 
 Step = tuple[str, int, int]
-"""A session, its position before a step, and the step's first token."""
+"""A session, its position before a step, and the step's first token, or SKIPPED if all its events were skipped."""
+
+SKIPPED = -1
 
 
 class LiveCounts(TypedDict):
@@ -87,10 +89,11 @@ class LiveAccuracy:
         ]
 
     def judge(self, steps: Iterable[Step]) -> None:
-        """Counts committed steps. Drops the answer before each of them, so that it judges no later step."""
+        """Counts committed steps and skipped ones. A committed step drops the answer before it, so that it judges no
+        later step."""
         drop, ranks = self._kept.pop, self._ranks
         for session, position, token in steps:
-            kept = drop(session, None)
+            kept = self._kept.get(session) if token == SKIPPED else drop(session, None)
             if kept is not None and kept[0] == position:
                 listed = kept[1]
                 ranks[listed.index(token) + 1 if token in listed else 0] += 1

@@ -21,7 +21,7 @@ from wane.service.engine.bounds import Bound, expected, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
-from wane.service.engine.live_accuracy import LiveAccuracy
+from wane.service.engine.live_accuracy import SKIPPED, LiveAccuracy
 from wane.service.engine.logits import Ranking, log_softmax
 from wane.service.engine.steps.columns import StepColumns
 from wane.service.engine.steps.rows import Conflict, StoredStep
@@ -120,6 +120,8 @@ class SessionSteps:
                     replayed = kind is StepKind.REPLAY
                     if replayed:
                         self._replayed.inc()
+                    elif self._live is not None:
+                        self._live.judge([(request.session, record.position, SKIPPED)])
                     await sessions.touch(request.session)
                     token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:

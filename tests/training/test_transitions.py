@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.training.test_layouts import put
 from tests.training.test_ranking import QUERIES, SIZE, train
@@ -101,14 +102,15 @@ def test_the_fit_finds_the_weights_that_made_the_positions() -> None:
 @pytest.mark.train
 @pytest.mark.parametrize(("has_order", "backwards"), [(True, 0.2), (False, 1.0)])
 def test_the_fit_finds_whether_the_data_has_a_direction(tmp_path: Path, has_order: bool, backwards: float) -> None:
-    """Each user reads seven items of a circle of 40 in their order, or seven of a group of eight in any order."""
+    """Each user reads seven items of a circle of 100 in their order, or seven of a group of 20 in any order."""
+    torch.manual_seed(0)
     random, lines = np.random.default_rng(1), []
-    for _ in range(300):
+    for _ in range(150):
         if has_order:
-            items = np.cumsum(random.integers(1, 4, 7)) + random.integers(0, 40)
+            items = np.cumsum(random.integers(1, 12, 7)) + random.integers(0, 100)
         else:
-            items = 8 * random.integers(0, 5) + random.permutation(8)[:7]
-        *first, valid, test = (items % 40).tolist()
+            items = 20 * random.integers(0, 5) + random.permutation(20)[:7]
+        *first, valid, test = (items % 100).tolist()
         lines.append(f"{' '.join(map(str, first))},{valid},{test}")
     path = put(tmp_path / "users.csv", lines)
     corpus = load_corpus(DataConfig(kind="events", path=path, layout="leave_one_out", start="zero"))

@@ -115,6 +115,26 @@ async def test_what_has_no_answer_before_it_is_not_judged(make_harness: MakeHarn
     assert counts(harness)["unjudged"] == 2
 
 
+async def test_skipped_events_are_missed_and_the_list_before_them_judges_the_next_step(
+    make_harness: MakeHarness,
+) -> None:
+    harness = make_harness(live_accuracy=K)
+    client, engine = Client(harness), harness.engine
+    skipped = StepRequest("a", (), unknown=("new",), creator=ANYBODY)
+    await engine.submit(skipped)
+    assert counts(harness) == NOTHING  # the session is new, so no answer came before
+    await client.step("a", [5])
+    await engine.submit(skipped)
+    await engine.submit(skipped)
+    client.ranks += [0, 0]
+    await client.step("a", [6], unknown=("new",))
+    client.check(harness)
+    assert counts(harness)["judged"] == 3
+    await engine.rewind("a", 1)
+    await engine.submit(skipped)
+    assert (counts(harness)["judged"], counts(harness)["unjudged"]) == (3, 1)
+
+
 async def lose_answer(harness: EngineHarness, token: int, position: int) -> None:
     """Appends a token to session "a", up to `position`, by a step whose caller leaves before its answer."""
     harness.runner.gate.clear()
