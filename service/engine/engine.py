@@ -149,6 +149,8 @@ class Engine:
             metrics.states_evicted.labels(name).inc,
             runner.memory,
             norms=manifest.architecture.norm_columns if NORMS in runner.outputs("step") else 0,
+            clock=clock,
+            on_prefix=partial(metrics.count_prefix, name),
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self.batcher = Batcher(
@@ -164,7 +166,8 @@ class Engine:
         self._throughput = throughput or ThroughputProfile()
         parallel = ChunkedRunner(manifest, self.batcher, pool, self._throughput)
         self._cost_model.parallel_cost = parallel.seconds
-        self.forward = Forward(self.batcher, pool, parallel)
+        keeps_prefixes = settings.prefix_states == "on" and bool(manifest.state)
+        self.forward = Forward(self.batcher, pool, parallel, keeps=keeps_prefixes)
         empty = TokenHistory.start(vocabulary.eos_id, vocabulary.size)
         self.sessions = Sessions(
             store,
@@ -711,6 +714,7 @@ class Engine:
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
         metrics.sessions_parked.labels(self.name).set_function(lambda: self.housekeeper.parked)
         metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
+        metrics.prefix_bytes.labels(self.name).set_function(lambda: len(pool.prefixes) * pool.slot_bytes)
         metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
 
     def unpublish(self) -> None:
@@ -721,6 +725,7 @@ class Engine:
             metrics.sessions_resident,
             metrics.sessions_parked,
             metrics.state_bytes,
+            metrics.prefix_bytes,
             metrics.queue_items,
         ):
             gauge.remove(self.name)

@@ -118,7 +118,7 @@ class Prompt:
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
     prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
     the start token: all of them, or at least as many as the model's cache can hold. If the request has no session and
-    sets `truncated`, `position` is one more than the number of its tokens.
+    sets `truncated`, `position` is one more than the number of its tokens. `cached`: see `Finish.cached_tokens`.
     """
 
     history: Sequence[int]
@@ -126,6 +126,7 @@ class Prompt:
     known: int
     state: StateSource = StateSource.FULL
     session: str | None = None
+    cached: int = 0
 
 
 class Source(Protocol):
@@ -149,7 +150,8 @@ class Source(Protocol):
 
 class RecurrentSource:
     """The source of mode recurrent. Runs one step for each token, and writes every state to `slot`. `read` is the slot
-    of the state after the prompt, if that state is not in `slot`. The state in `read` does not change."""
+    of the state after the prompt, if that state is not in `slot`. The state in `read` does not change. `owner`: see
+    `Forward.prompt`."""
 
     window = None
 
@@ -161,8 +163,12 @@ class RecurrentSource:
         slot: int,
         ticket: Ticket,
         read: int | None = None,
+        owner: str | None = None,
     ) -> None:
         self.start = start
+        self._owner = owner
+        self._fed: list[int] = []  # the tokens after the prompt that `slot` has read
+        self._is_changing = False
         self._forward = forward
         self._input_ids = input_ids
         self._slot = slot
@@ -170,12 +176,22 @@ class RecurrentSource:
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:
-        return await self._forward.full(self._input_ids, self._ticket, write=self._slot)
+        found, cached = await self._forward.prompt(self._input_ids, self._owner, self._ticket, write=self._slot)
+        self.start.cached = max(cached - (len(self._input_ids) - len(self.start.history)), 0)
+        return found
 
     async def feed(self, token: int) -> RunResult:
-        tokens = np.array([token], np.int64)
+        self._is_changing = True
         read, self._read = self._read, self._slot
-        return await self._forward.append(tokens, self._ticket, read=read, write=self._slot)
+        result = await self._forward.append(np.array([token], np.int64), self._ticket, read=read, write=self._slot)
+        self._fed.append(token)
+        self._is_changing = False
+        return result
+
+    def keep(self) -> None:
+        """Keeps the state after the generated tokens for prompts that begin with them. Must be called last."""
+        if self._fed and not self._is_changing:
+            self._forward.keep(np.append(self._input_ids, self._fed), self._owner, self._slot)
 
 
 class WindowSource:
@@ -296,4 +312,5 @@ async def generate(
         session=None if start.session is None else id_of(start.session),
         position=None if start.session is None else start.position,
         unknown=request.unknown or None,
+        cached_tokens=start.cached,
     )

@@ -1,13 +1,16 @@
 """Caches the states of sessions in a pool of slots. Every evicted state can be rebuilt.
 
-The cache counts as one user of the slot of each resident state. If no slot is free, the cache evicts the least recently
-used resident state whose slot has no other user.
+The cache counts as one user of the slot of each resident state. If no slot is free, the cache evicts a state whose slot
+has no other user: the least recently used state of a prefix (`prefixes.py`) or, if there is none, the least recently
+used resident state.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ from wane.models.architecture import StateTensor
 from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import Array, MakeMemory
 from wane.service.state.pool import RESERVED, StatePool
+from wane.service.state.prefixes import PrefixStates
 
 
 class CachedState(NamedTuple):
@@ -42,10 +46,14 @@ class StateCache(StatePool):
         memory: MakeMemory = HostMemory,
         *,
         norms: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        on_prefix: Callable[[int], object] = lambda _tokens: None,
     ) -> None:
-        """See `StatePool`. `on_evict` is called for every evicted state."""
+        """See `StatePool`. `on_evict` is called for every evicted state of a session. `clock`, `on_prefix`: see
+        `PrefixStates`."""
         super().__init__(state, hidden, budget_bytes, memory, norms=norms)
         self._on_evict = on_evict
+        self.prefixes = PrefixStates(self, clock, on_prefix)
         self.order: OrderedDict[str, int] = OrderedDict()  # from session name to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__
         """Returns whether a session's state is resident."""
@@ -64,12 +72,28 @@ class StateCache(StatePool):
         self.sessions.append(None)
 
     def _make_room(self) -> None:
-        """Evicts the least recently used state that no request uses."""
+        """Evicts the least recently used state that no request uses: a prefix's or, if there is none, a session's."""
+        if self.prefixes.evict():
+            return
         for session, slot in self.order.items():
             if self.users[slot] == 1:
                 self.drop(session)
                 self._on_evict()
                 return
+
+    @contextmanager
+    def spare(self) -> Iterator[int | None]:
+        """Yields a slot for the state of a prefix, and releases it at the end of the block. Yields None if the slot
+        would cost a session its state, or if requests already use half of all slots."""
+        slot: int | None = None
+        in_requests = self.used - len(self.order) - len(self.prefixes)
+        if 2 * in_requests < self.capacity and (not self.is_full or self.prefixes.evict()):
+            slot = self.acquire()
+        try:
+            yield slot
+        finally:
+            if slot is not None:
+                self.release(slot)
 
     def put(self, session: str, cached: CachedState, now_s: float) -> None:
         """Makes a state the session's resident state, and retains its slot. Drops the session's earlier resident
@@ -129,6 +153,7 @@ class StateCache(StatePool):
 
     def drop_idle(self, since_s: float) -> None:
         """Drops the states that were last used before `since_s`."""
+        self.prefixes.drop_idle(since_s)
         while self.order:
             session, slot = next(iter(self.order.items()))
             if self.touched_s[slot] >= since_s:
@@ -136,7 +161,7 @@ class StateCache(StatePool):
             self.drop(session)
 
     def __len__(self) -> int:
-        """Returns the number of resident states."""
+        """Returns the number of sessions' resident states."""
         return len(self.order)
 
     # Integrity
@@ -147,12 +172,13 @@ class StateCache(StatePool):
 
         `idle` says whether no request is in flight. If so, every slot in use must hold a resident state.
         """
-        faults = self.miscounts()
+        faults = self.miscounts() + self.prefixes.faults()
         owned = {slot: session for slot, session in enumerate(self.sessions) if session is not None}
         if len(owned) != len(self.order):
             faults.append(f"{len(owned)} slots have a session, but {len(self.order)} sessions have a slot")
-        if idle and self.used != len(self.order):
-            faults.append(f"{self.used} slots are in use for {len(self.order)} sessions, but no request is in flight")
+        used = self.used - len(self.prefixes)
+        if idle and used != len(self.order):
+            faults.append(f"{used} slots are in use for {len(self.order)} sessions, but no request is in flight")
         if idle and (np.frombuffer(self.users.tobytes(), np.int32) > 1).any():
             faults.append("a slot has two users, but no request is in flight")
         if any(one > other for one, other in pairwise(self.touched_s[[*self.order.values()]])):

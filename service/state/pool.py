@@ -69,7 +69,7 @@ class StatePool:
 
     def acquire(self) -> int:
         """Returns a slot whose only user is the caller. Raises Overloaded if requests use every slot."""
-        if not self.free and self._untouched == self.capacity:
+        if self.is_full:
             self._make_room()
         if self.free:
             slot = self.free.pop()
@@ -131,6 +131,11 @@ class StatePool:
             yield
         finally:
             self.release(slot)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot is in use."""
+        return not self.free and self._untouched == self.capacity
 
     @property
     def used(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, ClassVar, NamedTuple, Self
 from unicodedata import is_normalized
@@ -119,7 +119,8 @@ class PredictRequest:
     error bound. If `cache`, mix the network's distribution with the distribution of the model's cache, if the model has
     a cache. If `logits`, the answer has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the
     names of the request's events that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the
-    answer is the prediction after an empty sequence.
+    answer is the prediction after an empty sequence. `owner` is the name of the owner whose kept states of prefixes
+    (`Forward.prompt`) the request may use and leaves. If it is None, the request uses and leaves none.
     """
 
     tokens: tuple[int, ...] = ()
@@ -135,6 +136,7 @@ class PredictRequest:
     logits: bool = False
     filter: Filter = NO_FILTER
     unknown: tuple[str, ...] = ()
+    owner: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.session is None:
@@ -287,7 +289,7 @@ class GenerateRequest:
     sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`. `engine/logits.py`
     describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
     tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed. `<unk>` is drawn and
-    listed only if `include_unknown`.
+    listed only if `include_unknown`. `PredictRequest` describes `owner`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -311,6 +313,7 @@ class GenerateRequest:
     sample: int = 0
     unknown: tuple[str, ...] = ()
     include_unknown: bool = False
+    owner: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.session is None:
