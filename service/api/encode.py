@@ -64,12 +64,12 @@ def event(document: object, name: str = "") -> bytes:
 
 
 def members(result: Result) -> dict[str, object]:
-    """Returns the members of a result's JSON object. Omits a field that has its default value, None."""
+    """Returns the members of a result's JSON object. Omits a field that has its default value."""
     given = msgspec.structs.asdict(result)
     return {
         one.name: given[one.name]
         for one in msgspec.structs.fields(result)
-        if one.required or given[one.name] is not None
+        if one.required or given[one.name] != one.default
     }
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
-from wane.service.api.deps import deadline, model_engine, session_engine, session_key
+from wane.service.api.deps import deadline, model_engine, owner, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
@@ -52,6 +52,7 @@ async def generate(request: Request) -> Response:
             tokens=sequence.tokens,
             unknown=sequence.unknown,
             session=session,
+            owner=owner(request).name,
             deadline=deadline(request),
             stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
             logit_bias=bias_of(body.logit_bias),

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, filter_of, tokens_of
-from wane.service.api.deps import deadline, model_engine, note_model, session_engine, session_key
+from wane.service.api.deps import deadline, model_engine, note_model, owner, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.openapi import answers, json_body
@@ -65,6 +65,7 @@ def asked(
         cache=body.cache,
         filter=wanted,
         unknown=given.unknown,
+        owner=owner(request).name,
     )
 
 

@@ -157,12 +157,20 @@ class ChoiceDocument(TypedDict):
     finish_reason: Literal["stop", "length"] | None
 
 
+class PromptTokensDocument(TypedDict):
+    """`cached_tokens`: the number of the prompts' tokens that did not run, because an earlier request of the same API
+    key left the state after them."""
+
+    cached_tokens: int
+
+
 class UsageDocument(TypedDict):
     """The numbers of tokens of all prompts and all samples."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDocument
 
 
 class CompletionDocument(TypedDict):
