@@ -42,7 +42,6 @@ from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import LONG_S, Backlog, Share
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
-from wane.service.engine.generate import SessionSource
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import LiveAccuracy
@@ -199,7 +198,8 @@ class Engine:
             has_hiddens=HIDDENS in runner.outputs("scan"),
             start_tokens=len(manifest.start_tokens),
         )
-        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
+        keep = self.forward.keep
+        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, keep, cache)
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
         if shadow_runner is not None:
@@ -611,8 +611,8 @@ class Engine:
             if request.session is None:
                 items = self.predictor.generate(request, self.identity, ticket, share, stack)
             else:
-                source = SessionSource(partial(self.steps.begin, request, request.session, ticket, stack))
-                items = self.predictor.continued(request, self.identity, source, ticket, share)
+                begin = partial(self.steps.begin, request, request.session, ticket, stack)
+                items = self.predictor.continued(request, self.identity, begin, ticket, share)
             generation = await Stream.begin(items, share, request.deadline, stack)
         self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation

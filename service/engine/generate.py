@@ -131,17 +131,13 @@ class Prompt:
 
 class Source(Protocol):
     """Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window;
-    None in mode recurrent. `start` describes the prompt. Read `start` only after the prompt has run."""
+    None in mode recurrent. `start` describes the prompt."""
 
     @property
     def window(self) -> int | None: ...
 
     @property
     def start(self) -> Prompt: ...
-
-    async def prompt(self) -> RunResult:
-        """Runs the prompt. Returns the result with the first next-token distribution."""
-        ...
 
     async def feed(self, token: int) -> RunResult:
         """Runs a generated token. Returns the result with the next distribution."""
@@ -175,10 +171,11 @@ class RecurrentSource:
         self._read = slot if read is None else read
         self._ticket = ticket
 
-    async def prompt(self) -> RunResult:
+    async def begin(self) -> tuple[RecurrentSource, RunResult]:
+        """See `Begin`."""
         found, cached = await self._forward.prompt(self._input_ids, self._owner, self._ticket, write=self._slot)
         self.start.cached = max(cached - (len(self._input_ids) - len(self.start.history)), 0)
-        return found
+        return self, found
 
     async def feed(self, token: int) -> RunResult:
         self._is_changing = True
@@ -206,8 +203,9 @@ class WindowSource:
         self._context_ids = tail(input_ids, start.position, k)
         self._ticket = ticket
 
-    async def prompt(self) -> RunResult:
-        return await self._forward.window(self._context_ids, self._ticket)
+    async def begin(self) -> tuple[WindowSource, RunResult]:
+        """See `Begin`."""
+        return self, await self._forward.window(self._context_ids, self._ticket)
 
     async def feed(self, token: int) -> RunResult:
         self._position += 1
@@ -215,33 +213,8 @@ class WindowSource:
         return await self._forward.window(self._context_ids, self._ticket)
 
 
-class SessionSource:
-    """Continues a session. `begin` (see `SessionSteps.begin`) returns the result with the first next-token
-    distribution, and the source of all further distributions."""
-
-    def __init__(self, begin: Callable[[], Awaitable[tuple[Source, RunResult]]]) -> None:
-        self._begin = begin
-        self._source: Source | None = None
-
-    @property
-    def window(self) -> int | None:
-        return self._begun.window
-
-    @property
-    def start(self) -> Prompt:
-        return self._begun.start
-
-    async def prompt(self) -> RunResult:
-        self._source, result = await self._begin()
-        return result
-
-    async def feed(self, token: int) -> RunResult:
-        return await self._begun.feed(token)
-
-    @property
-    def _begun(self) -> Source:
-        assert self._source is not None, "`prompt` was not called before the session was continued: this is a bug"
-        return self._source
+Begin = Callable[[], Awaitable[tuple[Source, RunResult]]]
+"""Runs a prompt. Returns the source of the next distributions, and the result with the first one."""
 
 
 async def generate(
@@ -249,7 +222,7 @@ async def generate(
     identity: Identity,
     manifest: Manifest,
     vocabulary: Vocabulary,
-    source: Source,
+    begin: Begin,
     ticket: Ticket,
     share: Share,
     cache: CacheMixture | None,
@@ -264,7 +237,7 @@ async def generate(
     sampler = Sampler(request, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
-    result = await source.prompt()
+    source, result = await begin()
     start = source.start
     recent = deque(start.history, maxlen=0 if cache is None else cache.length)
 

@@ -18,7 +18,7 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, sequence, tail
-from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource, generate
+from wane.service.engine.generate import NOTHING_TO_CONTINUE, Begin, Prompt, RecurrentSource, WindowSource, generate
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import StatePool
@@ -178,27 +178,26 @@ class Predictor:
             raise InvalidRequest(NOTHING_TO_CONTINUE, "events")
         input_ids = self._sequence(request)
         start = Prompt(request.tokens, len(request.tokens) + request.truncated, len(request.tokens))
-        source: Source
         if request.mode is Mode.WINDOW:
-            source = WindowSource(self._forward, input_ids, start, request.window or self._limits.window, ticket)
-        else:
-            slot = held.enter_context(self._pool.lease())
-            owner = self._owner(request, input_ids)
-            source = RecurrentSource(self._forward, input_ids, start, slot, ticket, owner=owner)
-            held.callback(source.keep)
-        return self.continued(request, identity, source, ticket, share)
+            window = WindowSource(self._forward, input_ids, start, request.window or self._limits.window, ticket)
+            return self.continued(request, identity, window.begin, ticket, share)
+        slot = held.enter_context(self._pool.lease())
+        owner = self._owner(request, input_ids)
+        source = RecurrentSource(self._forward, input_ids, start, slot, ticket, owner=owner)
+        held.callback(source.keep)
+        return self.continued(request, identity, source.begin, ticket, share)
 
     def continued(
-        self, request: GenerateRequest, identity: Identity, source: Source, ticket: Ticket, share: Share
+        self, request: GenerateRequest, identity: Identity, begin: Begin, ticket: Ticket, share: Share
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """Like `generate`, but takes the distributions from `source`."""
+        """Like `generate`, but begins with `begin`."""
         cache = self._answer_builder.cache if request.cache else None
         return generate(
             request,
             identity,
             self._manifest,
             self._vocabulary,
-            source,
+            begin,
             ticket,
             share,
             cache,

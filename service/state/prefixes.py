@@ -40,41 +40,30 @@ Key = tuple[str, bytes]
 class Path:
     """The beginnings of one owner's sequence of n tokens, as keys."""
 
-    __slots__ = ("_blocks", "_data", "_owner", "length")
-
     def __init__(self, owner: str, tokens: NDArray[np.int64]) -> None:
         """`tokens`: (n), the model's input, with its start token."""
         self.length = len(tokens)
         self._owner = owner
         self._data = tokens.astype(np.int32).tobytes()
-        self._blocks: list[Key] = [(owner, b"")]
+        self.blocks: list[Key] = [(owner, b"")]
+        """The keys of the first BLOCK * i tokens, for i = 0, 1, 2, ..."""
         for start in range(0, self.length - BLOCK + 1, BLOCK):
-            self._blocks.append(self._after(len(self._blocks) - 1, start, start + BLOCK))
+            self.blocks.append(self._after(len(self.blocks) - 1, start, start + BLOCK))
 
     def _after(self, block: int, start: int, stop: int) -> Key:
         return self._owner, blake2b(
-            self._blocks[block][1] + self._data[4 * start : 4 * stop], digest_size=DIGEST_BYTES
+            self.blocks[block][1] + self._data[4 * start : 4 * stop], digest_size=DIGEST_BYTES
         ).digest()
-
-    @property
-    def blocks(self) -> list[Key]:
-        """The keys of the first BLOCK * i tokens, for i = 1, 2, ..."""
-        return self._blocks[1:]
-
-    def block(self, length: int) -> Key:
-        """Returns the key of the last multiple of BLOCK tokens within the first `length` tokens."""
-        return self._blocks[length // BLOCK]
 
     def key(self, length: int) -> Key:
         """Returns the key of the first `length` tokens."""
         block, rest = divmod(length, BLOCK)
-        return self._after(block, length - rest, length) if rest else self._blocks[block]
+        return self._after(block, length - rest, length) if rest else self.blocks[block]
 
 
 class Found(NamedTuple):
-    """The kept state of the longest beginning of a sequence. `slot` has read the sequence's first `length` tokens: ZERO
-    and 0 if no state is kept. `branch` is a larger number of tokens at which the state should be kept, because an
-    earlier sequence began with the same tokens; 0: there is none."""
+    """The slot of a state that has read a sequence's first `length` tokens: ZERO and 0 if no state is kept. `branch` is
+    a larger number of tokens after which an earlier sequence went on in another way; 0: there is none."""
 
     slot: int
     length: int
@@ -107,12 +96,12 @@ class PrefixStates:
         return len(self._kept)
 
     def find(self, path: Path) -> Found:
-        """Returns the longest beginning of a sequence whose state is kept. Counts as a use of the state. The caller
-        must hold the slot before anything else happens on the event loop."""
+        """Returns the state of the longest beginning whose state is kept. Counts as a use of the state. The caller must
+        hold its slot before the event loop runs anything else."""
         branch = 0
         for block in range(path.length // BLOCK, 0, -1):
             start = BLOCK * block
-            at = path.block(start)
+            at = path.blocks[block]
             for rest in sorted(self._rests.get(at, ()), reverse=True):
                 kept = self._kept.get(path.key(start + rest)) if start + rest <= path.length else None
                 if kept is not None:
@@ -130,7 +119,7 @@ class PrefixStates:
         if length < BLOCK:
             return
         if length == path.length:
-            for block in path.blocks:
+            for block in path.blocks[1:]:
                 self._seen[block] = None
                 self._seen.move_to_end(block)
             while len(self._seen) > BLOCKS_SEEN:
@@ -139,7 +128,7 @@ class PrefixStates:
         kept = self._kept.get(key)
         if kept is None:
             self._pool.retain(slot)
-            kept = self._kept[key] = _Kept(slot, path.block(length), length % BLOCK, 0.0)
+            kept = self._kept[key] = _Kept(slot, path.blocks[length // BLOCK], length % BLOCK, 0.0)
             self._rests.setdefault(kept.block, Counter())[kept.rest] += 1
         self._touch(key, kept)
         while len(self._kept) > self._most:

@@ -236,7 +236,8 @@ class ScoreRequest:
     `PredictRequest` describes `cache`. `top_k` is the number of most probable tokens to list at the position of each
     token. If `top_k` is None, no tokens are listed. `include_unknown` says whether the lists may contain `<unk>` where
     it is not the token itself. `unknown`: see `PredictRequest`. `skipped` are the indexes of the
-    skipped events in the request's list of events, ascending. The score has null at these indexes.
+    skipped events in the request's list of events, ascending. The score has null at these indexes. A score leaves the
+    state after all tokens but the last to predictions of its `owner`.
     """
 
     tokens: tuple[int, ...]
@@ -249,6 +250,7 @@ class ScoreRequest:
     unknown: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
     include_unknown: bool = False
+    owner: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens, self.unknown)

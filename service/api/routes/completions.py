@@ -296,7 +296,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     if body.max_tokens != 0:
         generations = await started([partial(engine.generate, one) for one in wanted])
     try:
-        prompts = await together([partial(prompt_of, engine, body, one.tokens, until) for one in read])
+        prompts = await together([partial(prompt_of, engine, body, one.tokens, until, whose) for one in read])
     except BaseException:
         for one_generation in generations:
             await one_generation.aclose()
@@ -429,7 +429,9 @@ def generation(
     )
 
 
-async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None) -> Prompt:
+async def prompt_of(
+    engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None, whose: str
+) -> Prompt:
     """Returns a prompt. If the answer repeats the prompt, decodes the prompt's text. If the request also asks for
     log-probabilities, scores the prompt's tokens."""
     if not body.echo:
@@ -437,7 +439,9 @@ async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...
     score: Score | None = None
     if body.logprobs is not None:
         score = await engine.score(
-            ScoreRequest(tokens, deadline=until, top_k=body.logprobs, include_unknown=bool(body.include_unknown))
+            ScoreRequest(
+                tokens, deadline=until, top_k=body.logprobs, include_unknown=bool(body.include_unknown), owner=whose
+            )
         )
     return Prompt(tokens, engine.vocabulary.decode(list(tokens)), score)
 

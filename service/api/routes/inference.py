@@ -371,6 +371,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
                         truncated=truncated,
                         unknown=given.unknown,
                         skipped=given.skipped,
+                        owner=owner(request).name,
                     )
                 )
                 for given in rows

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
 from wane.service.api.cost import of_score
-from wane.service.api.deps import deadline, model_engine, settings
+from wane.service.api.deps import deadline, model_engine, owner, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.openapi import answers, json_body
@@ -51,6 +51,7 @@ async def score(request: Request) -> Response:
             given.unknown,
             given.skipped,
             body.include_unknown,
+            owner(request).name,
         )
         if not body.stream:
             return await encode.long_reply(await engine.score(wanted))

@@ -157,20 +157,14 @@ class ChoiceDocument(TypedDict):
     finish_reason: Literal["stop", "length"] | None
 
 
-class PromptTokensDocument(TypedDict):
-    """`cached_tokens`: the number of the prompts' tokens that did not run, because an earlier request of the same API
-    key left the state after them."""
-
-    cached_tokens: int
-
-
 class UsageDocument(TypedDict):
-    """The numbers of tokens of all prompts and all samples."""
+    """The numbers of tokens of all prompts and all samples. `prompt_tokens_details` has `cached_tokens`, the number of
+    the prompts' tokens that did not run."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDocument
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
 
 
 class CompletionDocument(TypedDict):

@@ -16,7 +16,7 @@ from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.errors import DeadlineExceeded, WaneError
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
-from wane.service.types.request import GenerateRequest, PredictRequest, StepRequest
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 from wane.service.types.text import Finish, GeneratedToken
 
 EOS = 0
@@ -204,6 +204,22 @@ async def test_what_only_a_run_of_all_tokens_outputs_is_not_lost(
         answer = await predict(harness, TEXT[:tokens], **asked)
         assert_equal(answer, await predict(harness, TEXT[:tokens], None, **asked))
     assert answer.cached_tokens == cached
+
+
+@pytest.mark.parametrize("method", ScoreMethod)
+async def test_a_score_leaves_the_state_before_its_last_token(harness: EngineHarness, method: ScoreMethod) -> None:
+    await harness.engine.score(ScoreRequest(TEXT[:100], method, owner="ann"))
+    assert (await predict(harness, TEXT[:120], "bob")).cached_tokens == 0
+    answer = await predict(harness, TEXT[:120], "ann")
+    assert answer.cached_tokens == 99
+    assert_equal(answer, await predict(harness, TEXT[:120], None))
+
+
+async def test_a_score_whose_joints_differ_leaves_no_state(make_harness: MakeHarness) -> None:
+    harness = make_harness(throughput=FixedProfile({1e-5: 100}))
+    found = await harness.engine.score(ScoreRequest(TEXT, ScoreMethod.PARALLEL, owner=""))
+    assert found.max_residual > 0
+    assert len(harness.engine.state_cache.prefixes) == 0
 
 
 async def test_windows_use_no_kept_state(harness: EngineHarness) -> None:
