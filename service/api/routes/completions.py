@@ -125,7 +125,6 @@ class Completion:
         self._unknown = unknown
         self._names_usage = body.stream_options is not None and body.stream_options.include_usage is True
         self.generations = generations
-        self._bounds: list[float | None] = []
         self._finish: Finish | None = None
         self._cached = [0] * len(prompts)
         self._choices = [

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.models.caches import RandomTables, random_cache
 from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, listed, name_vocabulary
+from tests.service.shipped import each_bundle
 from wane.models.manifest import Certificate
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.errors import DeadlineExceeded, WaneError
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import ModelRegistry
+from wane.service.settings import Settings
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
@@ -313,6 +320,28 @@ async def test_idle_states_expire(harness: EngineHarness) -> None:
     harness.clock.now_s += harness.settings.session_ttl_s + 1
     await harness.engine.housekeeper.look()
     assert len(harness.engine.state_cache.prefixes) == 0
+
+
+@each_bundle
+async def test_a_shipped_model_answers_with_the_same_bits_from_a_kept_state(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
+    registry = ModelRegistry(Settings(bundles=path, device="cpu"), Metrics())
+    await registry.load()
+    engine, draw = registry.get(), np.random.default_rng(2)
+    assert engine.manifest.certificate.bit_identical
+    tokens = tuple(draw.integers(2, engine.vocabulary.size, 900).tolist())
+    for stop, cached in ((70, 0), (71, 70), (300, 71), (300, 300), (899, 300), (900, 899)):
+        asked = PredictRequest(tokens[:stop], mode=Mode.RECURRENT, logits=True, owner="")
+        kept, whole = await engine.submit(asked), await engine.submit(replace(asked, owner=None))
+        assert kept.cached_tokens == cached
+        assert kept.logits is not None
+        assert whole.logits is not None
+        assert kept.logits.tobytes() == whole.logits.tobytes()
+        assert kept.predictions == whole.predictions
+        assert (kept.error_bound, kept.top1_proved) == (whole.error_bound, whole.top1_proved)
+    await registry.close()
 
 
 async def test_random_prompts_of_many_clients_are_answered_as_without_kept_states(make_harness: MakeHarness) -> None:
