@@ -6,8 +6,9 @@ Two servers of the same bundle run: one keeps the states, one does not. They get
 In a *conversation*, each prompt is the one before it with 32 more tokens, from 64 to 4,096. The time at a length is the
 median of the NEAR prompts up to this length; the server without states is asked only these. The load of *single*
 prompts has random prompts of 64 to 2,048 tokens without a common beginning. Each request generates one token. There are
-two times of each request, on one connection: `http`, as the client sees it, and `engine`, the `total_ms` of its answer,
-without HTTP and JSON.
+three times of each request, on one connection: `http`, as the client sees it; `engine`, the `total_ms` of its answer,
+without HTTP and JSON; and `processor`, the processor time of all threads of the server, which other work on the machine
+changes least. Linux only.
 """
 
 from __future__ import annotations
@@ -45,8 +46,13 @@ class Subject:
 
     def __init__(self, server: ServerProcess, model: str) -> None:
         self._model = model
+        self._threads = Path(f"/proc/{server.pid}/task")
         server.wait_ready("/v1/predict", '{"tokens": [5]}')
         self._client = httpx.Client(base_url=server.url, timeout=60, trust_env=False)
+
+    def processor_ms(self) -> float:
+        """Returns the processor time of the server's threads so far."""
+        return sum(int((one / "schedstat").read_text().split()[0]) for one in self._threads.iterdir()) / 1e6
 
     def ask(self, tokens: list[int]) -> tuple[float, dict[str, Any]]:
         """Generates one token after a prompt. Returns the milliseconds of the request, and the answer."""
@@ -64,7 +70,9 @@ def side_by_side(subjects: dict[str, Subject], tokens: list[int], turn: int) -> 
     took: dict[str, float] = {}
     answers: list[dict[str, Any]] = []
     for states in STATES if turn % 2 else STATES[::-1]:
+        before_ms = subjects[states].processor_ms()
         took[f"http {states}"], answer = subjects[states].ask(tokens)
+        took[f"processor {states}"] = subjects[states].processor_ms() - before_ms
         took[f"engine {states}"] = answer["latency"]["total_ms"]
         answers.append(answer)
     if len({(*answer["tokens"], *answer["logprobs"]) for answer in answers}) > 1:
@@ -109,7 +117,7 @@ def summary(rounds: list[dict[int, dict[str, float]]], lengths: tuple[int, ...])
     with them."""
     found: dict[str, dict[str, Spread]] = {}
     for length in lengths:
-        for kind in ("http", "engine"):
+        for kind in ("http", "engine", "processor"):
             on, off = [[one[length][f"{kind} {states}"] for one in rounds] for states in STATES]
             spreads = {"on_ms": Spread.of(on), "off_ms": Spread.of(off), "off_over_on": ratios(off, on)}
             found[f"{length} {kind}"] = spreads
