@@ -68,13 +68,16 @@ class Served(Data):
 
 
 class Ran(Served, kw_only=True):
-    """What the answers of a model's run have in common. `unknown` are the events that the vocabulary lacks."""
+    """What the answers of a model's run have in common. `unknown` are the events that the vocabulary lacks.
+    `cached_tokens` is the number of the first tokens that did not run, because the server had kept the state after
+    them."""
 
     state: str
     error_bound: float | None
     latency: Latency
     cache_tokens: int | None = None
     unknown: tuple[str, ...] = ()
+    cached_tokens: int = 0
 
 
 class Answer(Ran, kw_only=True):

@@ -152,6 +152,11 @@ class Settings(BaseModel):
         ge=1,
         description="memory of each model for its sessions' resident states",
     )
+    prefix_states: Literal["on", "off"] = Field(
+        default="on",
+        description="on: the states that prompts of at least 64 tokens leave are kept within state_budget_bytes, and a "
+        "later prompt of the same API key that begins with the same tokens runs only the tokens after them",
+    )
     state_ttl_s: float | None = Field(
         default=None,
         gt=0,

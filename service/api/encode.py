@@ -63,12 +63,12 @@ def event(document: object, name: str = "") -> bytes:
 
 
 def members(result: Result) -> dict[str, object]:
-    """Returns the members of a result's JSON object. Omits a field that has its default value, None."""
+    """Returns the members of a result's JSON object. Omits a field that has its default value."""
     values = msgspec.structs.asdict(result)
     return {
         field.name: values[field.name]
         for field in msgspec.structs.fields(result)
-        if field.required or values[field.name] is not None
+        if field.required or values[field.name] != field.default
     }
 
 

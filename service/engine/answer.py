@@ -98,12 +98,13 @@ class AnswerPlan(NamedTuple):
 
 class ModeResult(NamedTuple):
     """The result of one mode's run, with the answer's bound and latency. `proved` says whether `AnswerBuilder.search`
-    proved that the never-interrupted model has the same most probable token."""
+    proved that the never-interrupted model has the same most probable token. `cached`: see `Answer.cached_tokens`."""
 
     result: RunResult
     bound: Bound | None
     latency: Latency
     proved: bool = False
+    cached: int = 0
 
 
 class Sampler(Protocol):
@@ -310,6 +311,7 @@ class AnswerBuilder:
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
             unknown=request.unknown + request.filter.unknown or None,
             seen_tokens=plan.ranking.seen_tokens,
+            cached_tokens=answered.cached,
         )
         if request.logits or token_logprobs is not None:
             # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.

@@ -44,7 +44,7 @@ from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import LONG_S, Backlog, Share
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
-from wane.service.engine.generate import RecurrentSource, SessionSource
+from wane.service.engine.generate import RecurrentSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.pending import BEGUN_AT_ONCE, Admission, Pending, outcome_of
@@ -153,6 +153,8 @@ class Engine:
             runner.memory,
             metrics.states_evicted.labels(name).inc,
             norms=manifest.architecture.norm_columns if NORMS in runner.outputs("step") else 0,
+            clock=clock,
+            on_prefix=partial(metrics.count_prefix, name),
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self.batcher = Batcher(
@@ -168,7 +170,8 @@ class Engine:
         self._throughput = throughput or ThroughputProfile()
         parallel = ChunkedRunner(manifest, self.batcher, pool, self._throughput)
         self._cost_model.parallel_cost = parallel.seconds
-        self.forward = Forward(self.batcher, pool, parallel)
+        keeps_prefixes = settings.prefix_states == "on" and bool(manifest.state)
+        self.forward = Forward(self.batcher, pool, parallel, keeps=keeps_prefixes)
         empty = TokenHistory.start(vocabulary.eos_id, vocabulary.size)
         self.sessions = Sessions(
             store,
@@ -200,7 +203,8 @@ class Engine:
             has_hiddens=HIDDENS in runner.outputs("scan"),
             start_tokens=len(manifest.start_tokens),
         )
-        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
+        keep = self.forward.keep
+        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, keep, cache)
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
         if shadow_runner is not None:
@@ -600,8 +604,8 @@ class Engine:
             if request.session is None:
                 items = self.predictor.generate(request, self.identity, ticket, share, stack)
             else:
-                source = SessionSource(partial(self.steps.begin, request, request.session, ticket, stack))
-                items = self.predictor.continued(request, self.identity, source, ticket, share)
+                begin = partial(self.steps.begin, request, request.session, ticket, stack)
+                items = self.predictor.continued(request, self.identity, begin, ticket, share)
             generation = await Stream.begin(items, share, request.deadline, stack)
         self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation
@@ -735,6 +739,7 @@ class Engine:
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
         metrics.sessions_parked.labels(self.name).set_function(lambda: self._parked)
         metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
+        metrics.prefix_bytes.labels(self.name).set_function(lambda: len(pool.prefixes) * pool.slot_bytes)
         metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
 
     def unpublish(self) -> None:
@@ -745,6 +750,7 @@ class Engine:
             metrics.sessions_resident,
             metrics.sessions_parked,
             metrics.state_bytes,
+            metrics.prefix_bytes,
             metrics.queue_items,
         ):
             gauge.remove(self.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +18,7 @@ from wane.service.engine.bounds import Bound, of_mixture
 from wane.service.runners.outputs import FEW, Largest, Outputs
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
 from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.prefixes import BLOCK, Path
 
 # Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests short, and the
 # memory for intermediate values small.
@@ -188,7 +189,9 @@ class Forward:
     """Runs sequences of one model with its batcher and its state pool. Sequences are int64 arrays. `read`, `write` and
     `slot` are slots of the pool. `binding`: see `Work`."""
 
-    def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner) -> None:
+    def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner, *, keeps: bool = False) -> None:
+        """`keeps` says whether the states of prompts are kept for later prompts."""
+        self._keeps = keeps
         self._batcher = batcher
         self._pool = pool
         self.parallel = parallel
@@ -229,6 +232,56 @@ class Forward:
     def slots(self) -> int:
         """The number of slots of the state pool."""
         return self._pool.capacity
+
+    async def prompt(
+        self, tokens: NDArray[np.int64], owner: str | None, ticket: Ticket, *, write: int | None = None
+    ) -> tuple[RunResult, int]:
+        """Like `full`, but runs only the tokens after the longest beginning whose state is kept for `owner`, and keeps
+        the state after the last token. Returns also the number of tokens that did not run. If `owner` is None, no state
+        is used or kept.
+
+        The result has the same bits as that of `full`, if all graphs have the same bits (`Certificate.bit_identical`).
+        Otherwise it differs by the rounding of two runs, which the bound of every answer includes.
+        """
+        path = self.path(tokens, owner)
+        if path is None:
+            return await self.full(tokens, ticket, write=write), 0
+        pool = self._pool
+        read, cached, branch = pool.prefixes.find(path)
+        with ExitStack() as held:
+            held.enter_context(pool.hold(read))
+            done = cached
+            between = held.enter_context(pool.spare()) if branch else None
+            if between is not None:
+                await self.parallel.advance(tokens[done:branch], ticket, read=read, write=between)
+                pool.prefixes.keep(path, branch, between)
+                read, done = between, branch
+            if done == len(tokens):
+                if write is not None:
+                    pool.copy(read, write)
+                return await self.again(read, ticket), cached
+            kept = held.enter_context(pool.spare())
+            to = write if kept is None else kept
+            if done:
+                to = held.enter_context(pool.lease()) if to is None else to
+                result = await self.append(tokens[done:], ticket, read=read, write=to)
+            else:
+                result = await self.full(tokens, ticket, write=to)
+            if kept is not None:
+                pool.prefixes.keep(path, len(tokens), kept)
+                if write is not None:
+                    pool.copy(kept, write)
+        return result, cached
+
+    def path(self, tokens: NDArray[np.int64], owner: str | None) -> Path | None:
+        """Returns the path of a sequence whose states are kept for `owner`. None: no state is."""
+        return Path(owner, tokens) if self._keeps and owner is not None and len(tokens) >= BLOCK else None
+
+    def keep(self, tokens: NDArray[np.int64], owner: str | None, slot: int) -> None:
+        """Keeps the state in `slot`, which has read `tokens` and will not change. See `prompt`."""
+        path = self.path(tokens, owner)
+        if path is not None:
+            self._pool.prefixes.keep(path, path.length, slot)
 
     def lease(self) -> AbstractContextManager[int]:
         """Like `StatePool.lease`."""

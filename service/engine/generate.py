@@ -118,7 +118,7 @@ class Prompt:
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
     prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
     the start token: all of them, or at least as many as the model's cache can hold. If the request has no session and
-    sets `truncated`, `position` is one more than the number of its tokens.
+    sets `truncated`, `position` is one more than the number of its tokens. `cached`: see `Finish.cached_tokens`.
     """
 
     history: Sequence[int]
@@ -126,21 +126,18 @@ class Prompt:
     known: int
     state: StateSource = StateSource.FULL
     session: str | None = None
+    cached: int = 0
 
 
 class Source(Protocol):
     """Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window;
-    None in mode recurrent. `start` describes the prompt. Read `start` only after the prompt has run."""
+    None in mode recurrent. `start` describes the prompt."""
 
     @property
     def window(self) -> int | None: ...
 
     @property
     def start(self) -> Prompt: ...
-
-    async def prompt(self) -> RunResult:
-        """Runs the prompt. Returns the result with the first next-token distribution."""
-        ...
 
     async def feed(self, token: int) -> RunResult:
         """Runs a generated token. Returns the result with the next distribution."""
@@ -149,7 +146,8 @@ class Source(Protocol):
 
 class RecurrentSource:
     """The source of mode recurrent. Runs one step for each token, and writes every state to `slot`. `read` is the slot
-    of the state after the prompt, if that state is not in `slot`. The state in `read` does not change."""
+    of the state after the prompt, if that state is not in `slot`. The state in `read` does not change. `owner`: see
+    `Forward.prompt`."""
 
     window = None
 
@@ -161,21 +159,36 @@ class RecurrentSource:
         slot: int,
         ticket: Ticket,
         read: int | None = None,
+        owner: str | None = None,
     ) -> None:
         self.start = start
+        self._owner = owner
+        self._fed: list[int] = []  # the tokens after the prompt that `slot` has read
+        self._is_changing = False
         self._forward = forward
         self._input_ids = input_ids
         self._slot = slot
         self.read = slot if read is None else read
         self._ticket = ticket
 
-    async def prompt(self) -> RunResult:
-        return await self._forward.full(self._input_ids, self._ticket, write=self._slot)
+    async def begin(self) -> tuple[RecurrentSource, RunResult]:
+        """See `Begin`."""
+        found, cached = await self._forward.prompt(self._input_ids, self._owner, self._ticket, write=self._slot)
+        self.start.cached = max(cached - (len(self._input_ids) - len(self.start.history)), 0)
+        return self, found
 
     async def feed(self, token: int) -> RunResult:
-        tokens = np.array([token], np.int64)
+        self._is_changing = True
         read, self.read = self.read, self._slot
-        return await self._forward.append(tokens, self._ticket, read=read, write=self._slot)
+        result = await self._forward.append(np.array([token], np.int64), self._ticket, read=read, write=self._slot)
+        self._fed.append(token)
+        self._is_changing = False
+        return result
+
+    def keep(self) -> None:
+        """Keeps the state after the generated tokens for prompts that begin with them. Must be called last."""
+        if self._fed and not self._is_changing:
+            self._forward.keep(np.append(self._input_ids, self._fed), self._owner, self._slot)
 
 
 class WindowSource:
@@ -190,8 +203,9 @@ class WindowSource:
         self._context_ids = tail(input_ids, start.position, k)
         self._ticket = ticket
 
-    async def prompt(self) -> RunResult:
-        return await self._forward.window(self._context_ids, self._ticket)
+    async def begin(self) -> tuple[WindowSource, RunResult]:
+        """See `Begin`."""
+        return self, await self._forward.window(self._context_ids, self._ticket)
 
     async def feed(self, token: int) -> RunResult:
         self._position += 1
@@ -199,33 +213,8 @@ class WindowSource:
         return await self._forward.window(self._context_ids, self._ticket)
 
 
-class SessionSource:
-    """Continues a session. `begin` (see `SessionSteps.begin`) returns the result with the first next-token
-    distribution, and the source of all further distributions."""
-
-    def __init__(self, begin: Callable[[], Awaitable[tuple[Source, RunResult]]]) -> None:
-        self._begin = begin
-        self._source: Source | None = None
-
-    @property
-    def window(self) -> int | None:
-        return self._begun.window
-
-    @property
-    def start(self) -> Prompt:
-        return self._begun.start
-
-    async def prompt(self) -> RunResult:
-        self._source, result = await self._begin()
-        return result
-
-    async def feed(self, token: int) -> RunResult:
-        return await self._begun.feed(token)
-
-    @property
-    def _begun(self) -> Source:
-        assert self._source is not None, "`prompt` was not called before the session was continued: this is a bug"
-        return self._source
+Begin = Callable[[], Awaitable[tuple[Source, RunResult]]]
+"""Runs a prompt. Returns the source of the next distributions, and the result with the first one."""
 
 
 async def generate(
@@ -233,7 +222,7 @@ async def generate(
     identity: Identity,
     manifest: Manifest,
     vocabulary: Vocabulary,
-    source: Source,
+    begin: Begin,
     ticket: Ticket,
     share: Share,
     cache: CacheMixture | None,
@@ -248,7 +237,7 @@ async def generate(
     sampler = Sampler(request, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
-    result = await source.prompt()
+    source, result = await begin()
     start = source.start
     recent = deque(start.history, maxlen=0 if cache is None else cache.length)
 
@@ -296,4 +285,5 @@ async def generate(
         session=None if start.session is None else id_of(start.session),
         position=None if start.session is None else start.position,
         unknown=request.unknown or None,
+        cached_tokens=start.cached,
     )

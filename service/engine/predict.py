@@ -17,8 +17,8 @@ from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import meets
-from wane.service.engine.forward import Forward, sequence, tail
-from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource, generate
+from wane.service.engine.forward import PIECE_TOKENS, Forward, sequence, tail
+from wane.service.engine.generate import NOTHING_TO_CONTINUE, Begin, Prompt, RecurrentSource, WindowSource, generate
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import StatePool
@@ -29,7 +29,8 @@ from wane.service.types.text import Finish, GeneratedToken
 
 
 class Predictor:
-    """Answers predictions and generations without a session. Every prompt runs from the zero state."""
+    """Answers predictions and generations without a session. Every prompt runs from the zero state, or from the state
+    of its beginning that an earlier request of the same owner has left."""
 
     def __init__(
         self,
@@ -111,10 +112,20 @@ class Predictor:
 
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:
         input_ids = self._sequence(request)
-        result = await self._forward.full(input_ids, ticket)
+        owner = self._owner(request, input_ids, traced=request.prove)
+        result, cached = await self._forward.prompt(input_ids, owner, ticket)
         await self._answer_builder.take_turn(plan)
         part = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-        return await self._answer_builder.search(plan, part, ticket) if request.prove else part
+        part = await self._answer_builder.search(plan, part, ticket) if request.prove else part
+        return part._replace(cached=max(cached - (len(input_ids) - len(request.tokens)), 0))
+
+    @staticmethod
+    def _owner(
+        request: PredictRequest | GenerateRequest, input_ids: NDArray[np.int64], *, traced: bool = False
+    ) -> str | None:
+        """Returns the owner whose kept states the request uses. None: none, because one run of all tokens outputs what
+        no run from a state does: the radius of a truncated sequence, and the trace for a proof."""
+        return None if (request.truncated or traced) and len(input_ids) <= PIECE_TOKENS else request.owner
 
     async def _window(self, request: PredictRequest, plan: AnswerPlan, k: int, ticket: Ticket) -> ModeResult:
         input_ids = self._sequence(request)
@@ -155,25 +166,26 @@ class Predictor:
             raise InvalidRequest(NOTHING_TO_CONTINUE, "events")
         input_ids = self._sequence(request)
         start = Prompt(request.tokens, len(request.tokens) + request.truncated, len(request.tokens))
-        source: Source
         if request.mode is Mode.WINDOW:
-            source = WindowSource(self._forward, input_ids, start, request.window or self._limits.window, ticket)
-        else:
-            slot = held.enter_context(self._pool.lease())
-            source = RecurrentSource(self._forward, input_ids, start, slot, ticket)
-        return self.continued(request, identity, source, ticket, share)
+            window = WindowSource(self._forward, input_ids, start, request.window or self._limits.window, ticket)
+            return self.continued(request, identity, window.begin, ticket, share)
+        slot = held.enter_context(self._pool.lease())
+        owner = self._owner(request, input_ids)
+        source = RecurrentSource(self._forward, input_ids, start, slot, ticket, owner=owner)
+        held.callback(source.keep)
+        return self.continued(request, identity, source.begin, ticket, share)
 
     def continued(
-        self, request: GenerateRequest, identity: Identity, source: Source, ticket: Ticket, share: Share
+        self, request: GenerateRequest, identity: Identity, begin: Begin, ticket: Ticket, share: Share
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """Like `generate`, but takes the distributions from `source`."""
+        """Like `generate`, but begins with `begin`."""
         cache = self._answer_builder.cache if request.cache else None
         return generate(
             request,
             identity,
             self._manifest,
             self._vocabulary,
-            source,
+            begin,
             ticket,
             share,
             cache,

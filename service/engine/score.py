@@ -124,11 +124,13 @@ class Scorer:
         cost_model: CostModel,
         executor: Executor,
         places: TopPlaces,
+        keep: Callable[[NDArray[np.int64], str | None, int], None],
         cache: CacheMixture | None = None,
     ) -> None:
         """`executor` runs computations that would block the event loop. `places` lists the most probable tokens at each
-        position of a text. `cache` is the model's cache, if it has one."""
+        position of a text. `keep`: see `Forward.keep`. `cache` is the model's cache, if it has one."""
         self._places = places
+        self._keep = keep
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self.parallel = parallel
@@ -200,6 +202,8 @@ class Scorer:
                         )
                         settled, predicted, total = end, predicted + len(found), total + float(found.sum())
                     yield ScoreProgress(done, count)
+            if not plan.residual:
+                self._keep(inputs, request.owner, slot)
         share.progress(1)
         yield ScoreSummary(
             *identity,

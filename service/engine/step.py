@@ -169,7 +169,7 @@ class SessionSteps:
                 assert plan.window is not None, "the plan of a window part has no k: this is a bug"
                 start = Prompt(history, record.position, known, StateSource.WINDOW, session)
                 window = WindowSource(self._forward, input_ids, start, plan.window, ticket)
-                return window, await window.prompt()
+                return await window.begin()
             base, rebuilt = self._base(record, needed=True)
             dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
             if base is None and routing.is_free(request.mode, record.mode):

@@ -297,7 +297,19 @@ class Metrics:
             "wane_state_replays", "States updated with tokens that other replicas appended.", "model"
         )
         self.states_evicted = counter(
-            "wane_states_evicted", "States evicted from memory to make room for other states.", "model"
+            "wane_states_evicted", "States of sessions evicted from memory to make room for other states.", "model"
+        )
+        self.prefix_lookups = counter(
+            "wane_prefix_lookups",
+            "Prompts looked up by their first tokens, by outcome: hit (a kept state was found) or miss.",
+            "model",
+            "outcome",
+        )
+        self.prefix_cached_tokens = counter(
+            "wane_prefix_cached_tokens", "Tokens of prompts that did not run, because their state was kept.", "model"
+        )
+        self.prefix_bytes = gauge(
+            "wane_prefix_bytes", "Bytes of memory in use for states of prompts; a part of wane_state_bytes.", "model"
         )
         self.sessions_evicted_memory = counter(
             "wane_sessions_evicted_memory", "Sessions evicted because memory ran out.", "model"
@@ -382,6 +394,11 @@ class Metrics:
             requests.inc(len(known))
             for seconds, trace_id in known:
                 durations.observe(seconds, trace_id)
+
+    def count_prefix(self, model: str, tokens: int) -> None:
+        """Counts a prompt that was looked up by its first tokens, and the number of tokens that need not run."""
+        self.prefix_lookups.labels(model, "hit" if tokens else "miss").inc()
+        self.prefix_cached_tokens.labels(model).inc(tokens)
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
         """Counts an answered WebSocket message."""

@@ -5,8 +5,9 @@ Slots are reference-counted: users retain and release a slot. A slot without use
 written to a new slot, which becomes the session's slot at the commit. `advance` instead overwrites the earlier states
 after a run has succeeded. A failed run therefore changes nothing.
 
-The cache counts as one user of the slot of each resident state. If no slot is free, the least recently used resident
-state whose slot has no other user is evicted. Every evicted state can be rebuilt.
+The cache counts as one user of the slot of each resident state. If no slot is free, a state is evicted whose slot has
+no other user: the least recently used state of a prefix (`prefixes.py`) or, if there is none, the least recently used
+resident state. Every evicted state can be rebuilt.
 
 The reference counts are accessed only on the event loop's thread. The methods that read and write values may run on the
 runner's thread, because they only access slots that are retained for the batch.
@@ -14,6 +15,7 @@ runner's thread, because they only access slots that are retained for the batch.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
 from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory, StateMemory
+from wane.service.state.prefixes import PrefixStates
 
 ZERO: Final = 0  # the slot that holds the zero state
 # The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
@@ -59,10 +62,13 @@ class StatePool:
         on_evict: Callable[[], object] = lambda: None,
         *,
         norms: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        on_prefix: Callable[[int], object] = lambda _tokens: None,
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. So are the `norms`
         columns of the output `norms`, if the graphs have it. `memory` allocates the memory of the states, on the device
-        of the runner that reads them. `on_evict` is called for every evicted state.
+        of the runner that reads them. `on_evict` is called for every evicted state of a session. `clock`, `on_prefix`:
+        see `PrefixStates`.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
@@ -82,6 +88,7 @@ class StatePool:
         self.free = array("i")
         self._untouched = RESERVED  # the first slot that was never used
         self._on_evict = on_evict
+        self.prefixes = PrefixStates(self, ZERO, clock, on_prefix)
         self.order: OrderedDict[str, int] = OrderedDict()  # from session name to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__
         """Returns whether a session's state is resident."""
@@ -99,7 +106,7 @@ class StatePool:
 
     def acquire(self) -> int:
         """Returns a slot whose only user is the caller. Raises Overloaded if requests use every slot."""
-        if not self.free and self._untouched == self.capacity:
+        if self.is_full:
             self._make_room()
         if self.free:
             slot = self.free.pop()
@@ -116,12 +123,28 @@ class StatePool:
         return slot
 
     def _make_room(self) -> None:
-        """Evicts the least recently used state that no request uses."""
+        """Evicts the least recently used state that no request uses: a prefix's or, if there is none, a session's."""
+        if self.prefixes.evict():
+            return
         for session, slot in self.order.items():
             if self.users[slot] == 1:
                 self.drop(session)
                 self._on_evict()
                 return
+
+    @contextmanager
+    def spare(self) -> Iterator[int | None]:
+        """Yields a slot for the state of a prefix, and releases it at the end of the block. Yields None if the slot
+        would cost a session its state, or if requests already use half of all slots."""
+        slot: int | None = None
+        in_requests = self.used - len(self.order) - len(self.prefixes)
+        if 2 * in_requests < self.capacity and (not self.is_full or self.prefixes.evict()):
+            slot = self.acquire()
+        try:
+            yield slot
+        finally:
+            if slot is not None:
+                self.release(slot)
 
     def retain(self, slot: int) -> None:
         """Adds a user to a slot. The reserved slots are never freed, and their users are not counted."""
@@ -163,6 +186,11 @@ class StatePool:
             yield
         finally:
             self.release(slot)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot is in use."""
+        return not self.free and self._untouched == self.capacity
 
     @property
     def used(self) -> int:
@@ -276,6 +304,7 @@ class StatePool:
 
     def drop_idle(self, since_s: float) -> None:
         """Drops the states that were last used before `since_s`."""
+        self.prefixes.drop_idle(since_s)
         while self.order:
             session, slot = next(iter(self.order.items()))
             if self.touched_s[slot] >= since_s:
@@ -283,7 +312,7 @@ class StatePool:
             self.drop(session)
 
     def __len__(self) -> int:
-        """Returns the number of resident states."""
+        """Returns the number of sessions' resident states."""
         return len(self.order)
 
     # Integrity
@@ -313,12 +342,13 @@ class StatePool:
 
         `idle` says whether no request is in flight. If so, every slot in use must hold a resident state.
         """
-        faults = self.miscounts()
+        faults = self.miscounts() + self.prefixes.faults()
         owned = {slot: session for slot, session in enumerate(self.sessions) if session is not None}
         if len(owned) != len(self.order):
             faults.append(f"{len(owned)} slots have a session, but {len(self.order)} sessions have a slot")
-        if idle and self.used != len(self.order):
-            faults.append(f"{self.used} slots are in use for {len(self.order)} sessions, but no request is in flight")
+        used = self.used - len(self.prefixes)
+        if idle and used != len(self.order):
+            faults.append(f"{used} slots are in use for {len(self.order)} sessions, but no request is in flight")
         if idle and (np.frombuffer(self.users.tobytes(), np.int32) > 1).any():
             faults.append("a slot has two users, but no request is in flight")
         if any(one > other for one, other in pairwise(self.touched_s[[*self.order.values()]])):

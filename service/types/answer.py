@@ -21,6 +21,7 @@ from wane.service.types.common import (
     Position,
     Result,
     Served,
+    ServedPrompt,
     SessionName,
     Source,
     StateErrorBound,
@@ -77,7 +78,7 @@ class ModeAnswer(Result):
     latency: Annotated[Latency, says("how long the request took in the engine")]
 
 
-class Answer(Served, dict=True):
+class Answer(ServedPrompt, dict=True):
     """A prediction of the next token, and how it was computed."""
 
     mode: UsedMode
@@ -184,7 +185,9 @@ class Batch(Served):
     results: Results
 
 
-NO_COLUMN = frozenset({"model_version", "device", "predictions", "latency", "modes", "agreement", "session"})
+NO_COLUMN = frozenset(
+    {"model_version", "device", "predictions", "latency", "modes", "agreement", "session", "cached_tokens"}
+)
 """The fields of `Answer` that `StepColumns` has not, or has in another form."""
 
 ALWAYS = frozenset({"position", "replayed", "created", "durable", "cache_tokens"})

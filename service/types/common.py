@@ -104,6 +104,18 @@ class Served(Result):
     device: Annotated[str, says("the device that ran the model, such as cpu")]
 
 
+class ServedPrompt(Served, kw_only=True):
+    """An answer from a run of the request's tokens."""
+
+    cached_tokens: Annotated[
+        int,
+        says(
+            "the number of the first tokens that did not run, because an earlier request of the same API key left the "
+            "state after them; absent: 0"
+        ),
+    ] = 0
+
+
 REFERENCE = "#/components/schemas/{name}"
 """The reference to the schema of a class in the OpenAPI description."""
 

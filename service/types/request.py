@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, ClassVar, NamedTuple, Self
 from unicodedata import is_normalized
@@ -120,7 +120,8 @@ class PredictRequest:
     error bound. If `cache`, mix the network's distribution with the distribution of the model's cache, if the model has
     a cache. If `logits`, the answer has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the
     names of the request's events that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the
-    answer is the prediction after an empty sequence.
+    answer is the prediction after an empty sequence. `owner` is the name of the owner whose kept states of prefixes
+    (`Forward.prompt`) the request may use and leaves. If it is None, the request uses and leaves none.
     """
 
     tokens: tuple[int, ...] = ()
@@ -136,6 +137,7 @@ class PredictRequest:
     logits: bool = False
     filter: Filter = NO_FILTER
     unknown: tuple[str, ...] = ()
+    owner: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.session is None:
@@ -256,7 +258,8 @@ class ScoreRequest:
     `PredictRequest` describes `cache`. `top_k` is the number of most probable tokens to list at the position of each
     token. If `top_k` is None, no tokens are listed. `include_unknown` says whether the lists may contain `<unk>` where
     it is not the token itself. `unknown`: see `PredictRequest`. `skipped` are the indexes of the
-    skipped events in the request's list of events, ascending. The score has null at these indexes.
+    skipped events in the request's list of events, ascending. The score has null at these indexes. A score leaves the
+    state after all tokens but the last to predictions of its `owner`.
     """
 
     tokens: tuple[int, ...]
@@ -269,6 +272,7 @@ class ScoreRequest:
     unknown: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
     include_unknown: bool = False
+    owner: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens, self.unknown)
@@ -309,7 +313,7 @@ class GenerateRequest:
     sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`. `engine/logits.py`
     describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
     tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed. `<unk>` is drawn and
-    listed only if `include_unknown`.
+    listed only if `include_unknown`. `PredictRequest` describes `owner`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -333,6 +337,7 @@ class GenerateRequest:
     sample: int = 0
     unknown: tuple[str, ...] = ()
     include_unknown: bool = False
+    owner: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.session is None:

@@ -12,6 +12,7 @@ from wane.service.types.common import (
     Logprob,
     Result,
     Served,
+    ServedPrompt,
     Source,
     TokenBytes,
     TokenId,
@@ -118,7 +119,7 @@ class GeneratedToken(Result):
     ] = None
 
 
-class Finish(Served):
+class Finish(ServedPrompt):
     """The last event in the stream of a generation. This event has the whole answer, except the tokens'
     log-probabilities."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -87,7 +88,15 @@ def test_a_completion_has_the_text_of_generate(complete: Complete, native: httpx
         "prompt_tokens": len(ids_of(native, PROMPT)),
         "completion_tokens": 4,
         "total_tokens": len(ids_of(native, PROMPT)) + 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+def test_usage_counts_the_tokens_of_earlier_prompts(complete: Complete) -> None:
+    ids = [2 + secrets.randbelow(1000) for _ in range(160)]  # no other test has sent this prompt
+    complete(prompt=ids, max_tokens=1)
+    longer = complete(prompt=[*ids, *ids[:9]], n=2)
+    assert longer.usage.prompt_tokens_details.cached_tokens == len(ids)
 
 
 def test_every_answer_has_a_new_id_and_the_same_fingerprint(complete: Complete) -> None:

@@ -170,7 +170,7 @@ def test_an_invalid_setting_ends_the_process_with_its_name(
     assert message.startswith("error: ") and variable in message
 
 
-@pytest.mark.parametrize("arguments", [["--workers", "2"], ["--prot", "80"], ["sevre"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--woorkers", "2"], ["--prot", "80"], ["sevre"]], ids=" ".join)
 def test_an_unknown_option_ends_the_process_with_its_name(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_every_setting_is_an_option_and_a_variable() -> None:
         "bundles": "/b",
         "device": "cpu",
         "console": "off",
+        "prefix_states": "off",
         "require_all": "true",
         "check_invariants": "true",
         "log_level": "debug",

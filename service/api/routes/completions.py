@@ -118,8 +118,8 @@ class Completion:
         self._unknown = unknown
         self._names_usage = body.stream_options is not None and body.stream_options.include_usage is True
         self.generations = generations
-        self._bounds: list[float | None] = []
         self._finish: Finish | None = None
+        self._cached = [0] * len(prompts)
         self._choices = [
             Choice(
                 index,
@@ -170,6 +170,7 @@ class Completion:
                 choice = self._choices[index]
                 if isinstance(item, Finish):
                     self._finish = item
+                    self._cached[index // self._samples] = item.cached_tokens
                     yield choice.ended(item)
                 elif (part := choice.added(item)) is not None:
                     yield part
@@ -196,7 +197,12 @@ class Completion:
     def _usage(self) -> UsageDocument:
         given = sum(len(prompt.tokens) for prompt in self._prompts)
         made = sum(choice.tokens for choice in self._choices)
-        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        return {
+            "prompt_tokens": given,
+            "completion_tokens": made,
+            "total_tokens": given + made,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
 
     def _extensions(self) -> dict[str, object]:
         step, finish = self._step, self._finish
@@ -271,17 +277,18 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     await asyncio.sleep(0)
     bias = bias_of(body.logit_bias or {})  # all samples share its arrays, even without a bias
     await asyncio.sleep(0)
-    wanted = [generation(body, bias, one, sample, until) for one in read for sample in range(samples)]
+    whose = owner(request).name
+    wanted = [generation(body, bias, one, sample, until, whose) for one in read for sample in range(samples)]
     engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
         step = await stepped(request, engine, body, session, read[0])
-        wanted = [generation(body, bias, EventTokens(()), 0, until, session, step.position)]
+        wanted = [generation(body, bias, EventTokens(()), 0, until, whose, session, step.position)]
     generations: list[Generation] = []
     if body.max_tokens != 0:
         generations = await started([partial(engine.generate, one) for one in wanted])
     try:
-        prompts = await together([partial(prompt_of, engine, body, one.tokens, until) for one in read])
+        prompts = await together([partial(prompt_of, engine, body, one.tokens, until, whose) for one in read])
     except BaseException:
         for one_generation in generations:
             await one_generation.aclose()
@@ -385,11 +392,13 @@ def generation(
     given: EventTokens,
     sample: int,
     until: float | None,
+    whose: str,
     session: str | None = None,
     position: int | None = None,
 ) -> GenerateRequest:
     """Returns the engine's request for one sample. The sample continues the tokens of `given`, or the session `session`
-    at `position`. `sample` is the index of the sample among those of the same prompt. Raises InvalidRequest."""
+    at `position`. `sample` is the index of the sample among those of the same prompt. `whose` is the name of the
+    owner. Raises InvalidRequest."""
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     return GenerateRequest(
         tokens=given.tokens,
@@ -408,10 +417,13 @@ def generation(
         top_logprobs=body.logprobs,
         sample=sample,
         include_unknown=bool(body.include_unknown),
+        owner=whose,
     )
 
 
-async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None) -> Prompt:
+async def prompt_of(
+    engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None, whose: str
+) -> Prompt:
     """Returns a prompt. If the answer repeats the prompt, decodes the prompt's text. If the request also asks for
     log-probabilities, scores the prompt's tokens."""
     if not body.echo:
@@ -419,7 +431,9 @@ async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...
     score: Score | None = None
     if body.logprobs is not None:
         score = await engine.score(
-            ScoreRequest(tokens, deadline=until, top_k=body.logprobs, include_unknown=bool(body.include_unknown))
+            ScoreRequest(
+                tokens, deadline=until, top_k=body.logprobs, include_unknown=bool(body.include_unknown), owner=whose
+            )
         )
     return Prompt(tokens, engine.vocabulary.decode(list(tokens)), score)
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, options_of, tokens_of
-from wane.service.api.deps import deadline, model_engine, session_engine, session_key
+from wane.service.api.deps import deadline, model_engine, owner, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
@@ -47,6 +47,7 @@ async def generate(request: Request) -> Response:
             tokens=sequence.tokens,
             unknown=sequence.unknown,
             session=session,
+            owner=owner(request).name,
             deadline=deadline(request),
             stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
             logit_bias=bias_of(body.logit_bias),

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode, openapi, signature, tensors
-from wane.service.api.deps import model_engine, settings
+from wane.service.api.deps import model_engine, owner, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.infer_call import ROWS_AT_ONCE, InferCall, decoded_call, rows_of
@@ -369,6 +369,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
                         truncated=truncated,
                         unknown=given.unknown,
                         skipped=given.skipped,
+                        owner=owner(request).name,
                     )
                 )
                 for given in rows
@@ -390,6 +391,7 @@ def _predictions(
         truncated=bool(parameters.truncated),
         logits=LOGITS in asked.names,
         filter=Filter(include_unknown=bool(parameters.include_unknown)),
+        owner=owner(request).name,
     )
     return [make(given.tokens, unknown=given.unknown) for given in rows]
 

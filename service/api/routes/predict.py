@@ -12,7 +12,7 @@ from starlette.responses import Response
 from wane.service.api import encode
 from wane.service.api.body import decode, filter_of, options_of, tokens_of
 from wane.service.api.cost import of_score
-from wane.service.api.deps import deadline, model_engine, note_model, session_engine, session_key, settings
+from wane.service.api.deps import deadline, model_engine, note_model, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer, registry
@@ -59,6 +59,7 @@ def asked(
         session=session,
         deadline=deadline(request),
         filter=wanted,
+        owner=owner(request).name,
         **options_of(body, PredictRequest),
     )
 
@@ -144,6 +145,7 @@ async def score(request: Request) -> Response:
             unknown=sequence.unknown,
             skipped=sequence.skipped,
             deadline=deadline(request),
+            owner=owner(request).name,
             **options_of(body, ScoreRequest),
         )
         if not body.stream:

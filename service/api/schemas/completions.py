@@ -162,11 +162,15 @@ class ChoiceDocument(TypedDict):
 
 
 class UsageDocument(TypedDict):
-    """The numbers of tokens of all prompts and all samples."""
+    """The numbers of tokens of all prompts and all samples. `prompt_tokens_details` has `cached_tokens`, the number of
+    the prompts' tokens that did not run."""
 
     prompt_tokens: Annotated[int, says("the number of tokens of all prompts")]
     completion_tokens: Annotated[int, says("the number of generated tokens")]
     total_tokens: Annotated[int, says("the sum of the two")]
+    prompt_tokens_details: Annotated[
+        dict[Literal["cached_tokens"], int], says("`cached_tokens`: the number of the prompts' tokens that did not run")
+    ]
 
 
 class CompletionDocument(TypedDict):

@@ -101,6 +101,18 @@ async def test_sessions_continue_on_the_new_version_from_their_stored_tokens(
     assert again.state is StateSource.RESIDENT
 
 
+async def test_the_new_version_uses_no_kept_state_of_the_old_version(registry: ModelRegistry, folder: Path) -> None:
+    asked = PredictRequest(TOKENS * 20, mode=Mode.RECURRENT, owner="")
+    await registry.get().submit(asked)
+    assert (await registry.get().submit(asked)).cached_tokens == 80
+    put(folder, "2", "lstm")
+    new = await registry.load_model(MODEL)
+    answer = await new.submit(asked)
+    assert answer.cached_tokens == 0
+    assert first(answer) == first(await new.submit(PredictRequest(TOKENS * 20, mode=Mode.RECURRENT)))
+    assert (await new.submit(asked)).cached_tokens == 80
+
+
 async def test_the_new_version_replays_a_step_of_the_old_version(registry: ModelRegistry, folder: Path) -> None:
     session = (await registry.get().create_session()).session
     await step(registry, session, *TOKENS, position=0)

@@ -1,0 +1,192 @@
+"""Keeps states of sequences that requests without a session have read. A later request whose sequence begins with the
+same tokens continues from such a state, and runs only the tokens after it.
+
+A state is kept under its owner and a hash of all tokens that it has read. It is kept at the end of a sequence. It is
+also kept where a sequence leaves an earlier one, at the multiple of BLOCK tokens before that place, because more
+sequences may leave there (after a common system prompt, for example). Sequences of fewer than BLOCK tokens are neither
+looked up nor kept.
+
+The states take slots of the pool that also holds the sessions' states. They are evicted before any session's state. All
+states of the pool come from one version of one model, so a new version never finds a state of an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK: Final = 64
+"""The number of tokens that are hashed together."""
+
+DIGEST_BYTES: Final = 16
+ENTRY_BYTES: Final = 1024
+"""The memory of a kept state beside its slot: its keys and its places in the indexes."""
+
+BLOCKS_SEEN: Final = 16_384
+"""The largest number of blocks that are remembered without a state: about 4 MB."""
+
+Key = tuple[str, bytes]
+"""The owner's name, and the hash of all tokens that a state has read."""
+
+
+class Slots(Protocol):
+    """The pool whose slots hold the states (`StatePool`)."""
+
+    capacity: int
+    slot_bytes: int
+
+    @property
+    def users(self) -> Sequence[int]: ...
+
+    def retain(self, slot: int) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
+class Path:
+    """The beginnings of one owner's sequence of n tokens, as keys."""
+
+    def __init__(self, owner: str, tokens: NDArray[np.int64]) -> None:
+        """`tokens`: (n), the model's input, with its start token."""
+        self.length = len(tokens)
+        self._owner = owner
+        self._data = tokens.astype(np.int32).tobytes()
+        self.blocks: list[Key] = [(owner, b"")]
+        """The keys of the first BLOCK * i tokens, for i = 0, 1, 2, ..."""
+        for start in range(0, self.length - BLOCK + 1, BLOCK):
+            self.blocks.append(self._after(len(self.blocks) - 1, start, start + BLOCK))
+
+    def _after(self, block: int, start: int, stop: int) -> Key:
+        return self._owner, blake2b(
+            self.blocks[block][1] + self._data[4 * start : 4 * stop], digest_size=DIGEST_BYTES
+        ).digest()
+
+    def key(self, length: int) -> Key:
+        """Returns the key of the first `length` tokens."""
+        block, rest = divmod(length, BLOCK)
+        return self._after(block, length - rest, length) if rest else self.blocks[block]
+
+
+class Found(NamedTuple):
+    """The slot of a state that has read a sequence's first `length` tokens. If no state is kept, it is the slot of the
+    zero state, and `length` is 0. `branch` is a larger number of tokens after which an earlier sequence went on in
+    another way; 0: there is none."""
+
+    slot: int
+    length: int
+    branch: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    slot: int
+    block: Key
+    rest: int  # the number of tokens after the block
+    touched_s: float
+
+
+class PrefixStates:
+    """The kept states of one pool, least recently used first."""
+
+    def __init__(self, pool: Slots, zero: int, clock: Callable[[], float], count: Callable[[int], object]) -> None:
+        """`count` is called for each sequence that is looked up, with the number of tokens that its state has read."""
+        self._pool = pool
+        self._zero = zero
+        self._clock = clock
+        self._count = count
+        self._most = pool.capacity * pool.slot_bytes // (pool.slot_bytes + ENTRY_BYTES)
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._rests: dict[Key, Counter[int]] = {}  # for each block, how many states have read so many tokens after it
+        self._seen: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Returns the number of kept states."""
+        return len(self._kept)
+
+    def find(self, path: Path) -> Found:
+        """Returns the state of the longest beginning whose state is kept. Counts as a use of the state. The caller must
+        hold its slot before the event loop runs anything else."""
+        branch = 0
+        for block in range(path.length // BLOCK, 0, -1):
+            start = BLOCK * block
+            at = path.blocks[block]
+            for rest in sorted(self._rests.get(at, ()), reverse=True):
+                kept = self._kept.get(path.key(start + rest)) if start + rest <= path.length else None
+                if kept is not None:
+                    self._touch(path.key(start + rest), kept)
+                    self._count(start + rest)
+                    return Found(kept.slot, start + rest, branch if branch > start + rest else 0)
+            if not branch and at in self._seen and start < path.length:
+                branch = start
+        self._count(0)
+        return Found(self._zero, 0, branch)
+
+    def keep(self, path: Path, length: int, slot: int) -> None:
+        """Keeps the state in `slot`, which has read the first `length` tokens of a sequence, and retains the slot. Does
+        nothing if such a state is kept already."""
+        if length < BLOCK:
+            return
+        if length == path.length:
+            for block in path.blocks[1:]:
+                self._seen[block] = None
+                self._seen.move_to_end(block)
+            while len(self._seen) > BLOCKS_SEEN:
+                self._seen.popitem(last=False)
+        key = path.key(length)
+        kept = self._kept.get(key)
+        if kept is None:
+            self._pool.retain(slot)
+            kept = self._kept[key] = _Kept(slot, path.blocks[length // BLOCK], length % BLOCK, 0.0)
+            self._rests.setdefault(kept.block, Counter())[kept.rest] += 1
+        self._touch(key, kept)
+        while len(self._kept) > self._most:
+            self._drop(next(iter(self._kept)))
+
+    def evict(self) -> bool:
+        """Frees the slot of the least recently used state that no request uses. Returns False if there is none."""
+        for key, kept in self._kept.items():
+            if self._pool.users[kept.slot] == 1:
+                self._drop(key)
+                return True
+        return False
+
+    def drop_idle(self, since_s: float) -> None:
+        """Drops the states that were last used before `since_s`."""
+        while self._kept:
+            key, kept = next(iter(self._kept.items()))
+            if kept.touched_s >= since_s:
+                return
+            self._drop(key)
+
+    def _touch(self, key: Key, kept: _Kept) -> None:
+        kept.touched_s = self._clock()
+        self._kept.move_to_end(key)
+
+    def _drop(self, key: Key) -> None:
+        kept = self._kept.pop(key)
+        rests = self._rests[kept.block]
+        rests[kept.rest] -= 1
+        if not rests[kept.rest]:
+            del rests[kept.rest]
+        if not rests:
+            del self._rests[kept.block]
+        self._pool.release(kept.slot)
+
+    def faults(self) -> list[str]:
+        """Returns the faults of the indexes. For tests and debugging."""
+        slots = [kept.slot for kept in self._kept.values()]
+        rests = Counter((kept.block, kept.rest) for kept in self._kept.values())
+        indexed = {(block, rest): count for block, one in self._rests.items() for rest, count in one.items()}
+        wrong = {
+            "a slot holds two kept states": len({*slots}) < len(slots),
+            "a slot with a kept state is free": any(not self._pool.users[slot] for slot in slots),
+            "the index of the kept states is wrong": rests != indexed,
+            "too many states are kept": len(slots) > self._most,
+        }
+        return [text for text, is_wrong in wrong.items() if is_wrong]
