@@ -4,7 +4,6 @@ own process."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
@@ -16,7 +15,6 @@ import pytest
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
-from tests.service.shipped import FOLDER
 from wane.service.app import Application, create_app
 from wane.service.net.connection import Connection
 from wane.service.net.limits import Limits
@@ -138,13 +136,9 @@ async def server(
 
 
 @pytest.fixture(scope="session")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """The real server in its own process, with two of the shipped models: one with a certificate, and one without. A
-    server of all shipped models needs twice the memory."""
-    bundles = tmp_path_factory.mktemp("live") / "bundles"
-    for name in ("lstm", "rnn-stable"):
-        shutil.copytree(FOLDER / name, bundles / name)
-    with live_server(WANE_BUNDLES=str(bundles), WANE_DEFAULT_MODEL="rnn-stable") as server:
+def live() -> Iterator[LiveServer]:
+    """The real server with the real models, in its own process."""
+    with live_server() as server:
         yield server
 
 
