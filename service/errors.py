@@ -18,11 +18,10 @@
     ├── BodyTimeout               body_timeout          408     yes
     ├── TooLarge                  too_large             413     no
     ├── UnsupportedMedia          unsupported_media_type  415   no
-    ├── Retryable                                               (carries `retry_after_s`)
-    │   ├── Overloaded            overloaded            429     yes
-    │   │   ├── RateLimited       rate_limited          429     yes
-    │   │   └── QuotaExceeded     quota_exceeded        429     yes
-    │   └── Unavailable           unavailable           503     yes
+    ├── Overloaded                overloaded            429     yes  (carries `retry_after_s`)
+    │   ├── RateLimited           rate_limited          429     yes
+    │   └── QuotaExceeded         quota_exceeded        429     yes
+    ├── Unavailable               unavailable           503     yes  (carries `retry_after_s`)
     ├── DeadlineExceeded          deadline_exceeded     504     yes
     └── Abandoned                 abandoned             499     no   (the client has disconnected)
 
@@ -199,19 +198,14 @@ class UnsupportedMedia(WaneError):
     http_status = 415
 
 
-class Retryable(WaneError):
-    """The request may succeed after `retry_after_s` seconds."""
-
+class Overloaded(WaneError):
+    code = "overloaded"
+    http_status = 429
     retryable = True
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class Overloaded(Retryable):
-    code = "overloaded"
-    http_status = 429
 
 
 class RateLimited(Overloaded):
@@ -230,9 +224,14 @@ class QuotaExceeded(Overloaded):
         super().__init__(f"{owner} has {most} sessions, which is its quota", retry_after_s=60)
 
 
-class Unavailable(Retryable):
+class Unavailable(WaneError):
     code = "unavailable"
     http_status = 503
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(WaneError):

@@ -30,7 +30,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Scope
 
 from wane.service.api.exchange import context
-from wane.service.errors import BodyTimeout, Retryable, TooLarge, Unauthorized, WaneError
+from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
 from wane.service.observability.logs import SERVICE
 from wane.service.types.common import says
 
@@ -85,7 +85,7 @@ def describe(error: Exception) -> Failure:
     if isinstance(error, WaneError):
         headers: dict[str, str] = {}
         extra = error.extra()
-        if isinstance(error, Retryable):
+        if isinstance(error, Overloaded | Unavailable):
             wait_s = max(1, math.ceil(error.retry_after_s))
             headers["retry-after"] = str(wait_s)
             extra["retry_after_s"] = wait_s  # a message of a WebSocket and an item of a batch have no headers

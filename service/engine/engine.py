@@ -538,10 +538,7 @@ class Engine:
 
         The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
-        if len(request.tokens) < LONG_DOCUMENT:
-            self._limits.tokens(request.tokens, document=True)
-        else:
-            await asyncio.to_thread(self._limits.tokens, request.tokens, document=True)
+        await self._check_tokens(request.tokens, document=True)
         if request.top_k is not None:
             self._limits.top_k(request.top_k)
         with ExitStack() as stack:
@@ -554,7 +551,7 @@ class Engine:
 
     async def compare(self, request: CompareRequest) -> Comparison:
         """Compares the recurrent mode with every requested window. Raises InvalidRequest, TooLarge."""
-        self._limits.tokens(request.tokens)
+        await self._check_tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
         expected_s = compare.seconds(self._cost_model, request)
@@ -573,18 +570,26 @@ class Engine:
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
-    def check_generation(self, request: GenerateRequest) -> None:
+    async def _check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
+        """Like `Limits.tokens`, but checks many tokens on another thread."""
+        if len(tokens) < LONG_DOCUMENT:
+            self._limits.tokens(tokens, field, document=document)
+        else:
+            await asyncio.to_thread(self._limits.tokens, tokens, field, document=document)
+
+    async def _check_generation(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest or TooLarge if the request exceeds a limit."""
-        self._limits.tokens(request.tokens)
+        await self._check_tokens(request.tokens)
         self._limits.generated(request.max_tokens)
         self._limits.preferences(request)
         if request.window is not None:
             self._limits.of_window(request.window)
 
-    def check_generations(self, requests: Sequence[GenerateRequest]) -> None:
-        """Checks the first of several requests like `check_generation`. They differ only in their tokens and samples.
-        Raises Overloaded if long requests among them would miss their deadline together."""
-        self.check_generation(requests[0])
+    async def check_generations(self, requests: Sequence[GenerateRequest]) -> None:
+        """Checks the first of several requests, which differ only in their tokens and samples: raises InvalidRequest or
+        TooLarge if it exceeds a limit. Raises Overloaded if long requests among them would miss their deadline
+        together."""
+        await self._check_generation(requests[0])
         long = [one_s for one in requests if (one_s := self.predictor.generation_seconds(one)) >= LONG_S]
         if len(long) > 1:
             self.backlog.check(Share(None, sum(long), requests[0].deadline))
@@ -595,7 +600,7 @@ class Engine:
         The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge, UnknownSession,
         PositionConflict.
         """
-        self.check_generation(request)
+        await self._check_generation(request)
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             expected_s = self.predictor.generation_seconds(request)
@@ -625,7 +630,7 @@ class Engine:
         Raises SessionExists, InvalidRequest, TooLarge, QuotaExceeded.
         """
         if history is not None:
-            self._limits.tokens(history.tokens, "history")
+            await self._check_tokens(history.tokens, "history")
         with self.admission.admitted():
             record, created = await self.sessions.create(session, mode, owner, history)
             if created and self._live is not None:

@@ -34,7 +34,7 @@ class Limits:
         if len(tokens) == 1 and 0 <= tokens[0] < size and tokens[0] not in reserved:
             return
         self.length(len(tokens), document=document)
-        if not tokens or (min(tokens) >= 0 and max(tokens) < size and reserved.isdisjoint(tokens)):
+        if not tokens or (min(tokens) >= 0 and max(tokens) < size and (not reserved or reserved.isdisjoint(tokens))):
             return
         index, token = next(
             (at, token) for at, token in enumerate(tokens) if not 0 <= token < size or token in reserved

@@ -21,11 +21,21 @@ from wane.service.registry.registry import IndexEntry
 from wane.service.registry.swap import Epochs
 from wane.service.sessions.stores.store import StoreHealth
 from wane.service.settings import Settings
-from wane.service.types.answer import Agreement, Answer, ModeAnswer, NewSession, Prediction, SessionState, SessionView
+from wane.service.types.answer import (
+    Agreement,
+    Answer,
+    Continuations,
+    ModeAnswer,
+    NewSession,
+    Prediction,
+    SessionState,
+    SessionView,
+)
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import (
     ANYBODY,
     CompareRequest,
+    ContinuationsRequest,
     GenerateRequest,
     History,
     Latency,
@@ -227,9 +237,6 @@ class FakeEngine:
             self.closed.set()
         yield self._summary()
 
-    def check_generation(self, request: GenerateRequest) -> None:
-        """Accepts every request."""
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
         await self._ask(request)
         return self._tokens(request)
@@ -310,6 +317,10 @@ class FakeEngine:
     ) -> SessionView:
         await self._ask((session, given, position))
         return self._view(given or session)
+
+    async def continuations(self, request: ContinuationsRequest) -> Continuations:
+        await self._ask(request)
+        return Continuations(*self.identity, id_of(request.session), 0, ())
 
     def _view(self, session: str, mode: Mode = Mode.AUTO) -> SessionView:
         return SessionView(*self.identity, id_of(session), mode, 0, StateSource.RESIDENT, 0.0, 0.0)

@@ -279,7 +279,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     await asyncio.sleep(0)
     whose = owner(request).name
     wanted = [generation(body, bias, one, sample, until, whose) for one in read for sample in range(samples)]
-    engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
+    await engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
         step = await stepped(request, engine, body, session, read[0])
@@ -435,7 +435,8 @@ async def prompt_of(
                 tokens, deadline=until, top_k=body.logprobs, include_unknown=bool(body.include_unknown), owner=whose
             )
         )
-    return Prompt(tokens, engine.vocabulary.decode(list(tokens)), score)
+    decode = partial(engine.vocabulary.decode, list(tokens))
+    return Prompt(tokens, await asyncio.to_thread(decode) if len(tokens) >= HEAVY_TOKENS else decode(), score)
 
 
 def fingerprint_of(request: Request, engine: Engine) -> str:

@@ -110,7 +110,7 @@ class TokenHistory:
         if len(tokens) == 1:
             data = self.data + tokens[0].to_bytes(width, "little")
         else:
-            data = self.data + b"".join([token.to_bytes(width, "little") for token in tokens])
+            data = self.data + np.array(tokens, f"<u{width}").tobytes()
         return TokenHistory(data if position <= keep else data[-keep * width :], width)
 
     def ending(self, tokens: Sequence[int], position: int, keep: int) -> TokenHistory:

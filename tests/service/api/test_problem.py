@@ -47,6 +47,7 @@ ENGINE_ROUTES: list[tuple[str, str, object]] = [
     ("POST", "/v1/sessions/s/tokens", {"tokens": [1]}),
     ("POST", "/v1/sessions/s/rewind", {"position": 0}),
     ("POST", "/v1/sessions/s/fork", {"position": 0}),
+    ("POST", "/v1/sessions/s/continuations", {"continuations": [[5]]}),
 ]
 CATALOG_ROUTES: list[tuple[str, str, object]] = [
     *ENGINE_ROUTES,

@@ -513,7 +513,8 @@ def as_json(results: object) -> Any:
         if isinstance(value, list):
             return [*map(rounded, value)]
         if isinstance(value, dict):
-            return {name: rounded(one) for name, one in value.items()}
+            # The record is older than `cached_tokens`, which is 0 in the answer to a step.
+            return {name: rounded(one) for name, one in value.items() if (name, one) != ("cached_tokens", 0)}
         return value
 
     return rounded(json.loads(msgspec.json.encode(results, enc_hook=str)))

@@ -295,10 +295,12 @@ async def test_generations_that_would_be_late_together_are_refused_before_one_be
     each_s = engine.predictor.generation_seconds(long[0])
     assert LONG_S <= each_s < 90 < 256 * each_s
     with pytest.raises(Overloaded, match="the request may take"):
-        engine.check_generations(long)
+        await engine.check_generations(long)
     assert harness.sample("wane_queue_rejected_total") == 1
-    engine.check_generations(long[:1])
-    engine.check_generations([GenerateRequest((7,), deadline=now + 0.01, max_tokens=1)] * 256)  # each of them is short
+    await engine.check_generations(long[:1])
+    await engine.check_generations(
+        [GenerateRequest((7,), deadline=now + 0.01, max_tokens=1)] * 256
+    )  # each of them is short
 
 
 async def test_other_work_runs_while_the_inputs_of_one_call_start(
