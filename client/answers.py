@@ -98,6 +98,21 @@ class Answer(Ran, kw_only=True):
     seen_tokens: int | None = None
 
 
+class Continuation(Answer, kw_only=True):
+    """A continuation of a session, the log-probability of each of its tokens, and the prediction of the next one."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    error_bounds: tuple[float | None, ...]
+
+
+class Continuations(Served):
+    """The continuations of a session at `position`, in their order."""
+
+    position: int
+    results: tuple[Continuation, ...]
+
+
 class SessionView(Served):
     """A session on a server."""
 

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from .answers import Generated, GeneratedToken
-from .options import ClientOptions, GenerateOptions, Input, SessionOptions
+from .options import ClientOptions, GenerateOptions, Input, SessionOptions, Timed
 from .session import AsyncSession
 from .wane import AsyncGeneration, AsyncWane
 
@@ -163,6 +163,7 @@ class Session:
     predict = blocking(AsyncSession.predict)
     generate = blocking(AsyncSession.generate)
     rewind = blocking(AsyncSession.rewind)
+    continuations = blocking(AsyncSession.continuations)
     close = blocking(AsyncSession.close)
 
     def __init__(self, inner: AsyncSession) -> None:
@@ -182,6 +183,11 @@ class Session:
     def rebuilds(self) -> int:
         """How often a server was given tokens again that it had lost."""
         return self._inner.rebuilds
+
+    def fork(self, name: str | None = None, position: int | None = None, **options: Unpack[Timed]) -> Session:
+        """Starts another session with this session's tokens up to `position`, by default all. `name`: its id. Later
+        steps of one of the two do not change the other."""
+        return Session(_run(self._inner.fork(name, position, **options)))
 
     @contextmanager
     def stream(self) -> Iterator[Session]:

@@ -62,6 +62,11 @@ class StepOptions(Ranked, total=False):
     mode: Mode
 
 
+class ContinuationOptions(Timed, total=False):
+    top_k: Positive
+    cache: bool
+
+
 class OfModel(Timed, total=False):
     model: str | None
     cache: bool

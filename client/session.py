@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from importlib.util import find_spec
@@ -14,9 +14,19 @@ from unicodedata import is_normalized
 from urllib.parse import quote
 from uuid import uuid4
 
-from .answers import Answer, Generated, Model, SessionView
+from .answers import Answer, Continuation, Continuations, Generated, Model, SessionView
 from .errors import InvalidRequest, NotFound, PositionConflict, SessionExists, TooLarge, UnknownSession, WaneError
-from .options import GenerateOptions, Input, PredictOptions, SessionOptions, StepOptions, Timed, checked, sequence
+from .options import (
+    ContinuationOptions,
+    GenerateOptions,
+    Input,
+    PredictOptions,
+    SessionOptions,
+    StepOptions,
+    Timed,
+    checked,
+    sequence,
+)
 from .servers import Servers, Socket
 
 T = TypeVar("T")
@@ -138,9 +148,46 @@ class AsyncSession:
         """Drops the tokens after `position`."""
         _, deadline = self._servers.started(Timed, options)
         await self._open(deadline)
-        if builtins.type(position) is not int or not 0 <= position <= self.position:
-            raise ValueError(f"position must be a whole number from 0 to {self.position}, not {position!r:.60}")
-        await self._rewind(position, deadline)
+        await self._rewind(self._within(position), deadline)
+
+    @alone
+    async def fork(
+        self, name: str | None = None, position: int | None = None, **options: Unpack[Timed]
+    ) -> AsyncSession:
+        """Starts another session with this session's tokens up to `position`, by default all. `name`: its id. Later
+        steps of one of the two do not change the other."""
+        _, deadline = self._servers.started(Timed, options)
+        await self._open(deadline)
+        position = self._within(self.position if position is None else position)
+        own: SessionOptions = {"model": self._model, "mode": self._mode, "unknown": self._unknown}
+        forked = AsyncSession(self._servers, self._kinds, name, own)
+        forked._remember, forked._typed, forked._opened = self._remember, self._typed, True
+        await self._at("fork", {"session": forked.name, "position": position}, position, deadline)
+        forked._known, forked.position = self._known_until(position), position
+        return forked
+
+    @alone
+    async def continuations(
+        self, continuations: Sequence[Input], **options: Unpack[ContinuationOptions]
+    ) -> tuple[Continuation, ...]:
+        """Scores each continuation of the session's tokens, and predicts what follows it. Appends nothing."""
+        body, deadline = self._servers.started(ContinuationOptions, options)
+        given = [sequence(one) for one in continuations]
+        await self._open(deadline)
+        if any("input" in one for one in given) and await self._reads_events(deadline):
+            given = [{"events": [one["input"]]} if "input" in one else one for one in given]
+        body["continuations"] = [one if "events" in one else next(iter(one.values())) for one in given]
+        if self._unknown and any("events" in one for one in given):
+            body["unknown"] = self._unknown
+        path = f"{self._path}/continuations"
+
+        async def attempt() -> tuple[Continuation, ...]:
+            answer = await self._post(Continuations, path, body, deadline)
+            if answer.position != self.position:
+                raise self._conflict(path, answer.position)
+            return answer.results
+
+        return await self._restored(attempt, deadline)
 
     @alone
     async def close(self, **options: Unpack[Timed]) -> None:
@@ -228,19 +275,34 @@ class AsyncSession:
 
         return await self._restored(attempt, deadline)
 
+    def _within(self, position: int) -> int:
+        """Returns a position up to this one. Raises ValueError for another value."""
+        if builtins.type(position) is not int or not 0 <= position <= self.position:
+            raise ValueError(f"position must be a whole number from 0 to {self.position}, not {position!r:.60}")
+        return position
+
+    def _known_until(self, position: int) -> list[Any]:
+        """Returns what is known of the tokens up to a position."""
+        return self._known[: max(0, len(self._known) - (self.position - position))]
+
     async def _rewind(self, position: int, deadline: float) -> None:
+        await self._at("rewind", {"position": position}, position, deadline)
+        self._known, self.position, self._pending = self._known_until(position), position, []
+
+    async def _at(self, call: str, body: dict[str, Any], position: int, deadline: float) -> None:
+        """Makes a call for the tokens up to a position, which the server must have."""
+        path = f"{self._path}/{call}"
+
         async def attempt() -> None:
             try:
-                await self._post(SessionView, f"{self._path}/rewind", {"position": position}, deadline)
+                await self._post(SessionView, path, body, deadline)
             except InvalidRequest:  # also where a server has an earlier position than `position`
                 view = await self._view(deadline)
                 if position <= view.position <= self.position:
                     raise
-                raise self._conflict(f"{self._path}/rewind", view.position) from None
+                raise self._conflict(path, view.position) from None
 
         await self._restored(attempt, deadline)
-        del self._known[max(0, len(self._known) - (self.position - position)) :]
-        self.position, self._pending = position, []
 
     def _conflict(self, path: str, position: int | None) -> PositionConflict:
         why = f"the session is at {position}, not at {self.position}"

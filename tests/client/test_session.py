@@ -42,6 +42,50 @@ def test_steps_by_tokens_give_the_answers_of_the_whole_sequence(wane: Any) -> No
         assert first(session.append(6)) == first(wane.predict([5, 6], mode="recurrent"))
 
 
+def test_a_fork_continues_without_changing_the_other_session(wane: Any, http: httpx.Client, name: str) -> None:
+    with wane.session() as session:
+        session.append([5, 6, 7])
+        with session.fork() as same, session.fork(position=2) as earlier:
+            assert (same.position, earlier.position, session.position) == (3, 2, 3)
+            assert first(earlier.append(9)) == first(wane.predict([5, 6, 9], mode="recurrent"))
+            http.delete(f"/v1/sessions/{same.name}")
+            assert first(same.append(8)) == first(wane.predict([5, 6, 7, 8], mode="recurrent"))
+            assert same.rebuilds == 1
+        assert first(session.append(8)) == first(wane.predict([5, 6, 7, 8], mode="recurrent"))
+        named = session.fork(name)
+        assert named.name == name and http.get(f"/v1/sessions/{name}").json()["position"] == 4
+        named.close()
+        for position in (-1, 5, True):
+            with pytest.raises(ValueError, match="position must be a whole number from 0 to 4"):
+                session.fork(position=position)
+
+
+def test_a_lost_session_is_made_again_before_it_is_forked_or_continued(wane: Any, http: httpx.Client) -> None:
+    with wane.session() as session:
+        session.append([5, 6, 7])
+        http.delete(f"/v1/sessions/{session.name}")
+        with session.fork() as forked:
+            assert (forked.position, session.rebuilds) == (3, 1)
+        http.post(f"/v1/sessions/{session.name}/rewind", json={"position": 1})
+        assert [one.position for one in session.continuations([[8]])] == [4]
+        assert session.rebuilds == 2
+
+
+def test_continuations_are_scored_and_predicted_from_the_session(wane: Any) -> None:
+    with wane.session() as session:
+        session.append([5, 6])
+        known = {one.token_id: one.logprob for one in session.predict(top_k=20).predictions}
+        given = [[token] for token in known] + [[7, 8]]
+        results = session.continuations([*given, "a text"], top_k=1)
+        assert [list(one.tokens) for one in results[:-1]] == given
+        assert [round(one.logprobs[0], 3) for one in results[:20]] == [round(one, 3) for one in known.values()]
+        assert [len(one.predictions) for one in results] == [1] * 22
+        assert first(results[20]) == first(wane.predict([5, 6, 7, 8], mode="recurrent"))
+        assert session.predict().position == session.position == 2
+        with pytest.raises(ValueError, match="the input is empty"):
+            session.continuations([[]])
+
+
 def test_a_block_ends_a_session_with_a_new_id_and_keeps_one_with_a_given_id(
     wane: Any, http: httpx.Client, name: str
 ) -> None:
