@@ -87,8 +87,10 @@ def _of_steps(body: StepsBody, settings: Settings) -> Cost:
     return Cost(len(body.steps), tokens, listed, "steps")
 
 
-def _of_continuations(body: ContinuationsBody, settings: Settings) -> Cost:
-    count, tokens = len(body.continuations), sum(map(length_of, body.continuations))
+def of_continuations(body: ContinuationsBody, settings: Settings, tokens: int | None = None) -> Cost:
+    """`tokens` is the number of tokens of all continuations, or None before texts are tokenised."""
+    count = len(body.continuations)
+    tokens = sum(map(length_of, body.continuations)) if tokens is None else tokens
     return Cost(count, tokens, count * _within(body.top_k, settings.top_k_limit) + 2 * tokens, "continuations")
 
 
@@ -119,7 +121,7 @@ COSTS: Mapping[type[Body], Callable[[Any, Settings], Cost]] = {
     GenerateBody: _of_generate,
     CompareBody: lambda body, _: Cost(1, length_of(body.sequence)),
     StepsBody: _of_steps,
-    ContinuationsBody: _of_continuations,
+    ContinuationsBody: of_continuations,
     StepBody: lambda body, _: Cost(1, length_of(body.sequence)),
     CompletionBody: of_completion,
     InferBody: _of_infer,

@@ -689,10 +689,10 @@ class Engine:
         """Scores each of the continuations of a session, and predicts the token after it. The session does not change.
         Raises UnknownSession, InvalidRequest, TooLarge."""
         self._limits.top_k(request.top_k)
-        for index, tokens in enumerate(request.continuations):
-            self._limits.tokens(tokens, f"continuations[{index}]")
         total = sum(map(len, request.continuations))
         self._limits.length(total)
+        for index, tokens in enumerate(request.continuations):
+            self._limits.tokens(tokens, f"continuations[{index}]")
         ticket, expected_s = Ticket(request.deadline), self._cost_model.full(total) if total > PIECE_TOKENS else 0.0
         share_of = self.backlog.share(expected_s, request.deadline)
         with self.admission.admitted(), share_of as share, ExitStack() as held:

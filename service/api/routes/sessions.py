@@ -27,7 +27,7 @@ from wane.service.api.body import (
     plain_steps,
     tokens_of,
 )
-from wane.service.api.cost import Cost, admit, length_of
+from wane.service.api.cost import Cost, admit, length_of, of_continuations
 from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import context, note_answer, registry
@@ -353,7 +353,7 @@ async def continuations(request: Request, session: SessionId) -> Response:
     engine = await session_engine(request, name)
     engine.check_event_count(sum(length_of(one) for one in body.continuations))
     with until_hangup(request):
-        given = list[EventTokens]()
+        given, total = list[EventTokens](), 0
         for index, one in enumerate(body.continuations):
             if not isinstance(one, tuple):
                 await asyncio.sleep(0)  # lets the event loop run other work between many short texts
@@ -363,6 +363,9 @@ async def continuations(request: Request, session: SessionId) -> Response:
             except InvalidRequest as error:
                 where = f"continuations[{index}]"
                 raise InvalidRequest(f"{where}: {error.message}", where) from error
+            total += len(given[-1].tokens)
+            engine.check_event_count(total)
+        of_continuations(body, settings(request), total).check(settings(request))
         wanted = ContinuationsRequest(
             name,
             tuple(one.tokens for one in given),

@@ -32,6 +32,9 @@ MOST_SLOTS = 64  # the largest number of states that the continuations of one re
 TOKENS_OF_AN_ANSWER, TOKENS_OF_A_SCORE = 1024, 256
 """Building an answer takes as long as reading the logits of 1024 tokens, and bounding one token's error as of 256."""
 
+MIXED_AT_ONCE = 256
+"""The number of tokens that are mixed with the cache together. Equal tokens take memory for every pair of places."""
+
 Norms = Sequence[float] | None
 Scored = tuple[tuple[float, ...], tuple[float | None, ...]]
 """The log-probability of each token, and the error bound of the distribution that predicted it."""
@@ -70,7 +73,7 @@ class Continuer:
         each = zip(self._request.continuations, self._request.unknown, strict=True)
         tasks = [asyncio.create_task(self._one(tokens, unknown)) for tokens, unknown in each]
         try:
-            return tuple([await task for task in tasks])
+            return tuple(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -145,13 +148,21 @@ def mixed(
     """Mixes the distributions that predict n tokens with the cache. ids: int64 (n), the tokens, which follow `history`,
     the last tokens of a sequence of `position` tokens. logprobs: float64 (n), the network's log-probabilities of the
     tokens. found: the bounds of the network's distributions. Returns the mixtures' log-probabilities and bounds."""
-    held = history[-cache.length :]
-    whole, every = np.concatenate([held, ids]), np.arange(len(ids))
-    ends = len(held) + every
-    rings = np.stack([cache.ring(whole[:end], end) for end in ends.tolist()])
-    shares = cache.shares(rings, (ends - 1) % cache.length)
-    added = shares.at(every * (cache.vocabulary_size + 1) + ids)
-    with np.errstate(divide="ignore"):
-        mixtures = np.minimum(np.logaddexp(np.log(shares.network) + logprobs, np.log(added)), 0.0)
-    unknown = [cache.unknown(tokens, position + index) for index, tokens in enumerate(shares.tokens.tolist())]
-    return mixtures, [of_mixture(*one) for one in zip(found, shares.network.tolist(), unknown, strict=True)]
+    whole, mixtures, mixed_bounds = (
+        np.concatenate([history[-cache.length :], ids]),
+        [logprobs[:0]],
+        list[Bound | None](),
+    )
+    for first in range(0, len(ids), MIXED_AT_ONCE):
+        part = slice(first, first + MIXED_AT_ONCE)
+        every = np.arange(len(ids[part]))
+        ends = len(whole) - len(ids) + first + every
+        rings = np.stack([cache.ring(whole[max(end - cache.length, 0) : end], end) for end in ends.tolist()])
+        shares = cache.shares(rings, (ends - 1) % cache.length)
+        added = shares.at(every * (cache.vocabulary_size + 1) + ids[part])
+        with np.errstate(divide="ignore"):
+            mixtures.append(np.minimum(np.logaddexp(np.log(shares.network) + logprobs[part], np.log(added)), 0.0))
+        for index, (tokens, weight) in enumerate(zip(shares.tokens.tolist(), shares.network.tolist(), strict=True)):
+            unknown = cache.unknown(tokens, position + first + index)
+            mixed_bounds.append(of_mixture(found[first + index], weight, unknown))
+    return np.concatenate(mixtures), mixed_bounds

@@ -15,6 +15,7 @@ from tests.service.engine_harness import EngineHarness, MakeHarness, listed
 from tests.service.oracle import Small
 from wane.service.engine.agreement import FLOAT32_ROUNDING
 from wane.service.engine.logits import log_softmax
+from wane.service.engine.steps import continuations
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnknownSession
 from wane.service.types.answer import Continuation
 from wane.service.types.common import Mode, StateSource
@@ -196,3 +197,17 @@ async def test_a_step_changes_the_session_while_its_continuations_run(harness: E
     before = [*TOKENS, 3, 4, 3][: position - 2]
     assert listed((await asked)[0]) == expected(harness, [*before, 9, 10])
     assert answers[2] == expected(harness, [*TOKENS, 3, 4, 3])
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+async def test_a_long_continuation_is_mixed_in_parts(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    harness = make_harness(cache=random_cache(Random(4), 12), certified=True)
+    await begin(harness)
+    tokens = (7,) * 20 + (5, 6, 7)
+    (whole,) = await ask(harness, tokens)
+    monkeypatch.setattr(continuations, "MIXED_AT_ONCE", at_once)
+    (parts,) = await ask(harness, tokens)
+    assert parts.logprobs == whole.logprobs
+    assert parts.error_bounds == whole.error_bounds
