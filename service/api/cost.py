@@ -21,6 +21,7 @@ from wane.service.api.schemas.models import IndexBody, LoadBody, UnloadBody
 from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import ContinuationsBody, ForkBody, RewindBody, SessionBody, StepBody, StepsBody
 from wane.service.api.schemas.tokenizer import DetokenizeBody, TokenizeBody
+from wane.service.auth.guard import FREE
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
 
@@ -136,7 +137,7 @@ def admit(request: HTTPConnection, cost: Cost) -> None:
     was called. Raises InvalidRequest, TooLarge, RateLimited, Unauthorized."""
     cost.check(request.app.state.settings)
     principal = context(request.scope).principal
-    if principal is not None and cost.rows > 1:
+    if principal is not None and cost.rows > 1 and FREE not in request.scope:
         principal.charge(cost.rows - 1, before=1)
 
 

@@ -61,7 +61,7 @@ class Link(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._received = b""
+        self._received = bytearray()
         self._frames: list[bytes] = []
         self.is_lost = False
 
@@ -82,15 +82,16 @@ class Link(asyncio.Protocol):
         self.transport.write(b"".join(frames))
 
     def data_received(self, data: bytes) -> None:
-        received, start = self._received + data if self._received else data, 0
+        received, start = self._received, 0
+        received += data
         while len(received) - start >= HEAD.size:
             length, number, kind = HEAD.unpack_from(received, start)
             end = start + HEAD.size + length
             if len(received) < end:
                 break
-            self.on_frame(number, kind, decode(memoryview(received)[start + HEAD.size : end]))
+            self.on_frame(number, kind, decode(received[start + HEAD.size : end]))
             start = end
-        self._received = received[start:]
+        del received[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self.is_lost = True

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from secrets import token_urlsafe
+from typing import TypeVar
 from zlib import crc32
 
 import msgspec
@@ -21,13 +23,20 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wane.service.api import encode
-from wane.service.api.body import ENCODING, LARGE_BYTES, uncompressed
-from wane.service.api.exchange import PART, HttpExchange, RequestContext, RequestPolicy
+from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, uncompressed
+from wane.service.api.cost import admit_body
+from wane.service.api.exchange import (
+    PART,
+    TIMEOUT_HEADER_BYTES,
+    HttpExchange,
+    RequestContext,
+    RequestPolicy,
+)
 from wane.service.api.routes.sessions import HISTORY
 from wane.service.api.schemas.sessions import StepsBody
 from wane.service.app import Application
 from wane.service.auth.guard import FREE
-from wane.service.errors import WaneError
+from wane.service.errors import BodyTimeout, DeadlineExceeded, Unavailable, WaneError
 from wane.service.net.connection import CONNECTION, Connection
 from wane.service.sessions.sessions import ID_BYTES
 from wane.service.settings import IN_MEMORY
@@ -42,7 +51,11 @@ WITH_SESSION = frozenset({CREATE, "/v1/predict", "/v1/generate", "/v1/completion
 """The paths whose bodies may name a session."""
 HEADER_LENGTH = b"inference-header-content-length"
 RESTART = 1012  # the code that closes a WebSocket whose worker has ended
+OF_FAILURE = frozenset({b"content-type", b"content-length", b"retry-after", b"www-authenticate"})
 OF_BODY = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
+
+
+T = TypeVar("T")
 
 
 def worker_of(session: str, workers: int) -> int:
@@ -97,6 +110,9 @@ class Placement:
                 await self._app(scope, receive, send)
             await self._peers.close()
             return
+        if scope["type"] == "http" and connection_of(scope).content is None and self._refuses(scope):
+            await self._app(scope, receive, send)  # answers with the error, without reading the body
+            return
         path: str = scope["path"]
         posts = scope["type"] == "http" and scope["method"] == "POST"
         match = None if posts and path == MANY else OF_SESSION(path)
@@ -115,44 +131,73 @@ class Placement:
         else:
             await self._app(scope, receive, send)
 
+    def _refuses(self, scope: Scope) -> bool:
+        """Returns whether the request has no valid API key."""
+        guard = self._policy.guard
+        try:
+            if guard is not None:
+                guard.identify(scope, dict(reversed(scope["headers"])))
+        except WaneError:
+            return True
+        return False
+
+    async def _fail(self, error: WaneError, scope: Scope, send: Send) -> None:
+        """Answers a request with an error."""
+        exchange = HttpExchange(self._policy, scope, send)
+        try:
+            await exchange.reply(exchange.failed(error))
+        finally:
+            exchange.finish()
+
     async def _pass_on(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes | None) -> None:
         """Passes a request on. Answers it with an error if its worker does not."""
         try:
             await self._peers.pass_on(worker, scope, receive, send, content, {})
         except WaneError as error:
-            if scope["type"] == "websocket":
-                await receive()  # receives `websocket.connect`
-                await send({"type": "websocket.accept"})
-                await send({"type": "websocket.close", "code": RESTART, "reason": error.code})
+            if scope["type"] == "http":
+                await self._fail(error, scope, send)
                 return
-            exchange = HttpExchange(self._policy, scope, send)
-            try:
-                await exchange.reply(exchange.failed(error))
-            finally:
-                exchange.finish()
+            await receive()  # receives `websocket.connect`
+            await send({"type": "websocket.accept"})
+            await send({"type": "websocket.close", "code": RESTART, "reason": error.code})
 
     async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request whose body names sessions. This worker answers an invalid body."""
-        content = connection_of(scope).content
-        if content is None:
-            content, receive = await self._read(receive)
+        try:
+            content, receive = await self._read(scope, receive)
+        except WaneError as error:
+            await self._fail(error, scope, send)
+            return
         if content is None:
             await self._app(scope, receive, send)
             return
         body = await self._plain(scope, content)
         path = scope["path"]
         if path == MANY:
-            parts = self._cut(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(self._cut, body)
-            if parts is None:
+            checked = await self._decoded(self._checked, body)
+            parts = None if checked is None else self._cut(checked)
+            if checked is None or parts is None:
                 await self._app(scope, receive, send)
             elif len(parts) == 1:
                 await self._answer(next(iter(parts)), scope, receive, send, content)
             else:
-                await self._join(body, parts, scope, send)
+                await self._join(checked, body, parts, scope, send)
             return
-        if path == CREATE and (named := self._with_id(body, self._me)) is not None:
+        if path == CREATE and (named := await self._with_id(body, self._me)) is not None:
             scope, receive, content = renewed(scope, named)
-        await self._answer(self._worker_of_body(path, scope, body), scope, receive, send, content)
+        await self._answer(await self._worker_of_body(path, scope, body), scope, receive, send, content)
+
+    async def _decoded(self, decode: Callable[[bytes], T], body: bytes) -> T | None:
+        """Returns a decoded body, or None if it is invalid. Decodes a large one on the decoder's thread."""
+        decoder: Decoder = self._app.state.decoder
+
+        def large() -> T | None:
+            return None if excess(body, decoder.most) is not None else decode(body)
+
+        try:
+            return decode(body) if len(body) <= LARGE_BYTES else await decoder.run(large)
+        except (msgspec.DecodeError, WaneError, RecursionError):
+            return None
 
     async def _answer(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes) -> None:
         if worker == self._me:
@@ -160,18 +205,30 @@ class Placement:
         else:
             await self._pass_on(worker, scope, receive, send, content)
 
-    async def _read(self, receive: Receive) -> tuple[bytes | None, Receive]:
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
         """Reads a body. Returns it, or None if it is too long or the client has left, and a function that receives it
-        once more."""
+        once more. Raises BodyTimeout, DeadlineExceeded, and InvalidRequest for an invalid timeout."""
+        content = connection_of(scope).content
+        if content is not None:
+            return content, receive
+        here, policy = RequestContext.of(scope), self._policy
+        asks = TIMEOUT_HEADER_BYTES in here.headers
+        timeout_s = policy.timeout_s(here) if asks else policy.request_timeout_ms / 1000
         events: list[Message] = []
         size, is_whole = 0, False
-        while not is_whole and size <= self._most_bytes:
-            event = await receive()
-            events.append(event)
-            if event["type"] != "http.request":
-                break
-            size += len(event.get("body", b""))
-            is_whole = not event.get("more_body")
+        try:
+            async with asyncio.timeout(min(timeout_s, policy.body_timeout_s)):
+                while not is_whole and size <= self._most_bytes:
+                    event = await receive()
+                    events.append(event)
+                    if event["type"] != "http.request":
+                        break
+                    size += len(event.get("body", b""))
+                    is_whole = not event.get("more_body")
+        except TimeoutError:
+            if timeout_s <= policy.body_timeout_s:
+                raise DeadlineExceeded("the deadline passed before the whole body was received") from None
+            raise BodyTimeout(f"the body was not complete after {policy.body_timeout_s:g} s") from None
         events.reverse()
 
         async def again() -> Message:
@@ -181,38 +238,36 @@ class Placement:
         return b"".join([event.get("body", b"") for event in reversed(events)]) if is_short else None, again
 
     async def _plain(self, scope: Scope, content: bytes) -> bytes:
-        """Returns a body without its content encoding. Returns no body if it has an invalid one."""
-        if not any(name == ENCODING.encode() for name, _ in scope["headers"]):
-            return content
-        inner = {**scope, "app": self._app, "wane.context": RequestContext.of(scope)}
-        try:
-            return await uncompressed(Request(inner), content)
-        except WaneError:
-            return b""
+        """Returns a body without its content encoding and its byte-order mark. Returns no body if its encoding is
+        invalid."""
+        if any(name == ENCODING.encode() for name, _ in scope["headers"]):
+            here = RequestContext.of(scope)
+            here.deadline = asyncio.get_running_loop().time() + self._policy.request_timeout_ms / 1000
+            try:
+                content = await uncompressed(Request({**scope, "app": self._app, "wane.context": here}), content)
+            except WaneError:
+                return b""
+        return content.removeprefix(BOM_UTF8)
 
-    def _worker_of_body(self, path: str, scope: Scope, body: bytes) -> int:
+    async def _worker_of_body(self, path: str, scope: Scope, body: bytes) -> int:
         """Returns the worker of the session that a body names, or this worker."""
         match = OF_SEQUENCE(path)
         if match is not None:
             length = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), b"")
             body = body[: int(length)] if length.isdigit() else body
-        try:
-            named = self._named(body)
-        except (msgspec.DecodeError, RecursionError):  # this worker answers with the error
+        named = await self._decoded(self._named, body)
+        if named is None:  # this worker answers with the error
             return self._me
         if match is None:
             return self._me if named.session is None else self.worker_of(named.session)
         sequence = None if named.parameters is None else named.parameters.sequence_id
         return self.worker_of(f"{match[1]}:{sequence}") if sequence else self._me
 
-    def _with_id(self, body: bytes, worker: int) -> bytes | None:
+    async def _with_id(self, body: bytes, worker: int) -> bytes | None:
         """Returns the body of a request for a new session with a random id of a session of `worker`. Returns None if
         the body has an id, or is invalid."""
-        try:
-            fields = self._fields(body or b"{}")
-        except (msgspec.DecodeError, RecursionError):
-            return None
-        if fields.get("session", NULL) != NULL:
+        fields = await self._decoded(self._fields, body or b"{}")
+        if fields is None or fields.get("session", NULL) != NULL:
             return None
         while self.worker_of(session := token_urlsafe(ID_BYTES)) != worker:
             pass
@@ -220,16 +275,18 @@ class Placement:
 
     async def _fork(self, worker: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Forks a session of `worker`. The new session may be another worker's, which gets the session's history."""
-        content = connection_of(scope).content
-        if content is None:
-            content, receive = await self._read(receive)
+        try:
+            content, receive = await self._read(scope, receive)
+        except WaneError as error:
+            await self._fail(error, scope, send)
+            return
         if content is None:
             await self._app(scope, receive, send)
             return
         body = await self._plain(scope, content)
-        if (named := self._with_id(body, worker)) is not None:
+        if (named := await self._with_id(body, worker)) is not None:
             scope, receive, content = renewed(scope, named)
-        other = self._worker_of_body(CREATE, scope, body)
+        other = await self._worker_of_body(CREATE, scope, body)
         if named is not None or other == worker or not self._divides_sessions:
             await self._answer(worker, scope, receive, send, content)
             return
@@ -246,40 +303,45 @@ class Placement:
 
     # Calls with steps of many sessions
 
-    def _cut(self, body: bytes) -> dict[int, list[int]] | None:
-        """Returns the indexes of each worker's steps, or None if the body is invalid or this worker has all steps."""
-        try:
-            steps = self._checked(body).steps
-        except (msgspec.DecodeError, WaneError, RecursionError):
-            return None
-        if len(steps) > self._most_steps:
+    def _cut(self, body: StepsBody) -> dict[int, list[int]] | None:
+        """Returns the indexes of each worker's steps, or None if there are too many, or this worker has all steps."""
+        if len(body.steps) > self._most_steps:
             return None
         parts: dict[int, list[int]] = {}
-        for index, step in enumerate(steps):
+        for index, step in enumerate(body.steps):
             parts.setdefault(self.worker_of(step.session), []).append(index)
         return None if [*parts] == [self._me] else parts
 
-    async def _join(self, body: bytes, parts: dict[int, list[int]], scope: Scope, send: Send) -> None:
-        """Answers a call with steps of several workers' sessions. If all parts fail, answers with the first failure."""
-        steps = self._steps(body)
+    async def _join(
+        self, checked: StepsBody, body: bytes, parts: dict[int, list[int]], scope: Scope, send: Send
+    ) -> None:
+        """Answers a call with steps of several workers' sessions. If all parts fail, answers with the first failure.
+        `body` is the JSON of `checked`."""
         self._app.hot.matches(scope)
         exchange = HttpExchange(self._policy, scope, send)
-        asked = [
-            Part(connection_of(scope), msgspec.json.encode(_Steps([steps.steps[at] for at in part], steps.format)))
-            for part in parts.values()
-        ]
         try:
+            exchange.admit()
+            scope["app"] = self._app
+            admit_body(Request(scope), checked)
+            steps = self._steps(body)
+            asked = [
+                Part(connection_of(scope), msgspec.json.encode(_Steps([steps.steps[at] for at in part], steps.format)))
+                for part in parts.values()
+            ]
+            marks = {PART: True, FREE: True}
             with together(connection_of(scope), asked):
                 answers = await asyncio.gather(
-                    *[self._ask(worker, scope, part, {PART: True}) for worker, part in zip(parts, asked, strict=True)]
+                    *[self._ask(worker, scope, part, marks) for worker, part in zip(parts, asked, strict=True)]
                 )
             if any(answer.is_success for answer in answers):
                 document = totals.joined_steps(len(steps.steps), [*zip(parts.values(), answers, strict=True)])
                 if "session" in document:  # a part that failed has none
-                    document["session"] = [self._named(step).session for step in steps.steps]
+                    document["session"] = [step.session for step in checked.steps]
                 await exchange.reply(encode.reply(document))
             else:
-                await exchange.reply(encode.Reply(answers[0].body, answers[0].status))
+                failure = encode.Reply(answers[0].body, answers[0].status)
+                failure.raw_headers = [pair for pair in answers[0].headers if pair[0] in OF_FAILURE]
+                await exchange.reply(failure)
         except (Exception, asyncio.CancelledError) as error:
             if exchange.status is not None:
                 raise
@@ -292,9 +354,11 @@ class Placement:
     async def _of_all(self, join: totals.Join, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request for the whole server, unless this worker refuses it."""
         connection = connection_of(scope)
-        content = connection.content
-        if content is None:
-            content, receive = await self._read(receive)
+        try:
+            content, receive = await self._read(scope, receive)
+        except WaneError as error:
+            await self._fail(error, scope, send)
+            return
         if content is None:
             await self._app(scope, receive, send)
             return
@@ -332,7 +396,9 @@ class Placement:
                 await self._app(asked, receive, send)
             else:
                 await self._peers.pass_on(worker, asked, receive, send, part.content, marks)
-        except WaneError as error:
+            if not status:
+                raise Unavailable("the worker has ended")
+        except (WaneError, RuntimeError) as error:
             response = self._policy.envelope({**scope, "wane.context": RequestContext.of(scope)}, error)
             return Answered(response.status_code, response.raw_headers, bytes(response.body))
         return Answered(status, headers, b"".join(body))

@@ -75,6 +75,7 @@ class Supervisor:
         self._arguments = arguments
         self._workers = workers
         self._folder = folder
+        self._has_key_file = settings.api_keys_file is not None
         self._sockets = listeners(settings, workers)
         host, port = self._sockets[0].getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -89,7 +90,8 @@ class Supervisor:
         """Starts the workers, and waits until they have ended. Returns the exit status."""
         for stop in (signal.SIGTERM, signal.SIGINT):
             signal.signal(stop, self._stop)
-        signal.signal(signal.SIGHUP, lambda *_: self._send(signal.SIGHUP))
+        if self._has_key_file:  # without one, the hang-up of a terminal ends the server
+            signal.signal(signal.SIGHUP, lambda *_: self._send(signal.SIGHUP))
         self._processes = [self._start(number) for number in range(self._workers)]
         status = 0
         while not self._signals and not status:
@@ -107,7 +109,13 @@ class Supervisor:
         for listener in self._sockets:  # so that the port is closed when the workers have closed theirs
             listener.close()
         self._send(signal.SIGTERM)
-        return max([status, *(worker.process.wait() for worker in self._processes)])
+        for worker in self._processes:
+            worker.look()
+            end = worker.process.wait()
+            if end < 0:  # a signal has killed it; before it was ready, that may be the signal to stop
+                end = int(worker.has_been_ready)
+            status = max(status, end)
+        return status
 
     def _start(self, number: int) -> Process:
         """Starts a worker."""
@@ -117,9 +125,11 @@ class Supervisor:
         place = Place(number, self._workers, self._folder, listener, says_ready, self._alive)
         Path(place.sockets[number]).unlink(missing_ok=True)
         command = [sys.executable, "-m", "wane.service.workers.worker", msgspec.json.encode(place).decode()]
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a worker ignores it until it handles it
         process = subprocess.Popen(  # noqa: S603  (this Python, and this command's own arguments)
             [*command, *self._arguments], pass_fds=(listener, says_ready, self._alive), start_new_session=True
         )
+        signal.signal(signal.SIGHUP, before)
         os.close(says_ready)
         return Process(time.monotonic(), process, ready)
 

@@ -98,12 +98,16 @@ def _sums(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics(answers: Sequence[Answered]) -> Answered:
-    """Returns the sums of the workers' counters, histograms and gauges."""
+    """Returns the sums of the workers' counters, histograms and gauges. Without all of them, the sums of counters would
+    fall: then the answer is the failure."""
+    failure = least_ready(answers)
+    if not failure.is_success:
+        return failure
     is_open = b"openmetrics" in answers[0].header(b"content-type")
     parse = parse_openmetrics if is_open else parse_text
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, frozenset[tuple[str, str]]], Any] = {}
-    for answer in [answer for answer in answers if answer.is_success]:
+    for answer in answers:
         for family in parse(answer.body.decode()):
             families.setdefault(family.name, family)
             for sample in family.samples:

@@ -57,6 +57,7 @@ def test_metrics_are_added_but_for_those_that_are_not_amounts() -> None:
         f'# HELP wane_answers_total a\n# TYPE wane_answers_total counter\nwane_answers_total{{model="m"}} {count}\n'
         for ready, count in ((1, 3), (0, 4))
     ]
-    text = metrics([answered(one) for one in texts] + [answered("", 503)]).body.decode()
+    text = metrics([answered(one) for one in texts]).body.decode()
     assert "wane_ready 0.0\n" in text
     assert 'wane_answers_total{model="m"} 7.0\n' in text
+    assert metrics([answered(texts[0]), answered("gone", 503)]).status == 503

@@ -184,6 +184,30 @@ def test_compressed_and_chunked_bodies_reach_the_session(http: httpx.Client) -> 
         assert answer.json()["position"] == 20_003, answer.text
 
 
+def test_a_byte_order_mark_does_not_change_the_worker(http: httpx.Client) -> None:
+    mark = b"\xef\xbb\xbf"
+    for name in NAMES[:4]:
+        for path, body, at in (
+            ("/v1/sessions", {"session": f"b{name}"}, 0),
+            ("/v1/sessions/tokens", {"steps": [{"session": f"b{name}", "tokens": [5]}]}, 1),
+            (f"/v1/sessions/b{name}/fork", {"session": f"f{name}"}, 1),
+            ("/v1/generate", {"session": f"b{name}", "max_tokens": 1}, 1),
+        ):
+            answer = http.post(path, content=mark + json.dumps(body).encode())
+            assert answer.is_success, answer.text
+            assert http.get(f"/v1/sessions/b{name}").json()["position"] == at
+        assert http.get(f"/v1/sessions/f{name}").json()["position"] == 1
+
+
+def test_a_body_that_stalls_ends_at_the_deadline(server: LiveServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for path in ("/v1/predict", "/v1/sessions/tokens", "/v1/sessions/s/fork"):
+        with socket.create_connection((host, int(port)), timeout=15) as client:
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-request-timeout-ms: 300\r\ncontent-length: 9\r\n\r\n{{"
+            client.sendall(head.encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 504"), path
+
+
 def test_websockets_step_the_sessions_of_both_workers(server: LiveServer, http: httpx.Client) -> None:
     address = server.url.replace("http", "ws")
     for name in NAMES:
@@ -276,8 +300,10 @@ def test_a_model_is_loaded_and_unloaded_in_all_workers(http: httpx.Client) -> No
 
 def test_the_limits_of_a_key_hold_for_all_workers_together(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    few, slow = ("few", "sessions=5"), ("slow", "rate=0.01 burst=6")
-    keys.write_text("".join(f"{name}:sha256:{digest(name.encode()).hex()} {limits}\n" for name, limits in (few, slow)))
+    few, slow, large = ("few", "sessions=5"), ("slow", "rate=0.01 burst=6"), ("large", "rate=0.01 burst=4")
+    keys.write_text(
+        "".join(f"{name}:sha256:{digest(name.encode()).hex()} {limits}\n" for name, limits in (few, slow, large))
+    )
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
         running.read_until("ready", workers=WORKERS)
         with httpx.Client(base_url=running.url) as http:
@@ -290,6 +316,22 @@ def test_the_limits_of_a_key_hold_for_all_workers_together(tmp_path: Path) -> No
             assert made == [httpx.codes.CREATED] * 5 + [httpx.codes.TOO_MANY_REQUESTS] * 4
             made = [asked(slow[0], {}) for _ in range(9)]
             assert made == [httpx.codes.CREATED] * 6 + [httpx.codes.TOO_MANY_REQUESTS] * 3
+            steps = [{"session": name, "tokens": [5], "create": True} for name in NAMES]
+            for key, status in (("large", 200), ("large", 429), ("wrong", 401)):
+                headers = {"authorization": f"Bearer {key}"}
+                answer = http.post("/v1/sessions/tokens", json={"steps": steps}, headers=headers)
+                assert answer.status_code == status
+                if status == httpx.codes.OK:  # the whole call is charged once, and leaves the bucket with a debt
+                    assert all("error" not in one for one in answer.json()["results"])
+                else:
+                    assert answer.headers["content-type"] == "application/problem+json"
+                    assert {"retry-after", "www-authenticate"} & set(answer.headers)
+            host, port = running.url.removeprefix("http://").split(":")
+            for path in ("/v1/predict", "/v1/sessions/tokens", "/v1/sessions/s0/tokens", "/v1/sessions/s1/tokens"):
+                with socket.create_connection((host, int(port)), timeout=15) as client:
+                    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+                    client.sendall(head.encode())
+                    assert client.recv(100).startswith(b"HTTP/1.1 401"), path
 
 
 def test_sessions_in_a_file_are_found_with_any_number_of_workers(tmp_path: Path) -> None:
@@ -343,6 +385,24 @@ def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions() -> 
                 http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5], "create": True}).json()["position"]
                 == 1
             )
+        assert running.stop() == 0
+
+
+def test_a_hang_up_reloads_the_keys_also_while_a_worker_starts(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"one:sha256:{digest(b'one').hex()}\n")
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
+        running.read_until("ready", workers=WORKERS)
+        before = workers_of(running)
+        os.kill(before[1], signal.SIGKILL)
+        for _ in range(20):
+            running.process.send_signal(signal.SIGHUP)
+            time.sleep(0.1)
+        with httpx.Client(base_url=running.url, headers={"authorization": "Bearer one"}, timeout=30) as http:
+            deadline = time.monotonic() + 60
+            while http.get("/readyz").status_code != httpx.codes.OK and time.monotonic() < deadline:
+                time.sleep(0.1)
+        assert workers_of(running)[0] == before[0]
         assert running.stop() == 0
 
 
