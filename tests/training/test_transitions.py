@@ -99,7 +99,6 @@ def test_the_fit_finds_the_weights_that_made_the_positions() -> None:
     assert some[0].sum() == pytest.approx(1)
 
 
-@pytest.mark.train
 @pytest.mark.parametrize(("has_order", "backwards"), [(True, 0.2), (False, 1.0)])
 def test_the_fit_finds_whether_the_data_has_a_direction(tmp_path: Path, has_order: bool, backwards: float) -> None:
     """Each user reads seven items of a circle of 100 in their order, or seven of a group of 20 in any order."""
