@@ -168,10 +168,10 @@ class Placement:
         except WaneError as error:
             await self._fail(error, scope, send)
             return
-        if content is None:
+        body = None if content is None else await self._plain(scope, content)
+        if content is None or body is None:
             await self._app(scope, receive, send)
             return
-        body = await self._plain(scope, content)
         path = scope["path"]
         if path == MANY:
             checked = await self._decoded(self._checked, body)
@@ -237,16 +237,15 @@ class Placement:
         is_short = is_whole and size <= self._most_bytes
         return b"".join([event.get("body", b"") for event in reversed(events)]) if is_short else None, again
 
-    async def _plain(self, scope: Scope, content: bytes) -> bytes:
-        """Returns a body without its content encoding and its byte-order mark. Returns no body if its encoding is
-        invalid."""
+    async def _plain(self, scope: Scope, content: bytes) -> bytes | None:
+        """Returns a body without its content encoding and its byte-order mark, or None if its encoding is invalid."""
         if any(name == ENCODING.encode() for name, _ in scope["headers"]):
             here = RequestContext.of(scope)
             here.deadline = asyncio.get_running_loop().time() + self._policy.request_timeout_ms / 1000
             try:
                 content = await uncompressed(Request({**scope, "app": self._app, "wane.context": here}), content)
             except WaneError:
-                return b""
+                return None
         return content.removeprefix(BOM_UTF8)
 
     async def _worker_of_body(self, path: str, scope: Scope, body: bytes) -> int:
@@ -280,10 +279,10 @@ class Placement:
         except WaneError as error:
             await self._fail(error, scope, send)
             return
-        if content is None:
+        body = None if content is None else await self._plain(scope, content)
+        if content is None or body is None:
             await self._app(scope, receive, send)
             return
-        body = await self._plain(scope, content)
         if (named := await self._with_id(body, worker)) is not None:
             scope, receive, content = renewed(scope, named)
         other = await self._worker_of_body(CREATE, scope, body)

@@ -199,6 +199,15 @@ def test_a_byte_order_mark_does_not_change_the_worker(http: httpx.Client) -> Non
         assert http.get(f"/v1/sessions/f{name}").json()["position"] == 1
 
 
+def test_an_invalid_encoding_is_an_error_and_creates_no_session(http: httpx.Client) -> None:
+    before = http.get("/v1/report").json()["models"][0]["sessions"]
+    for path in ("/v1/sessions", "/v1/sessions/tokens", f"/v1/sessions/{NAMES[0]}/fork", "/v1/predict"):
+        for encoding, status in (("gzip", 422), ("br", 415)):
+            answer = http.post(path, content=b"not compressed", headers={"content-encoding": encoding})
+            assert answer.status_code == status, (path, answer.text)
+    assert http.get("/v1/report").json()["models"][0]["sessions"] == before
+
+
 def test_a_body_that_stalls_ends_at_the_deadline(server: LiveServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     for path in ("/v1/predict", "/v1/sessions/tokens", "/v1/sessions/s/fork"):
