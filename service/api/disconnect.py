@@ -41,15 +41,14 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     _has_left = False
 
     def __init__(self, client: HTTPConnection) -> None:
-        self._scope = client.scope
+        scope = client.scope
+        self.connection: Connection | None = None
+        if WHOLE_BODY not in scope and "state" in scope:
+            self.connection = scope["state"].get(CONNECTION)
 
     def __enter__(self) -> None:
-        scope = self._scope
-        if WHOLE_BODY in scope or "state" not in scope:
-            return
-        connection: Connection | None = scope["state"].get(CONNECTION)
+        connection = self.connection
         if connection is not None:
-            self._connection = connection
             self._task = task = asyncio.current_task(connection.loop)
             assert task is not None, "the request has no task: this is a bug"
             self._cancelled_before = task.cancelling()
@@ -71,9 +70,9 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
-        if task is None:
+        if task is None or self.connection is None:
             return
-        self._connection.on_lost = None
+        self.connection.on_lost = None
         if self._timer is not None:
             self._timer.cancel()
         if self._has_left and task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:

@@ -212,10 +212,6 @@ class Exchange:
         known = method if method in METHODS or method == "WS" else "HTTP"
         traced.end(f"{known} {route(scope)}", status, attributes, None if error is None else str(error), ended_s)
 
-    @property
-    def _trace_id(self) -> str | None:
-        return None if self.traced is None else self.traced.trace_id
-
 
 class MessageExchange(Exchange):
     """One message of a WebSocket. Its answer is one frame (`routes/stream.py`)."""
@@ -241,7 +237,7 @@ class MessageExchange(Exchange):
             self._epoch.leave()
             return
         seconds = self._end(status, error)
-        self.policy.metrics.count_message(status, seconds, self._trace_id)
+        self.policy.metrics.count_message(status, seconds, None if self.traced is None else self.traced.trace_id)
 
 
 class HttpExchange(Exchange):
@@ -315,7 +311,8 @@ class HttpExchange(Exchange):
             return
         method = scope["method"]
         known = method if method in METHODS else "other"
-        self.policy.metrics.count_request(route(scope), known, status, seconds, self._trace_id)
+        trace_id = None if self.traced is None else self.traced.trace_id
+        self.policy.metrics.count_request(route(scope), known, status, seconds, trace_id)
         if ACCESS.isEnabledFor(INFO):
             line = log_line(scope, here, seconds)
             line |= {"method": method[:LOGGED_CHARACTERS], "status": status, "bytes": self._sent_bytes}

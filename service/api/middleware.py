@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.api.body import ENCODING, connection_of, read, uncompressed
+from wane.service.api.body import ENCODING, read, uncompressed
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.encode import Reply
 from wane.service.api.exchange import HttpExchange, RequestContext, RequestPolicy, context, log_line
@@ -166,15 +166,16 @@ class HotRoutes(RequestMiddleware):
         """Calls the endpoint of an admitted request."""
         scope["app"] = self.app
         request = Request(scope, receive)
-        connection = connection_of(scope)
-        body = None if connection is None else connection.content  # if it was received together with the head
+        watch = until_hangup(request)
+        # the body, if it was received together with the head
+        body = None if watch.connection is None else watch.connection.content
         if body is None:
             body = await read(Request(scope, self.bounded(exchange.context, receive)))
         elif len(body) > self.policy.max_body_bytes:
             raise self.too_large(f"is {len(body)} bytes")
         elif ENCODING_BYTES in exchange.context.headers:
             body = await uncompressed(request, body)
-        with until_hangup(request):
+        with watch:
             scope[WHOLE_BODY] = body
             response = await scope["route"].endpoint(request, **scope["path_params"])
         if type(response) is Reply:

@@ -167,6 +167,9 @@ class Row:
         return self._outputs.row(name, self._row) if name in self._outputs else None
 
 
+NOT_RUN = Outputs({})
+
+
 class ColumnBatch:
     """A batch of B one-token steps, stored as one array per field (columns) instead of one `Work` item per step.
 
@@ -181,12 +184,9 @@ class ColumnBatch:
         self.slots = slots
         self.tokens = tokens
         self.queued_s = queued_s
-        self.outputs = Outputs({})
+        self.outputs = NOT_RUN
         self.failure: Exception | None = None
         self.failed = 0
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
     @property
     def traced(self) -> dict[Traced, float]:

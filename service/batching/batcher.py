@@ -69,21 +69,17 @@ class Columns(Protocol):
 
 
 class _Ran(NamedTuple):
-    """A batch after its run. `cancelled` holds the items whose callers left before the run. `started_s` is when the run
-    started, by `time.perf_counter`."""
+    """A batch after its run. `items_run`: the number of items that ran. `cancelled` holds the items whose callers left
+    before the run. `started_s` is when the run started, by `time.perf_counter`."""
 
     role: Role
+    items_run: int
     items: Sequence[WorkItem]
     rows: Sequence[Row | Exception]
     cancelled: Sequence[WorkItem]
     started_s: float
     seconds: float
     columns: ColumnBatch | None = None
-
-    @property
-    def items_run(self) -> int:
-        """The number of items that ran."""
-        return len(self.items) if self.columns is None else len(self.columns)
 
 
 class Batcher:
@@ -263,28 +259,32 @@ class Batcher:
         before the results are delivered."""
         self._starting = False
         ran: _Ran | None = None
-        while len(self._queue) and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
-            items = self._take()
-            if not items:  # the callers of all items have left
+        queue = self._queue
+        while not self._taken or (self._taken < MOST_TAKEN and queue.full):
+            self._now = asyncio.get_running_loop().time()
+            items = queue.take(self._runs)
+            if not items:  # nothing is queued, or the callers of all items have left
                 break
             columns: ColumnBatch | None = None
             if items[0] is self._columns_item:
                 columns = self._begin_columns()
                 if columns is None:
                     continue
-            if not self._quick(items[0].work.role, len(items) if columns is None else len(columns)):
+            if not self._quick(items[0].work.role, len(items if columns is None else columns.tokens)):
                 self._hand_over(items, columns)
                 continue
             ran = self._run(items, columns)
             self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
-            self._queue.ran(ran.role, ran.seconds)
+            queue.ran(ran.role, ran.seconds)
+            if not len(queue):
+                break
             # the results are delivered before the queued items run, because these may run on this thread too
-            if self._queue.before(ran.role):
+            if queue.before(ran.role):
                 self._start_soon()
                 break
         if ran is not None:
             self._hand_out(ran)
-        if self.idle and self.on_idle is not None:
+        if self.on_idle is not None and self.idle:
             self.on_idle()
 
     def _start_soon(self) -> None:
@@ -339,17 +339,15 @@ class Batcher:
         started_s = time.perf_counter()
         if columns is not None:
             batch.run_columns(columns, self._pool, self._runner, self._room)
-            return _Ran("step", (), (), (), started_s, time.perf_counter() - started_s, columns)
+            count, seconds = len(columns.tokens), time.perf_counter() - started_s
+            return _Ran("step", count, (), (), (), started_s, seconds, columns)
         wanted = [item for item in items if not item.done()]
         enter(wanted)
         rows = batch.run([item.work for item in wanted], self._pool, self._runner, self._room) if wanted else []
         cancelled = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
-        return _Ran(items[0].work.role, wanted, rows, cancelled, started_s, time.perf_counter() - started_s)
-
-    def _take(self) -> list[WorkItem]:
-        """Takes the next batch from the queue."""
-        self._now = asyncio.get_running_loop().time()
-        return self._queue.take(self._runs)
+        return _Ran(
+            items[0].work.role, len(wanted), wanted, rows, cancelled, started_s, time.perf_counter() - started_s
+        )
 
     def _runs(self, item: WorkItem) -> bool:
         """Returns whether an item should run. Drops the item if its caller has left or its deadline has passed."""
@@ -385,30 +383,31 @@ class Batcher:
 
     def _hand_out(self, ran: _Ran) -> None:
         """Delivers the results of a batch to its items, and releases their slots."""
-        role, items, rows, cancelled, started_s, compute_s, columns = ran
+        role, count, items, rows, cancelled, started_s, compute_s, columns = ran
         if columns is not None and self.columns is not None:
-            self._observe(role, [1] * len(columns), columns.waited_s(started_s), compute_s)
+            self._observe(role, count, count, 1, columns.waited_s(started_s), compute_s)
             traced = columns.traced
             self.columns.finish(columns, started_s, compute_s)
             if traced:
-                self._trace(traced, role, len(columns), columns.failed, started_s, compute_s)
+                self._trace(traced, role, count, columns.failed, started_s, compute_s)
             return
         for item in cancelled:
             deadline = item.ticket.deadline
             self._skip(item, late=deadline is not None and deadline <= self._now)
         if not items:
             return
-        lengths = [1] * len(items) if role in ONE_TOKEN else [item.work.length for item in items]
-        self._observe(role, lengths, sum([started_s - item.queued_s for item in items]), compute_s)
+        lengths = [item.work.length for item in items]
+        waited_s = sum([started_s - item.queued_s for item in items])
+        self._observe(role, count, sum(lengths), max(lengths), waited_s, compute_s)
         if role not in ONE_TOKEN:
-            self.sequence_s += EMA_ALPHA * (compute_s / len(items) - self.sequence_s)
+            self.sequence_s += EMA_ALPHA * (compute_s / count - self.sequence_s)
         self._pool.release_all([item.work.read for item in items])
         self._pool.release_all([item.work.write for item in items if item.work.write is not None])
         for item, row in zip(items, rows, strict=True):
             ticket = item.ticket
             ticket.queue_s += started_s - item.queued_s
             ticket.compute_s += compute_s
-            ticket.batch_items = max(ticket.batch_items, len(items))
+            ticket.batch_items = max(ticket.batch_items, count)
             if isinstance(row, Row):
                 if not item.done():
                     item.set_result(row)
@@ -421,7 +420,7 @@ class Batcher:
         traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
         if traced:
             failed = sum(isinstance(row, Exception) for row in rows)
-            self._trace(traced, role, len(items), failed, started_s, compute_s)
+            self._trace(traced, role, count, failed, started_s, compute_s)
 
     def _trace(
         self, traced: Mapping[Traced, float], role: Role, items: int, failed: int, started_s: float, compute_s: float
@@ -430,11 +429,11 @@ class Batcher:
         ended_s = started_s + compute_s
         Batch(self._model, role, self._runner.device, items, failed, started_s, ended_s).trace(traced)
 
-    def _observe(self, role: Role, lengths: Sequence[int], waited_s: float, compute_s: float) -> None:
-        """Records a batch in the metrics and the cost model. `waited_s`: the total queue time of its items."""
-        items, tokens = len(lengths), sum(lengths)
+    def _observe(self, role: Role, items: int, tokens: int, longest: int, waited_s: float, compute_s: float) -> None:
+        """Records a batch in the metrics and the cost model. `tokens`: the total length of its items, without padding.
+        `longest`: the length of the longest. `waited_s`: the total queue time of its items."""
         self._items[role].observe(items)
-        self._padding[role].observe(1 - tokens / (max(lengths) * items))
+        self._padding[role].observe(1 - tokens / (longest * items))
         self._seconds[role].observe(compute_s)
         self._waited[role].inc(waited_s)
         if self._cost_model is not None:

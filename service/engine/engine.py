@@ -282,6 +282,13 @@ class Engine:
         self._parked = 0  # the number of this model's sessions without a state in memory, after the last `expire`
         self._keeping: asyncio.Task[None] | None = None
         self._metrics = metrics
+        self._gauges = {
+            metrics.sessions_resident: lambda: len(pool),
+            metrics.sessions_parked: lambda: self._parked,
+            metrics.state_bytes: lambda: pool.used_bytes,
+            metrics.prefix_bytes: lambda: len(pool.prefixes) * pool.slot_bytes,
+            metrics.queue_items: lambda: self.batcher.waiting,
+        }
 
     @property
     def device(self) -> str:
@@ -375,12 +382,9 @@ class Engine:
 
         Awaiting the answer may raise InvalidRequest, TooLarge, UnknownSession or PositionConflict.
         """
-        if isinstance(request, StepRequest):
-            return self._submit_step(request)
-        ticket = Ticket(request.deadline)
-        return Pending.of(self._predict(request, ticket), ticket)
-
-    def _submit_step(self, request: StepRequest) -> Pending[Answer]:
+        if not isinstance(request, StepRequest):
+            ticket = Ticket(request.deadline)
+            return Pending.of(self._predict(request, ticket), ticket)
         tokens = request.tokens
         # The log-probabilities of a step's own tokens need a run before the step.
         if len(tokens) == 1 and request.mode in IN_ROWS and not request.token_logprobs:
@@ -401,7 +405,7 @@ class Engine:
         row = StepRow(session, token, expected_position, top_k, deadline, None, CURRENT.get())
         if self.columns.take(row):
             return row
-        return self._submit_step(StepRequest(session, (token,), None, expected_position, None, top_k, deadline))
+        return self.submit(StepRequest(session, (token,), None, expected_position, None, top_k, deadline))
 
     def take_step(
         self, session: str, token: int, expected_position: int | None, top_k: int, deadline: float | None
@@ -678,12 +682,9 @@ class Engine:
     async def session_state(self, session: str, deadline: float | None = None) -> SessionState:
         """Returns the output layer's input after a session's tokens, without changing the session or its idle time.
         Raises UnknownSession."""
-        ticket = Ticket(deadline)
-        return await Pending.of(self._state(session, ticket), ticket)
-
-    async def _state(self, session: str, ticket: Ticket) -> SessionState:
         with self.admission.admitted():
-            return await self.steps.state(session, self.identity, ticket)
+            async with until(deadline):
+                return await self.steps.state(session, self.identity, Ticket(deadline))
 
     async def continuations(self, request: ContinuationsRequest) -> Continuations:
         """Scores each of the continuations of a session, and predicts the token after it. The session does not change.
@@ -739,25 +740,14 @@ class Engine:
     def publish(self) -> None:
         """Makes the model's Prometheus gauges read their values from this engine. The registry calls this method when
         it starts to serve this engine."""
-        metrics, pool = self._metrics, self.state_cache
-        metrics.model_info.labels(self.name, self.version, self.device).set(1)
-        metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
-        metrics.sessions_parked.labels(self.name).set_function(lambda: self._parked)
-        metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
-        metrics.prefix_bytes.labels(self.name).set_function(lambda: len(pool.prefixes) * pool.slot_bytes)
-        metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
+        self._metrics.model_info.labels(self.name, self.version, self.device).set(1)
+        for gauge, value in self._gauges.items():
+            gauge.labels(self.name).set_function(value)
 
     def unpublish(self) -> None:
         """Removes the model's gauges, which would otherwise keep this engine in memory."""
-        metrics = self._metrics
-        metrics.model_info.remove(self.name, self.version, self.device)
-        for gauge in (
-            metrics.sessions_resident,
-            metrics.sessions_parked,
-            metrics.state_bytes,
-            metrics.prefix_bytes,
-            metrics.queue_items,
-        ):
+        self._metrics.model_info.remove(self.name, self.version, self.device)
+        for gauge in self._gauges:
             gauge.remove(self.name)
 
     def keep(self) -> None:

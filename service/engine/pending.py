@@ -37,11 +37,8 @@ class Pending(asyncio.Future[T]):
     """
 
     ticket: Ticket
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._task: asyncio.Task[T] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+    _task: asyncio.Task[T] | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def of(cls, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> Self:

@@ -164,12 +164,12 @@ class ModeStats:
         queue, compute, total = map(durations, self._phases)
         return {"queue": queue, "compute": compute, "total": total}
 
-    def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
-        """Counts answers. phases: the durations of the answers in milliseconds, for each phase; variations: the error
-        bounds of the answers; proved: the number of proved answers."""
-        for seconds, values_ms in zip(self._phases, phases, strict=False):
-            seconds.observe_all([value_ms / 1e3 for value_ms in values_ms])
-        self._error_bound.observe_all([variation for variation in variations if variation is not None])
+    def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int) -> None:
+        """Counts answers. phases: the durations of the answers in seconds, for each phase; variations: the error
+        bounds of those answers that have one; proved: the number of proved answers."""
+        for seconds, values in zip(self._phases, phases, strict=False):
+            seconds.observe_all(values)
+        self._error_bound.observe_all(variations)
         if proved:
             self._proved.inc(proved)
 
@@ -207,7 +207,7 @@ class Stats:
     def took(self, mode: Mode, latency: Latency) -> None:
         """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
         its parts under the part's mode."""
-        self._of(mode).made([[value_ms] for value_ms in latency.phases()], (), 0)
+        self._of(mode).made([[value_ms / 1e3] for value_ms in latency.phases()], (), 0)
 
     def made(self, answer: Answer, operation: str | None) -> None:
         """Counts an answer. `operation` is None if the caller was cancelled: only the answer's latency and bound are
@@ -217,7 +217,7 @@ class Stats:
         self._made.append((answer, operation))
 
     def stepped(
-        self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int, waited_for: int
+        self, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int, waited_for: int
     ) -> None:
         """Like `ModeStats.made`, for the answers of a batch of steps. `waited_for` is the number of answers whose
         caller still waits."""
@@ -230,9 +230,10 @@ class Stats:
         for answer, _ in made:
             by_mode.setdefault(answer.mode, []).append(answer)
         for mode, answers in by_mode.items():
+            phases_ms = zip(*[answer.latency.phases() for answer in answers], strict=True)
             self._of(mode).made(
-                zip(*[answer.latency.phases() for answer in answers], strict=True),
-                [answer.error_bound for answer in answers],
+                [[value_ms / 1e3 for value_ms in values_ms] for values_ms in phases_ms],
+                [answer.error_bound for answer in answers if answer.error_bound is not None],
                 sum([answer.top1_proved for answer in answers]),
             )
         for (operation, mode), requests in Counter((operation, answer.mode) for answer, operation in made).items():

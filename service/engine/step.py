@@ -361,12 +361,9 @@ class SessionSteps:
                 await self._forward.parallel.advance(earlier_ids, ticket, read=base.slot, write=read, binding=True)
             if rebuilt:
                 self._sessions.count_rebuilt()
-            dropped_tokens = base.dropped_tokens
-            stored = StoredStep(
-                record, request.tokens, kind, read, write, dropped_tokens, was_rebuilt=rebuilt, ticket=ticket
-            )
+            stored = StoredStep(record, request.tokens, kind, read, write, base.dropped_tokens, was_rebuilt=rebuilt)
             try:
-                return await self._columns.run(request, stored, token_logprobs)
+                return await self._columns.run(request, stored, ticket, token_logprobs)
             except Conflict:
                 return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -277,7 +277,8 @@ class Connection(asyncio.Protocol):
             content = self.waiting[:length]
             self.content = None if self.expects else content
             head, self.waiting, self.unanswered_bytes = head + content, self.waiting[length:], length
-            self.stop_timer()
+            if self.timer is not None:
+                self.stop_timer()
         else:
             self.body, self.probe = Body(length), HttpRequestParser(object())
             self.start_timer(self.settings.header_timeout_s + self.settings.body_timeout_s)
@@ -391,7 +392,8 @@ class Connection(asyncio.Protocol):
         if self.has_ended:
             return
         self.has_begun = self.body is not None
-        self.flush()
+        if self.response_head:
+            self.flush()
         if self.closes:
             self.close()
             return
@@ -528,3 +530,20 @@ class Connection(asyncio.Protocol):
         for protocol in protocols:
             if protocol is not None:
                 protocol.connection_lost(exc)
+
+
+class Answering:
+    """An ASGI application that tells a request's `Connection` when the application has answered."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        connection: Connection = scope["state"][CONNECTION]
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            connection.answered()

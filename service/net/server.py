@@ -10,29 +10,11 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
-from wane.service.net.connection import CONNECTION, Connection
+from wane.service.net.connection import Answering, Connection
 from wane.service.net.limits import Limits
-
-
-class Answering:
-    """An ASGI application that tells a request's `Connection` when the application has answered."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        connection: Connection = scope["state"][CONNECTION]
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            connection.answered()
 
 
 def is_about_the_server(record: logging.LogRecord) -> bool:

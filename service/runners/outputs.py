@@ -92,9 +92,13 @@ class Outputs(Mapping[str, Array]):
     def finite(self) -> NDArray[np.bool_]:
         """Whether all values of a row are finite in every output of FINITE: bool (B)."""
         if self._finite is None:
-            flags = [np.isfinite(self._arrays[name]) for name in FINITE if name in self._arrays]
+            flags, are_all = list[NDArray[np.bool_]](), True  # a comprehension would be another call
+            for name in FINITE:
+                if name in self._arrays:
+                    flags.append(np.isfinite(self._arrays[name]))
+                    are_all = are_all and np.count_nonzero(flags[-1]) == flags[-1].size
             count = len(flags[0])
-            if False not in [np.count_nonzero(flag) == flag.size for flag in flags]:  # the usual case: all are finite
+            if are_all:  # the usual case
                 self._finite = np.full(count, True)
             else:
                 self._finite = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0)

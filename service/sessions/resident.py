@@ -58,6 +58,8 @@ class ResidentSessions:
         dtype = np.dtype(f"u{empty.width}") if cache is None else cache.dtype
         rows = store.most_buffered_bytes // (self._keep * dtype.itemsize)
         self._rings = np.zeros((min(state_cache.capacity, rows), self._keep), dtype)
+        self.has_room = bool(rows)
+        """Whether any session can be added."""
         # For each slot, the number of the first tokens of its session that were not known when it was added.
         self._unknown = np.zeros(state_cache.capacity, np.int64)
         self.flushes = 0

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from wane.service.engine.live_accuracy import LiveAccuracy
 from wane.service.engine.logits import Ranking, listed
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.stats import Stats
-from wane.service.engine.steps.rows import StepBatch, StepRow
+from wane.service.engine.steps.rows import IS_DONE, StepBatch, StepRow
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
@@ -43,7 +44,7 @@ KNOWN_BOUNDS = 4096  # number of cached bounds, one for each number of tokens th
 
 
 class StepResults:
-    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items`, `identity`,
+    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_s`, `batch_items`, `identity`,
     `vocabulary` and `durable` are the same for all rows.
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
@@ -59,15 +60,15 @@ class StepResults:
     positions: list[int]
     bounds: Sequence[Bound | None]
     cache_tokens: list[int] | None
-    queue_ms: list[float]
-    compute_ms: float
-    total_ms: list[float]
+    queue_s: list[float]
+    compute_s: float
+    total_s: list[float]
     batch_items: int
     identity: Identity
     vocabulary: Vocabulary
-    durable: bool | None
-    seen_tokens: dict[int, int | None]
-    latencies: dict[int, Latency]
+    durable: bool | None = None
+    seen_tokens: Mapping[int, int | None] = MappingProxyType({})
+    latencies: Mapping[int, Latency] = MappingProxyType({})
 
     def answer(self, row: int, step: StepRow) -> StepAnswer:
         """Returns the answer to the `step` of a row."""
@@ -82,7 +83,9 @@ class StepResults:
                 self.vocabulary,
             ),
             self.latencies.get(row)
-            or Latency(self.queue_ms[row], self.compute_ms, self.total_ms[row]).with_batch(self.batch_items),
+            or Latency(1e3 * self.queue_s[row], 1e3 * self.compute_s, 1e3 * self.total_s[row]).with_batch(
+                self.batch_items
+            ),
             StateSource.RESIDENT,
             None if bound is None else bound.variation,
             None if bound is None else bound.state,
@@ -216,7 +219,7 @@ class StepAnswers:
             except Exception as error:  # no step may wait for ever for its answer
                 made |= {row: error for row in range(len(batch.rows)) if row in rankings or row not in asking}
             else:
-                if not batch.is_plain:
+                if batch.may_wait:
                     results.latencies = {
                         index: self._ticket(row, times).latency()
                         for index, row in enumerate(batch.rows)
@@ -276,7 +279,7 @@ class StepAnswers:
                 if row.done():
                     continue
                 try:
-                    row.answer(results.answer(index, row))
+                    row.set_result(results.answer(index, row))
                 except Exception as error:  # the step is committed, but has no answer
                     row.fail(error)
         for index in rows if singles else ():
@@ -365,7 +368,7 @@ class StepAnswers:
             )
             if stored is not None and stored.kind is StepKind.FIRST:
                 made.created = True
-            if stored is None or stored.ticket is None:  # otherwise the general procedure counts the step
+            if row.waiting is None:  # otherwise the general procedure counts the step
                 self._stats.made(made, None if row.done() else "step")
             if self._live is not None and row.is_awaited:
                 self._live.answered(row.session, plan.position, made)
@@ -400,8 +403,8 @@ class StepAnswers:
         """Returns the answers to the batch's steps by arrays: see `prepare`. rankings: the rankings of rows with a
         filter. Removes those for which the graph outputs too few tokens: these rows are answered alone."""
         results, outputs = StepResults(), batch.outputs
-        results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
-        results.durable, results.latencies = None, {}
+        if rankings:
+            results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
         results.positions = positions.tolist()
         if self._certificate.readout is not None and self._certificate.has_rounding:
             known = np.where(dropped, positions - dropped, 0).tolist()
@@ -418,9 +421,9 @@ class StepAnswers:
             self._largest(results, batch, width, rankings)
         else:
             self._largest_of_mixtures(results, self._cache, batch, width, rankings)
-        results.compute_ms = 1e3 * times.compute_s
-        results.queue_ms = (1e3 * (times.started_s - batch.queued_s)).tolist()
-        results.total_ms = (1e3 * (time.perf_counter() - batch.queued_s)).tolist()
+        results.compute_s = times.compute_s
+        results.queue_s = (times.started_s - batch.queued_s).tolist()
+        results.total_s = (time.perf_counter() - batch.queued_s).tolist()
         results.batch_items = times.items
         results.identity, results.vocabulary = self._identity, self._vocabulary
         return results
@@ -535,12 +538,11 @@ class StepAnswers:
         outputs: Outputs,
     ) -> list[bool]:
         """Returns, for each row, whether the margin proof succeeds."""
-        errors_known = [None if one is None else one.runs for one in found]
-        if errors_known.count(None) == len(found):
+        if not any(found):
             return [False] * len(found)
-        lengths = outputs.lengths
         if len(found) <= bounds.FEW_ROWS:
-            return self._proved_one_by_one(errors_known, ids, logits, lengths, outputs)
+            return self._proved_one_by_one(found, ids, logits, outputs)
+        lengths, errors_known = outputs.lengths, [None if one is None else one.runs for one in found]
         known = np.array([error is not None for error in errors_known])
         errors = np.array([error or 0.0 for error in errors_known])
         settled = self._margin.settled(ids, logits, lengths, errors)
@@ -552,16 +554,17 @@ class StepAnswers:
 
     def _proved_one_by_one(
         self,
-        errors_known: Sequence[float | None],
+        found: Sequence[Bound | None],
         ids: NDArray[np.int64],
         logits: NDArray[np.float64],
-        lengths: NDArray[np.float64],
         outputs: Outputs,
     ) -> list[bool]:
         """Like `_proved`, for few rows, for which Python is faster than some twenty numpy calls."""
         flags: list[bool] = []
-        rows = zip(errors_known, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
-        for row, (error, (first, second), (highest, next_one), length) in enumerate(rows):
+        lengths = outputs.lengths
+        rows = zip(found, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
+        for row, (bound, (first, second), (highest, next_one), length) in enumerate(rows):
+            error = None if bound is None else bound.runs
             if error is None:
                 flags.append(False)
                 continue
@@ -579,15 +582,15 @@ class StepAnswers:
 
     def _count(self, results: StepResults, batch: StepBatch, rows: Sequence[int]) -> None:
         """Counts the answers of rows that the general procedure does not count."""
-        if not batch.is_plain:
+        if batch.may_wait:
             rows = [row for row in rows if batch.rows[row].waiting is None]
-        columns = results.queue_ms, results.total_ms, results.bounds, results.proved
+        columns = batch.rows, results.queue_s, results.total_s, results.bounds, results.proved
         if len(rows) < len(batch.rows):
             columns = tuple([column[row] for row in rows] for column in columns)  # type: ignore[assignment]
-        queue_ms, total_ms, found, proved = columns
+        steps, queue_s, total_s, found, proved = columns
         self._stats.stepped(
-            (queue_ms, [results.compute_ms] * len(rows), total_ms),
-            [None if one is None else one.variation for one in found],
+            (queue_s, [results.compute_s] * len(rows), total_s),
+            [one.variation for one in found if one is not None],
             sum(proved),
-            sum([not batch.rows[row].done() for row in rows]),
+            [*map(IS_DONE, steps)].count(False),
         )

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from wane.service.engine import routing
 from wane.service.engine.pending import STILL_COMMITS, Admission, Pending
 from wane.service.engine.steps.answers import Prepared, StepAnswers, Times
 from wane.service.engine.steps.rows import (
+    IS_DONE,
     NO_POSITION,
     Conflict,
     StepBatch,
@@ -55,7 +56,7 @@ from wane.service.types.request import MAX_POSITION, StepRequest
 
 logger = logging.getLogger("wane.engine")
 
-IS_DONE, SESSION = methodcaller("done"), attrgetter("session")
+SESSION = attrgetter("session")
 MIXED_AT_ONCE = 1 << 16
 """The caches of one batch add probabilities to at most so many tokens, unless it has one row. Mixing them takes at most
 about 10 ms of the event loop."""
@@ -180,15 +181,13 @@ class StepColumns:
         self._rows.append(row)
 
     async def run(
-        self, request: StepRequest, stored: StoredStep, token_logprobs: tuple[float | None, ...] | None
+        self, request: StepRequest, stored: StoredStep, ticket: Ticket, token_logprobs: tuple[float | None, ...] | None
     ) -> Answer:
         """Runs the last token of a step as a row, commits the step, and returns its answer. The caller holds the
-        session's lock and the slots of `stored`, whose ticket it has set.
+        session's lock and the slots of `stored`.
 
         Raises Conflict, without side effects, if another writer changed the session. Raises Overloaded if the queue is
         full, and Unavailable after `close`."""
-        ticket = stored.ticket
-        assert ticket is not None, "the step of the general procedure has no ticket: this is a bug"
         if self._closed:
             raise Unavailable("the server is stopping")
         if not ticket.admitted:
@@ -199,7 +198,7 @@ class StepColumns:
         # The row has no deadline: that of the caller's `Pending` cancels this wait.
         token = request.tokens[-1]
         row = StepRow(request.session, token, None, request.top_k, None, request, ticket.traced, request.creator)
-        row.stored, row.token_logprobs = stored, token_logprobs
+        row.stored, row.waiting, row.token_logprobs = stored, ticket, token_logprobs
         self._put(row, stored.read)
         return await row
 
@@ -213,11 +212,7 @@ class StepColumns:
             return None
         batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
-        if (
-            batch.has_stored
-            or True in map(IS_DONE, waiting)
-            or min([row.deadline or now_s + 1 for row in waiting]) <= now_s
-        ):
+        if batch.may_wait or True in map(IS_DONE, waiting) or batch.deadline <= now_s:
             batch = self._without_late(batch, now_s)
             if not len(batch.rows):
                 return None
@@ -226,8 +221,7 @@ class StepColumns:
         good &= self._resident.alive(batch.slots)
         if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
             good &= self._resident_still(batch)
-        stored = batch.stored if batch.has_stored else None
-        if stored is not None:  # their sessions are locked, and their slots retained
+        if (stored := batch.stored) is not None:  # their sessions are locked, and their slots retained
             good |= stored
         if np.count_nonzero(good) < len(good):
             # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the
@@ -236,7 +230,7 @@ class StepColumns:
             batch = batch.part(good)
             if not len(batch.rows):
                 return None
-        if stored is not None:
+        if batch.may_wait:
             for row in batch.rows:
                 if row.waiting is not None:
                     row.waiting.entered = True
@@ -280,7 +274,7 @@ class StepColumns:
         """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
         `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "the batch is not a batch of steps in rows: this is a bug"
-        batch, stored = ran, ran.stored if ran.has_stored else None
+        batch, stored = ran, ran.stored
         good: NDArray[np.bool_] | None = None
         if batch in self._held:
             self._held.remove(batch)
@@ -309,12 +303,14 @@ class StepColumns:
             if not len(batch.rows):
                 return
             stored = batch.stored
-        times = Times(started_s, compute_s, len(ran))
-        if stored is not None:
-            self._start_commit(batch if stored.all() else batch.part(stored), times)
-            batch = batch.part(~stored)
-        if len(batch.rows):
+        times = Times(started_s, compute_s, len(ran.rows))
+        if stored is None:
             self._commit_buffered(batch, times)
+        elif stored.all():
+            self._start_commit(batch, times)
+        else:
+            self._start_commit(batch.part(stored), times)
+            self._commit_buffered(batch.part(~stored), times)
 
     def _commit_buffered(self, batch: StepBatch, times: Times) -> None:
         """Commits the rows of buffered sessions by arrays, and answers them."""
@@ -367,7 +363,11 @@ class StepColumns:
             for row, record in enumerate(committed):
                 durable.append(record.durable if isinstance(record, SessionRecord) else None)
                 if isinstance(record, SessionRecord):
-                    if batch.rows[row].key is None and routing.of_session(None, record.mode) is Mode.RECURRENT:
+                    if (
+                        self._resident.has_room
+                        and batch.rows[row].key is None
+                        and routing.of_session(None, record.mode) is Mode.RECURRENT
+                    ):
                         self._resident.add(record)
                     kept.append(row)
         except Exception as error:
@@ -375,8 +375,7 @@ class StepColumns:
         self._committing.remove(batch)
         self.ran += len(kept)
         self._answers.extend(prepared, kept)
-        for row in kept:
-            self._leave(batch.rows[row])
+        self._leave([batch.rows[row] for row in kept])
         if len(kept) < len(batch.rows):
             self._uncommitted(batch, committed)
         self._answers.deliver(batch, prepared, kept, durable)
@@ -388,15 +387,15 @@ class StepColumns:
             self._hand_back(batch.part(conflicts), entered=True, conflicts=1)
         for row, error in zip(batch.rows, committed, strict=True):
             if isinstance(error, Exception):
-                self._leave(row)
+                self._leave([row])
                 row.fail(error)
 
     def close(self, error: Exception) -> None:
         """Fails the queued steps, and those that are queued later."""
         self._closed = True
         waiting, self._rows = self._rows, []
+        self._leave(waiting)
         for row in waiting:
-            self._leave(row)
             row.fail(error)
         if self._timer is not None:
             self._timer.cancel()
@@ -426,7 +425,7 @@ class StepColumns:
             logger.error("a batch of steps failed: %s", message, exc_info=cause)
             failure = WaneError(message)
             failure.__cause__ = cause
-            self._leave(row)
+            self._leave([row])
             row.fail(failure)
 
     def _ring_at(self, deadline: float) -> None:
@@ -453,7 +452,7 @@ class StepColumns:
 
     def _drop(self, row: StepRow) -> None:
         """Withdraws a step that is abandoned or late."""
-        self._leave(row)
+        self._leave([row])
         is_late, ticket = not row.done(), row.waiting
         if ticket is not None:  # its deadline also cancels the row
             is_late = _has_passed(ticket.deadline, asyncio.get_running_loop().time())
@@ -462,20 +461,19 @@ class StepColumns:
             row.traced.skipped(row.queued_s, time.perf_counter(), "deadline" if is_late else "abandoned")
         row.fail(DeadlineExceeded(TOO_LATE))
 
-    def _leave(self, row: StepRow) -> None:
-        """Releases what a row that has ended owns: its slots, its session's lock, and its place among the requests."""
-        if self._free(row):
-            self._locks.leave(row.session)
-            self._admission.leave()
+    def _leave(self, rows: Sequence[StepRow]) -> None:
+        """Releases what rows that have ended own: their slots, their sessions' locks, and their places among the
+        requests."""
+        owners = [row for row in rows if self._free(row)]
+        self._locks.leave_all([*map(SESSION, owners)])
+        self._admission.leave(len(owners))
 
     def _free(self, row: StepRow) -> bool:
         """Releases a row's slots. Returns whether the row also owns the session's lock."""
-        stored = row.stored
-        if stored is None:
-            return True
-        if stored.ticket is not None:
+        if row.waiting is not None:
             return False
-        self._state_cache.release_all((stored.read, stored.write))
+        if row.stored is not None:
+            self._state_cache.release_all((row.stored.read, row.stored.write))
         return True
 
     def _hand_back(self, batch: StepBatch, *, entered: bool, conflicts: int = 0) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,6 @@ class StoredStep:
     record: the session before the step. tokens: all tokens of the step, of which the row runs the last. read: the slot
     of the state before the last token. write: the slot of the next state. dropped_tokens: the number of the session's
     first tokens that the state has not read. was_rebuilt: whether the state was not in memory when the step began.
-    ticket: the ticket of the step if the general procedure waits for the row. The procedure then keeps the session's
-    lock and both slots until the row has its result. Otherwise it is None, and the row owns them.
     """
 
     record: SessionRecord
@@ -41,8 +40,7 @@ class StoredStep:
     read: int
     write: int
     dropped_tokens: int
-    was_rebuilt: bool = field(default=False, kw_only=True)
-    ticket: Ticket | None = field(default=None, kw_only=True)
+    was_rebuilt: bool = False
 
     @property
     def position(self) -> int:
@@ -56,8 +54,10 @@ class StepRow(Pending[Answer]):
 
     session: the key of the session. slot: the slot of its state. queued_s: when the step was queued, by
     `time.perf_counter`. request: the whole request, if it asks anything. traced: the trace of the request. creator: see
-    `StepRequest`. stored: see `StoredStep`; None if the session is buffered. token_logprobs: see `Answer`. runs_alone:
-    the row ran in a batch that failed, and runs in a batch of its own. It then commits even if it is abandoned.
+    `StepRequest`. stored: see `StoredStep`; None if the session is buffered. waiting: the ticket of the step if the
+    general procedure waits for the row. The procedure then keeps the session's lock and both slots of `stored` until
+    the row has its result. Otherwise it is None, and the row owns them. token_logprobs: see `Answer`. runs_alone: the
+    row ran in a batch that failed, and runs in a batch of its own. It then commits even if it is abandoned.
     position: `expected_position` or NO_POSITION. is_plain: whether the row has no request and no trace, and neither
     `stored` nor `runs_alone`.
     """
@@ -65,6 +65,7 @@ class StepRow(Pending[Answer]):
     slot = 0
     queued_s = 0.0
     stored: StoredStep | None = None
+    waiting: Ticket | None = None
     token_logprobs: tuple[float | None, ...] | None = None
     runs_alone = False
     _general: Pending[Answer] | None = None
@@ -91,11 +92,6 @@ class StepRow(Pending[Answer]):
         self.traced = traced
         self.creator = creator
         self.is_plain = request is None and traced is None
-
-    @property
-    def waiting(self) -> Ticket | None:
-        """The ticket of `stored`: not None if the general procedure waits for the row."""
-        return None if self.stored is None else self.stored.ticket
 
     @property
     def key(self) -> str | None:
@@ -171,29 +167,29 @@ class Conflict(Exception):
     """Another writer committed to the session first, so that the row changed nothing."""
 
 
-COLUMNS = attrgetter("slot", "token", "position", "queued_s", "top_k", "is_plain", "stored")
+IS_DONE = methodcaller("done")
+COLUMNS = attrgetter("slot", "token", "position", "queued_s", "top_k", "is_plain", "stored", "waiting", "deadline")
 
 
 class StepBatch(ColumnBatch):
-    """A batch of B rows. expected: int64 (B), the rows' expected positions. top_k: at least that of each row. is_plain:
-    whether all rows are plain. has_stored: whether the store may commit a row."""
+    """A batch of B rows. expected: int64 (B), the rows' expected positions. stored: for each row, whether it is
+    committed by the store: bool (B); None if no row is. top_k: at least that of each row. is_plain: whether all rows
+    are plain. may_wait: whether the general procedure may wait for a row. deadline: no row has an earlier one."""
 
-    __slots__ = ("expected", "has_stored", "is_plain", "rows", "top_k")
+    __slots__ = ("deadline", "expected", "is_plain", "may_wait", "rows", "stored", "top_k")
 
     def __init__(self, rows: Sequence[StepRow]) -> None:
         self.rows = rows
-        slots, tokens, expected, queued_s, top_k, plain, stored = zip(*map(COLUMNS, rows), strict=True)
+        slots, tokens, expected, queued_s, top_k, plain, stored, waiting, deadlines = zip(
+            *map(COLUMNS, rows), strict=True
+        )
         super().__init__(np.array(slots, np.intp), np.array(tokens, np.int64), np.array(queued_s, np.float64))
         self.expected: NDArray[np.int64] = np.array(expected, np.int64)
         self.top_k: int = max(top_k)
         self.is_plain = False not in plain
-        self.has_stored = any(stored)
-
-    @property
-    def stored(self) -> NDArray[np.bool_] | None:
-        """For each row, whether it is committed by the store: bool (B). None if no row is."""
-        flags = np.array([row.stored is not None for row in self.rows], np.bool_)
-        return flags if flags.any() else None
+        self.stored = np.array([*map(bool, stored)]) if any(stored) else None
+        self.may_wait = any(waiting)
+        self.deadline: float = min(filter(None, deadlines), default=math.inf)
 
     @property
     def traced(self) -> dict[Traced, float]:
@@ -219,6 +215,9 @@ class StepBatch(ColumnBatch):
         part.rows = [*compress(self.rows, rows.tolist())]
         part.slots, part.tokens, part.queued_s = self.slots[rows], self.tokens[rows], self.queued_s[rows]
         part.expected = self.expected[rows]
+        if self.stored is not None:
+            stored = self.stored[rows]
+            part.stored = stored if stored.any() else None
         if len(self.outputs):
             part.outputs = self.outputs.part(rows)
         return part

@@ -170,8 +170,9 @@ class RedisStore:
             if len(snapshots) > SNAPSHOTS:
                 snapshots.popitem(last=False)
         self._remembered.put(record)
-        for _ in self._remembered.squeeze():
-            pass
+        if self._remembered.used_bytes > self._remembered.budget_bytes:
+            for _ in self._remembered.squeeze():
+                pass
 
     def _forget(self, session: str) -> None:
         self._snapshots.pop(session, None)

@@ -66,7 +66,7 @@ def digest(data: bytes) -> bytes:
 def of_tokens(tokens: Sequence[int]) -> bytes:
     """Returns the digest of a step's tokens."""
     if len(tokens) == 1:
-        return digest(tokens[0].to_bytes(8, "little", signed=True))
+        return tokens[0].to_bytes(8, "little", signed=True)  # short, so its own digest
     return digest(struct.pack(f"<{len(tokens)}q", *tokens))
 
 

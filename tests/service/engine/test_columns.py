@@ -14,6 +14,7 @@ import pytest
 from tests.service.engine_harness import TIMEOUT_S, EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
 from wane.models.manifest import Role
+from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
 from wane.service.engine.steps.rows import StoredStep
@@ -280,12 +281,10 @@ async def test_the_latency_of_a_longer_step_includes_the_run_of_its_first_tokens
 ) -> None:
     run = started.engine.columns.run
 
-    async def of_a_late_row(request: StepRequest, stored: StoredStep, *rest: Any) -> Answer:
-        ticket = stored.ticket
-        assert ticket is not None
+    async def of_a_late_row(request: StepRequest, stored: StoredStep, ticket: Ticket, *rest: Any) -> Answer:
         ticket.queue_s, ticket.compute_s, ticket.batch_items = 2 * HOUR_S, 4 * HOUR_S, 7
         ticket.started_s -= 8 * HOUR_S
-        return await run(request, stored, *rest)
+        return await run(request, stored, ticket, *rest)
 
     monkeypatch.setattr(started.engine.columns, "run", of_a_late_row)
     latency = (await started.engine.submit(StepRequest("a", (6, 7), **asks))).latency
