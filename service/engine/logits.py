@@ -207,14 +207,9 @@ class Rankings:
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
     """Returns the first `count` tokens as predictions."""
-    texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
-    return tuple(
-        [
-            Prediction(token, texts[token], probability, logprob, partials[token])
-            for token, probability, logprob in zip(ids, found.probabilities, found.logprobs, strict=False)
-        ]
-    )
+    texts, partials = map(vocabulary.texts.__getitem__, ids), map(vocabulary.partials.__getitem__, ids)
+    return tuple(map(Prediction, ids, texts, found.probabilities, found.logprobs, partials))
 
 
 def most_probable(

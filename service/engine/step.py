@@ -24,7 +24,7 @@ from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import SKIPPED, LiveAccuracy
 from wane.service.engine.logits import Ranking, log_softmax
 from wane.service.engine.steps.columns import StepColumns
-from wane.service.engine.steps.rows import Conflict, StoredStep
+from wane.service.engine.steps.rows import Conflict
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
@@ -361,9 +361,10 @@ class SessionSteps:
                 await self._forward.parallel.advance(earlier_ids, ticket, read=base.slot, write=read, binding=True)
             if rebuilt:
                 self._sessions.count_rebuilt()
-            stored = StoredStep(record, request.tokens, kind, read, write, base.dropped_tokens, was_rebuilt=rebuilt)
+            key, creator = request.idempotency_key, request.creator
+            commit = Commit(record, request.tokens, key, write, base.dropped_tokens, kind, creator)
             try:
-                return await self._columns.run(request, stored, ticket, token_logprobs)
+                return await self._columns.run(request, commit, ticket, token_logprobs, read=read, was_rebuilt=rebuilt)
             except Conflict:
                 return None
 

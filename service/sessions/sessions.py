@@ -71,6 +71,11 @@ class Commit(NamedTuple):
     creator: Owner | None = None
 
     @property
+    def position(self) -> int:
+        """The session's position after the step."""
+        return self.record.position + len(self.tokens)
+
+    @property
     def step(self) -> LastStep:
         """The `LastStep` that the session will have."""
         return LastStep(self.record.position, of_tokens(self.tokens), of_key(self.key))
@@ -409,10 +414,11 @@ class Sessions:
     def _snapshot(self, commit: Commit) -> Snapshot | None:
         """Returns the state of a commit as a snapshot, if the step reaches a checkpoint."""
         before, every = commit.record.position, self._checkpoint_interval_tokens
-        position = before + len(commit.tokens)
-        if every is None or commit.slot is None or position // every == before // every:
+        if every is None or commit.slot is None or commit.position // every == before // every:
             return None
-        return Snapshot(position, commit.dropped_tokens, self.model_fingerprint, self._state_cache.pack(commit.slot))
+        return Snapshot(
+            commit.position, commit.dropped_tokens, self.model_fingerprint, self._state_cache.pack(commit.slot)
+        )
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
         """Rewinds the session to `position`. The next step rebuilds the state. Changes nothing if the session is

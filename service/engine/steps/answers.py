@@ -335,8 +335,8 @@ class StepAnswers:
         ticket: Ticket,
     ) -> tuple[AnswerPlan, ModeResult]:
         """Returns the plan and the result of a row that is answered alone. answers: the batch's outputs of ANSWERS."""
-        request, outputs, stored = batch.rows[row].as_request(), batch.outputs, batch.rows[row].stored
-        origin = StateSource.REBUILT if stored is not None and stored.was_rebuilt else StateSource.RESIDENT
+        request, outputs = batch.rows[row].as_request(), batch.outputs
+        origin = StateSource.REBUILT if batch.rows[row].was_rebuilt else StateSource.RESIDENT
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
         result = RunResult(Row(answers, row, norms=norms))
@@ -461,8 +461,8 @@ class StepAnswers:
     ) -> None:
         """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
         the bounds of the mixtures."""
-        outputs, steps = batch.outputs, batch.steps
-        stored = [(one.record, one.tokens) for one in steps]
+        outputs = batch.outputs
+        stored = [(one.record, one.tokens) for one in batch.commits]
         found = self._resident.shares_of(stored) if stored else self._resident.shares(batch.slots)
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)

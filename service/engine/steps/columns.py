@@ -42,14 +42,13 @@ from wane.service.engine.steps.rows import (
     Conflict,
     StepBatch,
     StepRow,
-    StoredStep,
 )
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.sessions import Sessions, StepKind
+from wane.service.sessions.sessions import Commit, Sessions, StepKind
 from wane.service.sessions.stores.store import Appended, SessionRecord
-from wane.service.state.pool import StatePool
+from wane.service.state.pool import ZERO, StatePool
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import MAX_POSITION, StepRequest
@@ -142,20 +141,20 @@ class StepColumns:
             return False
         slot = self._slots.get(session)
         if slot is None or not self._buffered[slot] or (row.request is not None and row.key is not None):
-            row.stored = stored = self._stored(row)
-            if stored is None:
+            slot = self._check_out(row)
+            if slot is None:
                 self._locks.leave(session)
                 return False
-            row.is_plain, slot = False, stored.read
         self._put(row, slot)
         self._admission.enter()
         if deadline is not None and (self._timer is None or deadline < self._timer_at):
             self._ring_at(deadline)
         return True
 
-    def _stored(self, row: StepRow) -> StoredStep | None:
-        """Returns the commit of a step whose session is not buffered. Returns None if the session must be read from the
-        store, if its state is not in memory, or if the step is not the session's next one in recurrent mode."""
+    def _check_out(self, row: StepRow) -> int | None:
+        """Sets the commit of a step whose session is not buffered, and returns the slot of its state. Returns None if
+        the session must be read from the store, if its state is not in memory, or if the step is not the session's next
+        one in recurrent mode."""
         request = row.request
         record = self._sessions.look(row.session, row.expected_position, row.key)
         if record is None:
@@ -171,7 +170,10 @@ class StepColumns:
             self._state_cache.release(cached.slot)
             return None
         self._resident.hits += record.position > 0
-        return StoredStep(record, (row.token,), StepKind.NEXT, cached.slot, write, cached.dropped_tokens)
+        kind, dropped_tokens = StepKind.NEXT, cached.dropped_tokens
+        row.stored = Commit(record, (row.token,), row.key, write, dropped_tokens, kind, row.creator)
+        row.is_plain = False
+        return cached.slot
 
     def _put(self, row: StepRow, slot: int) -> None:
         if not self._rows:
@@ -181,10 +183,17 @@ class StepColumns:
         self._rows.append(row)
 
     async def run(
-        self, request: StepRequest, stored: StoredStep, ticket: Ticket, token_logprobs: tuple[float | None, ...] | None
+        self,
+        request: StepRequest,
+        commit: Commit,
+        ticket: Ticket,
+        token_logprobs: tuple[float | None, ...] | None,
+        *,
+        read: int,
+        was_rebuilt: bool,
     ) -> Answer:
-        """Runs the last token of a step as a row, commits the step, and returns its answer. The caller holds the
-        session's lock and the slots of `stored`.
+        """Runs the last token of a step from the state in the slot `read`, commits the step, and returns its answer.
+        The caller holds the session's lock, and the slots of both states. `was_rebuilt`: see `StepRow`.
 
         Raises Conflict, without side effects, if another writer changed the session. Raises Overloaded if the queue is
         full, and Unavailable after `close`."""
@@ -198,8 +207,8 @@ class StepColumns:
         # The row has no deadline: that of the caller's `Pending` cancels this wait.
         token = request.tokens[-1]
         row = StepRow(request.session, token, None, request.top_k, None, request, ticket.traced, request.creator)
-        row.stored, row.waiting, row.token_logprobs = stored, ticket, token_logprobs
-        self._put(row, stored.read)
+        row.stored, row.waiting, row.token_logprobs, row.was_rebuilt = commit, ticket, token_logprobs, was_rebuilt
+        self._put(row, read)
         return await row
 
     def begin(self, most: int) -> StepBatch | None:
@@ -334,17 +343,17 @@ class StepColumns:
     def _start_commit(self, batch: StepBatch, times: Times) -> None:
         """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
         sessions, which takes longer, are committed and answered by themselves."""
-        steps = batch.steps
-        creates = [one.kind is StepKind.FIRST for one in steps]
+        commits = batch.commits
+        creates = [one.kind is StepKind.FIRST for one in commits]
         if True in creates and False in creates:
             flags = np.array(creates)
             self._start_commit(batch.part(~flags), times)
             self._start_commit(batch.part(flags), times)
             return
         try:
-            self._state_cache.write(np.array([one.write for one in steps], np.intp), batch.outputs)
-            positions = np.array([one.position for one in steps])
-            dropped_tokens = np.array([one.dropped_tokens for one in steps])
+            self._state_cache.write(np.array([one.slot for one in commits], np.intp), batch.outputs)
+            positions = np.array([one.position for one in commits])
+            dropped_tokens = np.array([one.dropped_tokens for one in commits])
             prepared = self._answers.prepare(batch, positions, dropped_tokens, self._answers.asking(batch), times)
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
@@ -473,7 +482,7 @@ class StepColumns:
         if row.waiting is not None:
             return False
         if row.stored is not None:
-            self._state_cache.release_all((row.stored.read, row.stored.write))
+            self._state_cache.release_all((row.slot, row.stored.slot or ZERO))
         return True
 
     def _hand_back(self, batch: StepBatch, *, entered: bool, conflicts: int = 0) -> None:

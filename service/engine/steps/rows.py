@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, methodcaller
 
@@ -18,53 +17,32 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.observability.tracing import Traced
 from wane.service.sessions.sessions import Commit, StepKind
-from wane.service.sessions.stores.store import SessionRecord
 from wane.service.types.answer import Answer
 from wane.service.types.request import NO_FILTER, Owner, StepRequest
 
 NO_POSITION = -1  # the expected position of a step whose request has none
 
 
-@dataclass(slots=True, eq=False)
-class StoredStep:
-    """The commit of a row whose session is not buffered, and the slots of its states.
-
-    record: the session before the step. tokens: all tokens of the step, of which the row runs the last. read: the slot
-    of the state before the last token. write: the slot of the next state. dropped_tokens: the number of the session's
-    first tokens that the state has not read. was_rebuilt: whether the state was not in memory when the step began.
-    """
-
-    record: SessionRecord
-    tokens: tuple[int, ...]
-    kind: StepKind
-    read: int
-    write: int
-    dropped_tokens: int
-    was_rebuilt: bool = False
-
-    @property
-    def position(self) -> int:
-        """The session's position after the step."""
-        return self.record.position + len(self.tokens)
-
-
 class StepRow(Pending[Answer]):
     """A step of one token, or the last token of a longer step, from its arrival to its answer, which is the result of
     this future.
 
-    session: the key of the session. slot: the slot of its state. queued_s: when the step was queued, by
+    session: the key of the session. slot: the slot of its state before `token`. queued_s: when the step was queued, by
     `time.perf_counter`. request: the whole request, if it asks anything. traced: the trace of the request. creator: see
-    `StepRequest`. stored: see `StoredStep`; None if the session is buffered. waiting: the ticket of the step if the
-    general procedure waits for the row. The procedure then keeps the session's lock and both slots of `stored` until
-    the row has its result. Otherwise it is None, and the row owns them. token_logprobs: see `Answer`. runs_alone: the
-    row ran in a batch that failed, and runs in a batch of its own. It then commits even if it is abandoned.
+    `StepRequest`. stored: the commit by the store, whose slot is that of the next state; None if the session is
+    buffered. was_rebuilt: whether the state was not in memory when the step began. waiting: the ticket of the step if
+    the general procedure waits for the row. The procedure then keeps the session's lock and both slots until the row
+    has its result. Otherwise it is None, and the row of a session that is not buffered owns them. token_logprobs: see
+    `Answer`. runs_alone: the row ran in a batch that failed, and runs in a batch of its own. It then commits even if it
+    is abandoned.
     position: `expected_position` or NO_POSITION. is_plain: whether the row has no request and no trace, and neither
     `stored` nor `runs_alone`.
     """
 
     slot = 0
     queued_s = 0.0
-    stored: StoredStep | None = None
+    stored: Commit | None = None
+    was_rebuilt = False
     waiting: Ticket | None = None
     token_logprobs: tuple[float | None, ...] | None = None
     runs_alone = False
@@ -101,13 +79,13 @@ class StepRow(Pending[Answer]):
     @property
     def has_filter(self) -> bool:
         """Whether the row asks that some tokens are not listed."""
-        return self.request is not None and self.request.filter != NO_FILTER
+        return self.request is not None and self.request.filter is not NO_FILTER
 
     def is_of_arrays(self, most_predictions: int) -> bool:
         """Returns whether the row may be answered by arrays: it asks nothing, or only that some tokens are not listed.
         `most_predictions`: the largest top_k of rows that are answered by arrays."""
         stored, request = self.stored, self.request
-        if stored is not None and (stored.was_rebuilt or stored.kind is not StepKind.NEXT):
+        if stored is not None and (self.was_rebuilt or stored.kind is not StepKind.NEXT):
             return False
         return request is None or (
             request.top_k <= most_predictions
@@ -197,17 +175,9 @@ class StepBatch(ColumnBatch):
         return {} if self.is_plain else {row.traced: row.queued_s for row in reversed(self.rows) if row.traced}
 
     @property
-    def steps(self) -> list[StoredStep]:
-        """The steps of a batch whose rows are all committed by the store."""
-        return [row.stored for row in self.rows if row.stored is not None]
-
-    @property
     def commits(self) -> list[Commit]:
         """The commits of a batch whose rows are all committed by the store."""
-        return [
-            Commit(one.record, one.tokens, row.key, one.write, one.dropped_tokens, one.kind, row.creator)
-            for one, row in zip(self.steps, self.rows, strict=True)
-        ]
+        return [row.stored for row in self.rows if row.stored is not None]
 
     def part(self, rows: NDArray[np.bool_]) -> StepBatch:
         """Returns a batch of the selected rows and their outputs. rows: bool (B)."""

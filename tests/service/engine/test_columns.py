@@ -17,7 +17,6 @@ from wane.models.manifest import Role
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
-from wane.service.engine.steps.rows import StoredStep
 from wane.service.errors import (
     DeadlineExceeded,
     Unavailable,
@@ -27,7 +26,7 @@ from wane.service.errors import (
 from wane.service.runners.outputs import Outputs, TopColumns
 from wane.service.runners.runner import Array, Feeds
 from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.sessions import Commit, Sessions
 from wane.service.sessions.stores.store import SessionRecord
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
@@ -281,10 +280,10 @@ async def test_the_latency_of_a_longer_step_includes_the_run_of_its_first_tokens
 ) -> None:
     run = started.engine.columns.run
 
-    async def of_a_late_row(request: StepRequest, stored: StoredStep, ticket: Ticket, *rest: Any) -> Answer:
+    async def of_a_late_row(request: StepRequest, commit: Commit, ticket: Ticket, *rest: Any, **how: Any) -> Answer:
         ticket.queue_s, ticket.compute_s, ticket.batch_items = 2 * HOUR_S, 4 * HOUR_S, 7
         ticket.started_s -= 8 * HOUR_S
-        return await run(request, stored, ticket, *rest)
+        return await run(request, commit, ticket, *rest, **how)
 
     monkeypatch.setattr(started.engine.columns, "run", of_a_late_row)
     latency = (await started.engine.submit(StepRequest("a", (6, 7), **asks))).latency
