@@ -73,10 +73,11 @@ class PackedSessions:
     def get(self, session: str, durable: bool | None = None, snapshot: Snapshot | None = None) -> SessionRecord | None:
         """Returns the session unless it has expired. This is no use of the session. `durable` and `snapshot`: see
         `SessionRecord`."""
-        packed, now_s = self._shards[hash(session) % SHARDS].get(session), self._clock()
-        if packed is None or now_s > used_s(packed) + self._ttl_s:
+        packed = self._shards[hash(session) % SHARDS].get(session)
+        if packed is None:
             return None
-        return self._packing.unpack(session, packed, now_s, durable, snapshot)
+        record = self._packing.unpack(session, packed, self._clock(), durable, snapshot)
+        return record if record.idle_s <= self._ttl_s else None
 
     def peek(self, session: str) -> SessionRecord:
         """Returns a stored session, even if it has expired."""

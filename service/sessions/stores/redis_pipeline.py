@@ -99,7 +99,7 @@ class RedisPipeline:
         self._idle: list[AbstractConnection] = []  # connections to a server that no round trip uses
         self._queue: list[_Call] = []
         self._under_way: set[asyncio.Task[None]] = set()
-        self._is_called = False
+        self._is_leaving = False  # whether a round trip is about to take the queued commands
         self._probing: asyncio.Task[None] | None = None
         self._seconds = metrics.store_roundtrip_seconds.labels(KIND)
         self._commands = metrics.store_roundtrip_commands.labels(KIND)
@@ -182,25 +182,27 @@ class RedisPipeline:
         loop = asyncio.get_running_loop()
         call = _Call(command, script, loop.create_future(), tells)
         self._queue.append(call)
-        if not self._is_called and len(self._under_way) < MOST_TRIPS:
-            self._is_called = True
-            loop.call_soon(self._leave)
+        if not self._is_leaving and len(self._under_way) < MOST_TRIPS:
+            self._leave()
         return call.reply
 
     def _leave(self) -> None:
-        """Starts a round trip with all queued commands."""
-        self._is_called = False
-        calls, self._queue = self._queue, []
-        trip = asyncio.create_task(self._travel(calls))
+        """Starts a round trip in the event loop's next iteration, with all commands that are queued until then."""
+        self._is_leaving = True
+        trip = asyncio.create_task(self._travel())
         self._under_way.add(trip)
         trip.add_done_callback(self._arrive)
 
     def _arrive(self, trip: asyncio.Task[None]) -> None:
         self._under_way.discard(trip)
-        if self._queue and not self._is_called:
+        if self._queue and not self._is_leaving:
             self._leave()
 
-    async def _travel(self, calls: list[_Call]) -> None:
+    async def _travel(self) -> None:
+        self._is_leaving = False
+        calls, self._queue = self._queue, []
+        if not calls:  # Redis became unreachable meanwhile
+            return
         started_s = time.perf_counter()
         self._commands.observe(len(calls))
         try:
