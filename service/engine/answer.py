@@ -139,12 +139,13 @@ class AnswerBuilder:
     ) -> None:
         """`prover` runs the gradient proofs on a thread of its own, because they would block the event loop. `cache` is
         the model's cache, if it has one."""
-        self._certificate = manifest.certificate
-        self._identity = identity
-        self._vocabulary = vocabulary
-        self._margin = margin
-        self._forward = forward
-        self._stats = stats
+        self.manifest = manifest
+        self.certificate = manifest.certificate
+        self.identity = identity
+        self.vocabulary = vocabulary
+        self.margin = margin
+        self.forward = forward
+        self.stats = stats
         self._prover = prover
         self.rankings = Rankings(vocabulary)
         self.turns = Turns()
@@ -157,9 +158,9 @@ class AnswerBuilder:
         needed."""
         listed = TOKENS_OF_A_PREDICTION * top_k
         if plan.cache and self.cache is not None:
-            return self._vocabulary.size + self.cache.most_added + listed
+            return self.vocabulary.size + self.cache.most_added + listed
         if plan.ranking is not self.rankings.default:
-            return self._vocabulary.size + listed
+            return self.vocabulary.size + listed
         return listed if top_k > FEW_PREDICTIONS else 0
 
     async def take_turn(
@@ -170,7 +171,7 @@ class AnswerBuilder:
         answer. If the request asks for many logits, a thread computes them."""
         if work := self.work(plan, 0 if request is None else request.top_k):
             await self.turns.take(work)
-        if request is not None and request.logits and answered is not None and self._vocabulary.size >= HEAVY_TOKENS:
+        if request is not None and request.logits and answered is not None and self.vocabulary.size >= HEAVY_TOKENS:
             await asyncio.to_thread(getattr, answered.result, "logits")  # mixes all logits with the cache, once
 
     def part(
@@ -186,7 +187,7 @@ class AnswerBuilder:
         all available tokens up to the plan's position. These tokens begin with the start token if they are the whole
         sequence.
         """
-        found = plan.bound_of(self._certificate, recurrent, result.radius, result.norms)
+        found = plan.bound_of(self.certificate, recurrent, result.radius, result.norms)
         if plan.cache and self.cache is not None:
             # whether `input_ids` begins with the start token
             starts = len(input_ids) > plan.position or not plan.context_length
@@ -211,7 +212,7 @@ class AnswerBuilder:
         not include the run of the other part.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
-        result = await self._forward.window(context_ids, ticket, binding=binding)
+        result = await self.forward.window(context_ids, ticket, binding=binding)
         await self.take_turn(plan)
         part = self.part(plan, result, ticket.latency(since=mark), input_ids, recurrent=False)
         return await self.search(plan, part, ticket) if prove else part
@@ -282,7 +283,7 @@ class AnswerBuilder:
                 Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k, plan.ranking), window.latency),
             }
             for mode, part in modes.items():
-                self._stats.took(Mode(mode), part.latency)
+                self.stats.took(Mode(mode), part.latency)
         elif (
             self.sampler is not None and plan.context_length and (self.sampler.chosen() if sampled is None else sampled)
         ):
@@ -291,9 +292,9 @@ class AnswerBuilder:
         proved = answered.proved or self._leads(plan, answered.result, bound)
         if window is not None and plan.window is not None and window.bound is not None and window.bound.state:
             of_window = proved if pair is None else pair.top1_proved
-            self._stats.reached(plan.window, prove, window.bound.variation, of_window)
+            self.stats.reached(plan.window, prove, window.bound.variation, of_window)
         answer = Answer(
-            *self._identity,
+            *self.identity,
             mode=plan.mode,
             predictions=found,
             latency=ticket.latency() if prove or modes is not None else answered.latency,
@@ -336,7 +337,7 @@ class AnswerBuilder:
         if mode is Mode.BOTH:
             modes = {one: ModeAnswer((), ticket.latency()) for one in (Mode.RECURRENT, Mode.WINDOW)}
         return Answer(
-            *self._identity,
+            *self.identity,
             mode=mode,
             window=window,
             predictions=(),
@@ -357,11 +358,11 @@ class AnswerBuilder:
 
     def predictions(self, result: RunResult, top_k: int, ranking: Ranking) -> tuple[Prediction, ...]:
         """Returns the `top_k` most probable tokens of a result, among the tokens that `ranking` may list."""
-        return listed(ranking.largest(result, top_k), top_k, self._vocabulary)
+        return listed(ranking.largest(result, top_k), top_k, self.vocabulary)
 
     def counted(self, pair: Agreement) -> Agreement:
         """Counts the result of `apart` in the statistics, and returns it."""
-        self._stats.compared(pair, Source.BOTH)
+        self.stats.compared(pair, Source.BOTH)
         return pair
 
     def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
@@ -388,8 +389,8 @@ class AnswerBuilder:
             return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
         if not plan.ranking.is_of_all:
             found = plan.ranking.largest(result, 2)
-            return self._margin.proves_among(plan.ranking, found, result.logits, result.hidden, bound.runs)
-        return self._margin.proves_of_row(result.row, bound.runs)
+            return self.margin.proves_among(plan.ranking, found, result.logits, result.hidden, bound.runs)
+        return self.margin.proves_of_row(result.row, bound.runs)
 
     def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:
@@ -398,11 +399,11 @@ class AnswerBuilder:
         if len(found.ids) < 2:
             return bool(found.ids) and math.isfinite(error)
         if not result.most:
-            return self._margin.has_no_rival(
+            return self.margin.has_no_rival(
                 result.network_logits, result.hidden, error, found.ids[0], mixed.weight, mixed.added, ranking.ids
             )
         probabilities, weights, errors = np.array([found.probabilities]), np.array([mixed.weight]), np.array([error])
-        return bool(self._margin.proves_mixtures(probabilities, np.array([result.length]), weights, errors)[0])
+        return bool(self.margin.proves_mixtures(probabilities, np.array([result.length]), weights, errors)[0])
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:

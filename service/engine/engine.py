@@ -235,42 +235,25 @@ class Engine:
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, empty, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
         most_predictions = most_predictions if most_predictions > 1 else 0
-        answers = StepAnswers(
-            manifest,
-            vocabulary,
-            resident,
-            margin,
-            self.answer_builder,
-            self.admission,
-            self._stats,
-            self.identity,
-            most_predictions,
-            self._live,
-        )
+        answers = StepAnswers(self.answer_builder, resident, self.admission, most_predictions, self._live)
         self.columns = StepColumns(
-            vocabulary,
+            answers,
             pool,
             resident,
             self.sessions,
-            answers,
-            self.admission,
             metrics,
-            name,
             partial(self._step_admitted, is_locked=True),
-            most_predictions=most_predictions,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
         )
         self.batcher.columns = self.columns
         self.steps = SessionSteps(
-            manifest,
+            self.answer_builder,
             self._limits,
-            self.state_cache,
+            pool,
             self.columns,
-            self.forward,
             self.sessions,
             resident,
-            self.answer_builder,
             self._cost_model,
             metrics,
             self._live,

@@ -60,6 +60,9 @@ def largest(
     return Largest(found.tolist(), values.tolist(), logprobs.tolist(), np.exp(logprobs).tolist())
 
 
+NO_TOKENS = np.empty(0, np.int64)
+
+
 class Ranking:
     """The tokens that an answer may list, most probable first."""
 
@@ -150,6 +153,21 @@ class Ranking:
         total = log_sum_exp_of(logits) if total is None else total
         # faster than copying the logits of the allowed tokens
         return largest(np.where(excluded, -np.inf, logits), min(count, self._size - self._excluded_tokens), None, total)
+
+
+def excluded_by_each(rankings: Sequence[Ranking], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns, for each id, whether its row's ranking excludes the token: bool (R, K). rankings: R rankings of one
+    model. ids: (R, K)."""
+    seen = [NO_TOKENS if one._seen is None else one._seen for one in rankings]
+    counts = [*map(len, seen)]
+    bases = [one._first_excluded for one in rankings if one._first_excluded is not None]
+    if len(bases) < len(rankings) or ids.shape[1] * sum(counts) <= rankings[0]._size * len(rankings):
+        return np.stack([one.excludes(row) for one, row in zip(rankings, ids, strict=True)])
+    excluded, kept = np.stack(bases), next(one._kept for one in rankings if one._seen is not None)
+    is_kept = excluded[:, kept].copy()
+    excluded[np.repeat(np.arange(len(rankings)), counts), np.concatenate(seen)] = True
+    excluded[:, kept] = is_kept
+    return np.take_along_axis(excluded, ids, axis=1)
 
 
 def _without(found: Largest, excluded: NDArray[np.bool_]) -> Largest:

@@ -12,13 +12,12 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import Manifest
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, expected, meets
-from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
+from wane.service.engine.forward import PIECE_TOKENS, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import SKIPPED, LiveAccuracy
@@ -46,14 +45,12 @@ class SessionSteps:
 
     def __init__(
         self,
-        manifest: Manifest,
+        answer_builder: AnswerBuilder,
         limits: Limits,
         pool: StatePool,
         columns: StepColumns,
-        forward: Forward,
         sessions: Sessions,
         resident: ResidentSessions,
-        answer_builder: AnswerBuilder,
         cost_model: CostModel,
         metrics: Metrics,
         live: LiveAccuracy | None = None,
@@ -62,11 +59,11 @@ class SessionSteps:
     ) -> None:
         """`live` counts the accuracy of the answers; None without the setting `live_accuracy`. `has_radius_output` says
         whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
-        self._manifest = manifest
+        self._manifest = manifest = answer_builder.manifest
         self._limits = limits
         self._pool = pool
         self._columns = columns
-        self._forward = forward
+        self._forward = answer_builder.forward
         self._sessions = sessions
         self._resident = resident
         self._answer_builder = answer_builder

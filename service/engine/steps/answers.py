@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture
-from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import ANSWERS, Row
 from wane.service.batching.ticket import Ticket
@@ -24,11 +23,9 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound
 from wane.service.engine.forward import RunResult
 from wane.service.engine.live_accuracy import LiveAccuracy
-from wane.service.engine.logits import Ranking, listed
+from wane.service.engine.logits import Ranking, excluded_by_each, listed
 from wane.service.engine.pending import Admission, Pending
-from wane.service.engine.stats import Stats
 from wane.service.engine.steps.rows import IS_DONE, StepBatch, StepRow
-from wane.service.engine.top1_proof import MarginProof
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
@@ -148,39 +145,28 @@ class StepAnswers:
 
     def __init__(
         self,
-        manifest: Manifest,
-        vocabulary: Vocabulary,
-        resident: ResidentSessions,
-        margin: MarginProof,
         builder: AnswerBuilder,
+        resident: ResidentSessions,
         admission: Admission,
-        stats: Stats,
-        identity: Identity,
         most_predictions: int,
         live: LiveAccuracy | None = None,
     ) -> None:
         """`most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no row is
         answered by arrays. `live` counts the accuracy of the answers; None without the setting `live_accuracy`."""
-        self._identity = identity
-        self._vocabulary = vocabulary
-        self._starts_with_tokens = bool(manifest.start_tokens)
-        self._unlisted = vocabulary.unlisted
+        self.builder = builder
         self._resident = resident
-        self._margin = margin
-        self._builder = builder
-        self._cache = builder.cache
-        self._admission = admission
-        self._stats = stats
-        self._most_predictions = most_predictions
+        self.admission = admission
+        self.most_predictions = most_predictions
         self._live = live
-        self._certificate = certificate = manifest.certificate
+        self._unlisted = builder.vocabulary.unlisted
+        certificate = builder.certificate
         # The bound of an answer from a state that has read the whole sequence.
         self._bound_of_all = bounds.bound(certificate, 1, 1)
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
     def asking(self, batch: StepBatch) -> dict[int, Asking]:
         """Returns the rows that ask more than the next token. Must be called before the commit."""
-        sampler, most = self._builder.sampler, self._most_predictions
+        sampler, most = self.builder.sampler, self.most_predictions
         if sampler is None and batch.is_plain:
             return {}
         found = {}
@@ -236,13 +222,13 @@ class StepAnswers:
                 ranking = filtered.get(row)
                 if ranking is None:
                     ranking = self._ranking(step, position, input_ids)
-                elif self._cache is not None:  # the graph outputs too few tokens for the filter
+                elif self.builder.cache is not None:  # the graph outputs too few tokens for the filter
                     input_ids = self._in_order(step, ())
                 plan, part = self._part(batch, answers, row, position, dropped, input_ids, ranking, ticket)
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
-                waits = request.prove or request.logits or self._builder.work(plan, request.top_k) > 0
+                waits = request.prove or request.logits or self.builder.work(plan, request.top_k) > 0
                 made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
         return Prepared(results, made, positions)
 
@@ -250,7 +236,7 @@ class StepAnswers:
         """Keeps the requests of rows whose answers wait counted as active."""
         for row, single in prepared.singles.items():
             if row in rows and isinstance(single, Single) and single.waits:
-                self._admission.extend()
+                self.admission.extend()
 
     def deliver(
         self, batch: StepBatch, prepared: Prepared, rows: Sequence[int], durable: Sequence[bool | None] | None = None
@@ -292,7 +278,7 @@ class StepAnswers:
     def _input_ids(self, row: StepRow, *, sampled: bool, is_alone: bool) -> NDArray[np.int64]:
         """Returns the kept part of the model's input: see `SessionSteps`. If only the row's filter needs it, returns
         the sequence's kept tokens in any order. If nothing needs it, returns an empty array."""
-        is_in_order = sampled or (is_alone and self._cache is not None)
+        is_in_order = sampled or (is_alone and self.builder.cache is not None)
         if not is_in_order and (row.request is None or not row.request.filter.exclude_seen):
             return NO_TOKENS
         if is_in_order or row.stored is not None:
@@ -307,7 +293,7 @@ class StepAnswers:
         else:
             tail, position, tokens = row.stored.record.tail, row.stored.record.position, row.stored.tokens
         kept = tail.ids()
-        if position <= len(kept) and not self._starts_with_tokens:
+        if position <= len(kept) and not self.builder.manifest.start_tokens:
             kept = kept[1:]  # without <eos>, which the model does not read
         return np.concatenate([kept, np.array(tokens, np.int64)])
 
@@ -340,12 +326,12 @@ class StepAnswers:
         plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
         norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
         result = RunResult(Row(answers, row, norms=norms))
-        return plan, self._builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
+        return plan, self.builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
 
     def _ranking(self, row: StepRow, position: int, input_ids: NDArray[np.int64]) -> Ranking:
         """Returns the ranking for the filter of a row."""
         known = input_ids[max(len(input_ids) - position, 0) :]
-        return self._builder.rankings.of(NO_FILTER if row.request is None else row.request.filter, known)
+        return self.builder.rankings.of(NO_FILTER if row.request is None else row.request.filter, known)
 
     def _answer(self, row: StepRow, single: Single, durable: bool | None) -> None:
         """Answers a committed row alone. A proof is searched only now, so that the step is committed even if the client
@@ -354,7 +340,7 @@ class StepAnswers:
         request, stored = row.as_request(), row.stored
 
         def answer(part: ModeResult) -> Answer:
-            made = self._builder.answer(
+            made = self.builder.answer(
                 plan,
                 lambda: input_ids,
                 part,
@@ -369,22 +355,22 @@ class StepAnswers:
             if stored is not None and stored.kind is StepKind.FIRST:
                 made.created = True
             if row.waiting is None:  # otherwise the general procedure counts the step
-                self._stats.made(made, None if row.done() else "step")
+                self.builder.stats.made(made, None if row.done() else "step")
             if self._live is not None and row.is_awaited:
                 self._live.answered(row.session, plan.position, made)
             return made
 
         async def finish() -> Answer:
-            found = await self._builder.search(plan, part, ticket) if request.prove else part
-            await self._builder.take_turn(plan, request, found)
+            found = await self.builder.search(plan, part, ticket) if request.prove else part
+            await self.builder.take_turn(plan, request, found)
             return answer(found)
 
         if waits and row.done():
-            self._admission.leave()
+            self.admission.leave()
             return
         if waits:
             pending = Pending.of(finish(), ticket)
-            pending.add_done_callback(lambda _: self._admission.leave())
+            pending.add_done_callback(lambda _: self.admission.leave())
             row.follow(pending)
             return
         try:
@@ -406,9 +392,9 @@ class StepAnswers:
         if rankings:
             results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
         results.positions = positions.tolist()
-        if self._certificate.readout is not None and self._certificate.has_rounding:
+        if self.builder.certificate.readout is not None and self.builder.certificate.has_rounding:
             known = np.where(dropped, positions - dropped, 0).tolist()
-            results.bounds = bounds.of_steps(self._certificate, known, outputs[NORMS])
+            results.bounds = bounds.of_steps(self.builder.certificate, known, outputs[NORMS])
         elif dropped.any():
             results.bounds = [
                 self._bound_of(known) if lost else self._bound_of_all
@@ -417,15 +403,15 @@ class StepAnswers:
         else:
             results.bounds = [self._bound_of_all] * len(batch.rows)
         width = outputs.most if rankings else min(max(FEW, batch.top_k + len(self._unlisted)), outputs.most)
-        if self._cache is None:
+        if self.builder.cache is None:
             self._largest(results, batch, width, rankings)
         else:
-            self._largest_of_mixtures(results, self._cache, batch, width, rankings)
+            self._largest_of_mixtures(results, self.builder.cache, batch, width, rankings)
         results.compute_s = times.compute_s
         results.queue_s = (times.started_s - batch.queued_s).tolist()
         results.total_s = (time.perf_counter() - batch.queued_s).tolist()
         results.batch_items = times.items
-        results.identity, results.vocabulary = self._identity, self._vocabulary
+        results.identity, results.vocabulary = self.builder.identity, self.builder.vocabulary
         return results
 
     def _largest(self, results: StepResults, batch: StepBatch, width: int, rankings: dict[int, Ranking]) -> None:
@@ -433,7 +419,7 @@ class StepAnswers:
         outputs = batch.outputs
         top = outputs.top(width)
         if rankings:
-            ids, values, fewest = self._without_excluded(top.ids, top.logits, rankings, batch.rows)
+            ids, values, fewest = self._without_excluded(top.ids, top.logits, rankings, batch)
             top = TopColumns(ids, values, top.log_sum_exp)
         elif self._unlisted:
             top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
@@ -449,7 +435,7 @@ class StepAnswers:
             if bound is not None and bound.runs is not None:
                 first = Largest(results.ids[row][:2], top.logits[row, :2].tolist(), [], [])
                 logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-                results.proved[row] = self._margin.proves_among(ranking, first, logits, hidden, bound.runs)
+                results.proved[row] = self.builder.margin.proves_among(ranking, first, logits, hidden, bound.runs)
 
     def _largest_of_mixtures(
         self,
@@ -469,7 +455,7 @@ class StepAnswers:
         top = cache.top(logits, sums, ids, found, width)
         probabilities, top_ids = top.probabilities, top.ids
         if rankings:
-            top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, batch.rows)
+            top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, batch)
         elif self._unlisted:
             top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
         results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
@@ -485,7 +471,7 @@ class StepAnswers:
             results.proved = [False] * len(errors)
             return
 
-        results.proved = self._margin.proves_mixtures(
+        results.proved = self.builder.margin.proves_mixtures(
             probabilities, outputs.lengths, found.network, np.array(errors)
         ).tolist()
 
@@ -494,21 +480,23 @@ class StepAnswers:
         ids: NDArray[np.int64],
         values: NDArray[Float],
         rankings: dict[int, Ranking],
-        rows: Sequence[StepRow],
+        batch: StepBatch,
     ) -> tuple[NDArray[np.int64], NDArray[Float], int]:
         """Moves the tokens that may not be listed behind the others, in each of B rows of the K most probable tokens:
-        (B, K). Removes the rankings of rows in which fewer than `top_k` tokens remain. The third result is the number
-        of first tokens that may be listed in all other rows, at least 2."""
-        excluded = self._builder.rankings.default.excludes(ids)
-        for row, ranking in rankings.items():
-            excluded[row] = ranking.excludes(ids[row])
+        (B, K). Returns as many first tokens of each row as the batch needs. Removes the rankings of rows in which fewer
+        than `top_k` tokens remain. The third result is the number of first tokens that may be listed in all other rows,
+        at least 2."""
+        excluded = self.builder.rankings.default.excludes(ids)
+        asking = [*rankings]
+        excluded[asking] = excluded_by_each([*rankings.values()], ids[asking])
         kept = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
-        too_few = {row for row in rankings if kept[row] < max(rows[row].top_k, 2)}
+        too_few = {row for row in rankings if kept[row] < max(batch.rows[row].top_k, 2)}
         for row in too_few:
             del rankings[row]
+        most = max(FEW, batch.top_k)
         fewest = max(2, min([count for row, count in enumerate(kept) if row not in too_few], default=2))
-        order = np.argsort(excluded, axis=1, kind="stable")
-        return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1), fewest
+        order = np.argsort(excluded, axis=1, kind="stable")[:, :most]
+        return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1), min(fewest, most)
 
     def _without_unlisted(
         self, ids: NDArray[np.int64], values: NDArray[Float]
@@ -545,7 +533,7 @@ class StepAnswers:
         lengths, errors_known = outputs.lengths, [None if one is None else one.runs for one in found]
         known = np.array([error is not None for error in errors_known])
         errors = np.array([error or 0.0 for error in errors_known])
-        settled = self._margin.settled(ids, logits, lengths, errors)
+        settled = self.builder.margin.settled(ids, logits, lengths, errors)
         proved = (settled == 1) & known
         for row in np.flatnonzero((settled < 0) & known).tolist():
             proved[row] = self._has_no_rival(outputs, row, ids.item(row, 0), errors.item(row))
@@ -568,17 +556,17 @@ class StepAnswers:
             if error is None:
                 flags.append(False)
                 continue
-            settled = self._margin.settles(first, second, highest - next_one, length, error)
+            settled = self.builder.margin.settles(first, second, highest - next_one, length, error)
             if settled is None:
                 at, errors = slice(row, row + 1), np.array([error])
-                (sign,) = self._margin.settled(ids[at], logits[at], lengths[at], errors).tolist()
+                (sign,) = self.builder.margin.settled(ids[at], logits[at], lengths[at], errors).tolist()
                 settled = sign == 1 or (sign < 0 and self._has_no_rival(outputs, row, first, error))
             flags.append(settled)
         return flags
 
     def _has_no_rival(self, outputs: Outputs, row: int, first: int, error: float) -> bool:
         logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-        return self._margin.has_no_rival(logits, hidden, error, first, among=self._builder.rankings.default.ids)
+        return self.builder.margin.has_no_rival(logits, hidden, error, first, among=self.builder.rankings.default.ids)
 
     def _count(self, results: StepResults, batch: StepBatch, rows: Sequence[int]) -> None:
         """Counts the answers of rows that the general procedure does not count."""
@@ -588,7 +576,7 @@ class StepAnswers:
         if len(rows) < len(batch.rows):
             columns = tuple([column[row] for row in rows] for column in columns)  # type: ignore[assignment]
         steps, queue_s, total_s, found, proved = columns
-        self._stats.stepped(
+        self.builder.stats.stepped(
             (queue_s, [results.compute_s] * len(rows), total_s),
             [one.variation for one in found if one is not None],
             sum(proved),

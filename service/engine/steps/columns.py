@@ -29,12 +29,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import ColumnBatch
 from wane.service.batching.ticket import Ticket
 from wane.service.deadline import TOO_LATE
 from wane.service.engine import routing
-from wane.service.engine.pending import STILL_COMMITS, Admission, Pending
+from wane.service.engine.pending import STILL_COMMITS, Pending
 from wane.service.engine.steps.answers import Prepared, StepAnswers, Times
 from wane.service.engine.steps.rows import (
     IS_DONE,
@@ -72,25 +71,21 @@ class StepColumns:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        answers: StepAnswers,
         state_cache: StatePool,
         resident: ResidentSessions,
         sessions: Sessions,
-        answers: StepAnswers,
-        admission: Admission,
         metrics: Metrics,
-        model: str,
         procedure: StepProcedure,
         *,
-        most_predictions: int,
         max_queue: int,
         queue_columns: Callable[[], None],
     ) -> None:
-        """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
-        `most_predictions` is the largest top_k of a step that `take` takes. `max_queue` limits the number of queued
-        steps. `queue_columns` notifies the batcher that steps are queued."""
-        self._size = vocabulary.size
-        self._reserved = vocabulary.reserved
+        """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock. `max_queue`
+        limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued."""
+        builder, model = answers.builder, answers.builder.manifest.name
+        self._size = builder.vocabulary.size
+        self._reserved = builder.vocabulary.reserved
         self._state_cache = state_cache
         self._slots = state_cache.order
         self._buffered = resident.buffered
@@ -98,11 +93,11 @@ class StepColumns:
         self._sessions = sessions
         self._locks = sessions.locks
         self._answers = answers
-        cache = resident.cache
+        cache = builder.cache
         self._most_rows = sys.maxsize if cache is None else max(1, MIXED_AT_ONCE // cache.most_added)
-        self._admission = admission
+        self._admission = answers.admission
         self._procedure = procedure
-        self._most_predictions = most_predictions
+        self._most_predictions = answers.most_predictions
         self._max_queue = max_queue
         self._queue_columns = queue_columns
         self._abandoned = metrics.queue_dropped.labels(model, "abandoned")

@@ -3,6 +3,8 @@ the graph outputs them. Both ways must give the same list."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
 from wane.service.batching.batch import Row, Work
 from wane.service.engine.forward import RunResult
-from wane.service.engine.logits import Ranking, Rankings, listed, log_softmax
+from wane.service.engine.logits import Ranking, Rankings, excluded_by_each, listed, log_softmax
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
@@ -121,3 +123,16 @@ def test_a_ranking_excludes_seen_tokens_but_not_the_end(count: int, includes_end
         assert found.excludes(few).tolist() == np.array(flags)[few].tolist()
     assert found.ids is not None
     assert found.ids.tolist() == every[~np.array(flags)].tolist()
+
+
+@pytest.mark.parametrize("count", [0, 3, 400])
+def test_rankings_exclude_the_same_tokens_together_as_each_alone(count: int) -> None:
+    vocabulary = name_vocabulary(names=[f"item {index}" for index in range(300)])
+    rng, rankings = np.random.default_rng(count), Rankings(vocabulary)
+    seen = Filter(exclude_seen=True)
+    filters = [Filter(), replace(seen, include_end=True), Filter(exclude=(7, 8)), replace(seen, exclude=(9,)), seen]
+    found = [rankings.of(one, rng.integers(0, vocabulary.size, count + index)) for index, one in enumerate(filters)]
+    ids = rng.integers(0, vocabulary.size, (len(found), 16))
+    ids[:, 0] = vocabulary.eos_id
+    together = excluded_by_each(found, ids)
+    assert together.tolist() == [ranking.excludes(row).tolist() for ranking, row in zip(found, ids, strict=True)]
