@@ -162,8 +162,10 @@ class RequestPolicy:
             here.owner = principal.owner
             here.fields["key"] = principal.key.name
             self.guard.admit(scope, principal)
-        if not scope["path"].isprintable():
-            refuse_control(scope["path"])
+        # In a regular expression, `$` also matches before a newline at the end of the text. A path with such a newline
+        # would therefore match a route, but differ from the path that other checks compare.
+        if not scope["path"].isprintable() and CONTROL.search(scope["path"]):
+            raise NotFound("not found: the path has a control character")
 
 
 class Exchange:
@@ -329,14 +331,6 @@ def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, ob
         "path": scope["path"][:LOGGED_CHARACTERS],
         "duration_ms": round(seconds * 1000, 3),
     }
-
-
-def refuse_control(path: str) -> None:
-    """Raises NotFound for a path with a control character. In a regular expression, `$` also matches before a newline
-    at the end of the text. A path with such a newline would therefore match a route, but differ from the path that
-    other checks compare."""
-    if CONTROL.search(path):
-        raise NotFound("not found: the path has a control character")
 
 
 def route(scope: Scope) -> str:

@@ -187,7 +187,7 @@ class AnswerBuilder:
         all available tokens up to the plan's position. These tokens begin with the start token if they are the whole
         sequence.
         """
-        found = plan.bound_of(self.certificate, recurrent, result.radius, result.norms)
+        found = plan.bound_of(self.certificate, recurrent, result.row.radius, result.row.norms)
         if plan.cache and self.cache is not None:
             # whether `input_ids` begins with the start token
             starts = len(input_ids) > plan.position or not plan.context_length
@@ -232,7 +232,7 @@ class AnswerBuilder:
         leads, mixed = self._leads(plan, result, bound), result.mixed
         if leads and bound.variation <= SMALL_ENOUGH:
             return part
-        trace = result.trace
+        trace = result.row.trace
         if trace is None:
             return part
         first: int | None = None
@@ -398,12 +398,12 @@ class AnswerBuilder:
         found = ranking.largest(result, 2)
         if len(found.ids) < 2:
             return bool(found.ids) and math.isfinite(error)
-        if not result.most:
+        if not result.row.most:
             return self.margin.has_no_rival(
                 result.network_logits, result.hidden, error, found.ids[0], mixed.weight, mixed.added, ranking.ids
             )
         probabilities, weights, errors = np.array([found.probabilities]), np.array([mixed.weight]), np.array([error])
-        return bool(self.margin.proves_mixtures(probabilities, np.array([result.length]), weights, errors)[0])
+        return bool(self.margin.proves_mixtures(probabilities, np.array([result.row.length]), weights, errors)[0])
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:

@@ -214,7 +214,6 @@ class Engine:
                 manifest.state,
                 self.batcher,
                 self.answer_builder,
-                self._stats,
                 window=self._limits.window,
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )

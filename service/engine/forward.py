@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture, TopTokens
-from wane.service.batching.batch import Row, WindowTrace, Work
+from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
@@ -93,7 +93,7 @@ class RunResult:
     """The output of a run over a sequence. Its arrays are views of the batch's arrays, created on access.
 
     If `mixed` is set, the answer's distribution is the mixture with a cache. Otherwise it is the network's
-    distribution.
+    distribution. `row` has what else the network's run outputs.
     """
 
     __slots__ = ("mixed", "row")
@@ -139,14 +139,8 @@ class RunResult:
         return _present(self.row.logits)
 
     def largest(self, count: int) -> Largest | None:
-        """Returns at least the `count` most probable tokens; None if the graph does not output enough of them."""
+        """Returns at least the `count` most probable tokens; None if `row.most` is smaller."""
         return self.row.largest(count) if self.mixed is None else self.mixed.largest(count)
-
-    @property
-    def most(self) -> int:
-        """The largest `count` for which `largest` returns tokens. It is the number of largest logits that the graph
-        outputs."""
-        return self.row.most
 
     @property
     def log_sum_exp(self) -> float | None:
@@ -163,26 +157,6 @@ class RunResult:
     def hidden(self) -> NDArray[np.float32]:
         """The output layer's input: float32 (H)."""
         return _present(self.row.hidden)
-
-    @property
-    def length(self) -> float:
-        """The 2-norm of `hidden`."""
-        return self.row.length
-
-    @property
-    def radius(self) -> float | None:
-        """See `Row`."""
-        return self.row.radius
-
-    @property
-    def norms(self) -> Sequence[float] | None:
-        """See `Row`."""
-        return self.row.norms
-
-    @property
-    def trace(self) -> WindowTrace | None:
-        """The input of the gradient proof; None if the graph does not output it."""
-        return self.row.trace
 
 
 class Forward:

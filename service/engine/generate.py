@@ -254,7 +254,7 @@ async def generate(
         if source.window is not None:
             known = min(source.window, known)
         result, token, logprob, places = await turns.run(vocabulary.size, partial(draw, result, position))
-        found = bound(manifest.certificate, known, position, result.radius, result.norms)
+        found = bound(manifest.certificate, known, position, result.row.radius, result.row.norms)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         recent.append(token)

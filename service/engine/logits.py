@@ -139,11 +139,11 @@ class Ranking:
         excluded = self._excluded
         if self._candidates is None:
             wanted = min(count + self._excluded_tokens, self._size)
-            asked = count if excluded is None else min(wanted, result.most)
+            asked = count if excluded is None else min(wanted, result.row.most)
             found = result.largest(asked) if asked else None
             if found is not None and excluded is not None:
                 found = _without(found, excluded)
-                if len(found.ids) < count and wanted > result.most:
+                if len(found.ids) < count and wanted > result.row.most:
                     found = None  # the graph outputs too few tokens, so the code below uses all logits
             if found is not None:
                 return found

@@ -26,7 +26,6 @@ from wane.service.batching.batcher import Batcher
 from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.forward import RunResult, tail
-from wane.service.engine.stats import Stats
 from wane.service.runners.runner import HIDDEN, NEXT, NORMS, RADIUS, Runner
 from wane.service.types.answer import Agreement
 from wane.service.types.common import Mode
@@ -75,7 +74,6 @@ class Shadow:
         state: Sequence[StateTensor],
         batcher: Batcher,
         answer_builder: AnswerBuilder,
-        report: Stats,
         *,
         window: int,
         random: Random,
@@ -87,7 +85,7 @@ class Shadow:
         self._state = state
         self._batcher = batcher
         self._answer_builder = answer_builder
-        self._report = report
+        self._report = answer_builder.stats
         self._window = window
         self._random = random
         self._cases: deque[Case] = deque()
@@ -131,7 +129,7 @@ class Shadow:
         whole batch in memory."""
         live_result = live.result
         result = RunResult.of(
-            live_result.network_logits.copy(), live_result.hidden.copy(), live_result.radius, live_result.norms
+            live_result.network_logits.copy(), live_result.hidden.copy(), live_result.row.radius, live_result.row.norms
         )
         cache, history = self._answer_builder.cache, NO_TOKENS
         if cache is not None and live.result.mixed is not None:

@@ -130,7 +130,7 @@ class Continuer:
         start, logprobs = self._start, np.concatenate([self._first_logprobs[ids[:1]], scanned])
         found = [
             bound(self._certificate, start.known + index, start.position + index, None, one)
-            for index, one in enumerate([self._first.norms, *norms])
+            for index, one in enumerate([self._first.row.norms, *norms])
         ]
         if self._cache is not None:
             logprobs, found = mixed(self._cache, self._history, start.position, ids, logprobs, found)
