@@ -28,7 +28,6 @@ from wane.service.api.exchange import context, note_answer
 from wane.service.api.openai_error import document_of, renamed
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import described
-from wane.service.api.schemas.common import IDEMPOTENCY
 from wane.service.api.schemas.completions import (
     MAX_TOKENS,
     ChoiceDocument,
@@ -37,13 +36,13 @@ from wane.service.api.schemas.completions import (
     ErrorDocument,
     UsageDocument,
 )
-from wane.service.api.schemas.generate import bias_of
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, NotFound, SessionExists, UnknownSession
 from wane.service.types.answer import Answer
-from wane.service.types.request import MAX_KEY_CHARACTERS, Bias, GenerateRequest, ScoreRequest, StepRequest, id_of
+from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS
+from wane.service.types.request import Bias, GenerateRequest, ScoreRequest, StepRequest, bias_of, id_of
 from wane.service.types.text import Finish, Score
 
 IDEMPOTENCY_KEY = "idempotency-key"
@@ -381,7 +380,7 @@ async def stepped(request: Request, engine: Engine, body: CompletionBody, sessio
             key,
             top_k=1,
             deadline=deadline(request),
-            unknown=given.unknown,
+            unknown_names=given.unknown,
         )
     )
 
@@ -402,7 +401,7 @@ def generation(
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     return GenerateRequest(
         tokens=given.tokens,
-        unknown=given.unknown,
+        unknown_names=given.unknown,
         max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p,
@@ -413,7 +412,7 @@ def generation(
         position=position,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=bias,
+        bias=bias,
         top_logprobs=body.logprobs,
         sample=sample,
         include_unknown=bool(body.include_unknown),

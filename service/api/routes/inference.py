@@ -29,7 +29,6 @@ from wane.service.api.infer_call import ROWS_AT_ONCE, InferCall, decoded_call, r
 from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.openapi import headers, json_body
 from wane.service.api.routes.repository import FAILURE
-from wane.service.api.schemas.common import anchored
 from wane.service.api.schemas.inference import (
     InferBody,
     InferenceDocument,
@@ -67,6 +66,7 @@ from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer
+from wane.service.types.body import anchored
 from wane.service.types.common import Mode
 from wane.service.types.request import ContinuationsRequest, Filter, Latency, PredictRequest, ScoreRequest, StepRequest
 from wane.service.types.text import Score
@@ -367,7 +367,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
                         given.tokens,
                         deadline=asked.deadline,
                         truncated=truncated,
-                        unknown=given.unknown,
+                        unknown_names=given.unknown,
                         skipped=given.skipped,
                         owner=owner(request).name,
                     )
@@ -393,7 +393,7 @@ def _predictions(
         filter=Filter(include_unknown=bool(parameters.include_unknown)),
         owner=owner(request).name,
     )
-    return [make(given.tokens, unknown=given.unknown) for given in rows]
+    return [make(given.tokens, unknown_names=given.unknown) for given in rows]
 
 
 def _top_k(request: Request, engine: Engine, asked: InferCall) -> int:
@@ -478,7 +478,7 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
         deadline=asked.deadline,
         logits=LOGITS in asked.names,
         token_logprobs=asked.is_scored,
-        unknown=rows[0].unknown,
+        unknown_names=rows[0].unknown,
         filter=Filter(include_unknown=bool(parameters.include_unknown)),
     )
     if start:

@@ -33,7 +33,6 @@ from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import context, note_answer, registry
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, EventsBody, anchored
 from wane.service.api.schemas.sessions import (
     ContinuationsBody,
     ForkBody,
@@ -61,16 +60,8 @@ from wane.service.types.answer import (
     SessionView,
     StepColumns,
 )
-from wane.service.types.request import (
-    MAX_KEY_CHARACTERS,
-    SESSION_ID,
-    SLASH,
-    ContinuationsRequest,
-    History,
-    Owner,
-    StepRequest,
-    name_within,
-)
+from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS, SESSION_ID, EventInput, EventsBody, anchored
+from wane.service.types.request import SLASH, ContinuationsRequest, History, Owner, StepRequest, name_within
 
 # This pattern is only for the OpenAPI description. `name_within` rejects an invalid id, because a rejection by the
 # framework would not be a problem document.
@@ -254,7 +245,7 @@ async def step_request(
         body.prove,
         body.cache,
         filter=await filter_of(engine, body),
-        unknown=given.unknown,
+        unknown_names=given.unknown,
         creator=creator,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
-from wane.service.api.schemas.common import (
+from wane.service.types.body import (
     HISTORY,
     Body,
     IncludeUnknown,
@@ -13,14 +13,12 @@ from wane.service.api.schemas.common import (
     Natural,
     Positive,
     SessionId,
-    Stop,
     absent,
     at_most,
     keywords,
 )
-from wane.service.api.schemas.generate import LogitBias, Penalty
 from wane.service.types.common import says
-from wane.service.types.request import MAX_STOPS
+from wane.service.types.generate import MAX_STOPS, LogitBias, Penalty, Stop
 
 MAX_TOKENS = 16
 """The default of `max_tokens`."""

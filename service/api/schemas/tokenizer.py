@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from wane.service.api.schemas.common import HISTORY, Body, Model, TokenId, at_most
+from wane.service.types.body import HISTORY, Body, Model, TokenId, at_most
 from wane.service.types.common import says
 
 
