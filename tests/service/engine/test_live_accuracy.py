@@ -127,7 +127,7 @@ async def test_skipped_events_are_missed_and_the_list_before_them_judges_the_nex
     await engine.submit(skipped)
     await engine.submit(skipped)
     client.ranks += [0, 0]
-    await client.step("a", [6], unknown=("new",))
+    await client.step("a", [6], unknown_names=("new",))
     client.check(harness)
     assert counts(harness)["judged"] == 3
     await engine.rewind("a", 1)
