@@ -295,8 +295,8 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
 def connection_of(scope: Scope) -> Connection | None:
     """Returns the request's connection. Under another server than Wane's own, there is none."""
     state = scope.get("state")
-    found: Connection | None = None if state is None else state.get(CONNECTION)
-    return found
+    connection: Connection | None = None if state is None else state.get(CONNECTION)
+    return connection
 
 
 async def read(request: Request) -> bytes:

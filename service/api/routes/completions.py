@@ -140,15 +140,15 @@ class Completion:
         """Returns the answer with every choice."""
         parts: list[list[ChoiceDocument]] = [[] for _ in self._choices]
         try:
-            async with aclosing(self.parts()) as found:
-                async for part in found:
+            async with aclosing(self.parts()) as stream:
+                async for part in stream:
                     parts[part["index"]].append(part)
         finally:
             await self.aclose()
         self._note(request)
         return {
             **self._head,
-            "choices": [joined(one) for one in parts],
+            "choices": [joined(choice) for choice in parts],
             "usage": self._usage(),
             **self._extensions(),
         }
@@ -190,25 +190,25 @@ class Completion:
 
     async def aclose(self) -> None:
         """Closes the generations, even those that have not ended."""
-        for one in self.generations:
-            await one.aclose()
+        for generation in self.generations:
+            await generation.aclose()
 
     def _usage(self) -> UsageDocument:
-        given = sum(len(prompt.tokens) for prompt in self._prompts)
+        prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
         made = sum(choice.tokens for choice in self._choices)
         return {
-            "prompt_tokens": given,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": made,
-            "total_tokens": given + made,
+            "total_tokens": prompt_tokens + made,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 
     def _extensions(self) -> dict[str, object]:
         step, finish = self._step, self._finish
-        found: dict[str, object] = {"unknown": self._unknown} if self._unknown else {}
+        extensions: dict[str, object] = {"unknown": self._unknown} if self._unknown else {}
         if step is None or finish is None:
-            return found
-        return found | {
+            return extensions
+        return extensions | {
             "session": finish.session,
             "position": finish.position,
             "replayed": step.replayed,
@@ -253,8 +253,8 @@ class CompletionStream(StreamingResponse):
 
 async def begin(request: Request, body: CompletionBody) -> Completion:
     """Checks a request, and starts its generations. Raises InvalidRequest, TooLarge and the engine's errors."""
-    samples, given = 1 if body.n is None else body.n, prompts_of(body.prompt)
-    check(request, body, len(given), samples)
+    samples, inputs = 1 if body.n is None else body.n, prompts_of(body.prompt)
+    check(request, body, len(inputs), samples)
     session: str | None = None
     if body.session is None:
         engine = await model_engine(request, body.model)
@@ -263,21 +263,21 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
         engine = await engine_of(request, body, session)
     until, total = deadline(request), 0
     read: list[EventTokens] = []
-    for one in given:
+    for item in inputs:
         await asyncio.sleep(0)  # lets the event loop run other work between many prompts
-        if isinstance(one, str) and engine.vocabulary.kind == "events":
-            engine.check_event_count(one.count("\n"))
-            is_long = len(one) >= HEAVY_TOKENS
-            read.append(await asyncio.to_thread(engine.events.lines, one) if is_long else engine.events.lines(one))
+        if isinstance(item, str) and engine.vocabulary.kind == "events":
+            engine.check_event_count(item.count("\n"))
+            is_long = len(item) >= HEAVY_TOKENS
+            read.append(await asyncio.to_thread(engine.events.lines, item) if is_long else engine.events.lines(item))
         else:
-            read.append(await tokens_of(engine, one, until))
+            read.append(await tokens_of(engine, item, until))
         total += len(read[-1].tokens)
     of_completion(body, settings(request), total).check(settings(request))
     await asyncio.sleep(0)
     bias = bias_of(body.logit_bias or {})  # all samples share its arrays, even without a bias
     await asyncio.sleep(0)
     whose = owner(request).name
-    wanted = [generation(body, bias, one, sample, until, whose) for one in read for sample in range(samples)]
+    wanted = [generation(body, bias, prompt, sample, until, whose) for prompt in read for sample in range(samples)]
     await engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
@@ -285,14 +285,14 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
         wanted = [generation(body, bias, EventTokens(()), 0, until, whose, session, step.position)]
     generations: list[Generation] = []
     if body.max_tokens != 0:
-        generations = await started([partial(engine.generate, one) for one in wanted])
+        generations = await started([partial(engine.generate, each) for each in wanted])
     try:
-        prompts = await together([partial(prompt_of, engine, body, one.tokens, until, whose) for one in read])
+        prompts = await together([partial(prompt_of, engine, body, prompt.tokens, until, whose) for prompt in read])
     except BaseException:
         for one_generation in generations:
             await one_generation.aclose()
         raise
-    unknown = [name for one in read for name in one.unknown]
+    unknown = [name for prompt in read for name in prompt.unknown]
     return Completion(engine, fingerprint_of(request, engine), body, prompts, generations, step, unknown)
 
 
@@ -367,20 +367,20 @@ async def engine_of(request: Request, body: CompletionBody, session: str) -> Eng
     return engine
 
 
-async def stepped(request: Request, engine: Engine, body: CompletionBody, session: str, given: EventTokens) -> Answer:
+async def stepped(request: Request, engine: Engine, body: CompletionBody, session: str, prompt: EventTokens) -> Answer:
     """Appends the prompt to the session. If an earlier attempt of the same request has appended the prompt, returns the
     answer to that attempt."""
     key = header(request, IDEMPOTENCY_KEY)
     return await engine.submit(
         StepRequest(
             session,
-            given.tokens,
+            prompt.tokens,
             None,
             body.expected_position,
             key,
             top_k=1,
             deadline=deadline(request),
-            unknown_names=given.unknown,
+            unknown_names=prompt.unknown,
         )
     )
 
@@ -388,7 +388,7 @@ async def stepped(request: Request, engine: Engine, body: CompletionBody, sessio
 def generation(
     body: CompletionBody,
     bias: Bias | None,
-    given: EventTokens,
+    prompt: EventTokens,
     sample: int,
     until: float | None,
     whose: str,
@@ -400,8 +400,8 @@ def generation(
     owner. Raises InvalidRequest."""
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     return GenerateRequest(
-        tokens=given.tokens,
-        unknown_names=given.unknown,
+        tokens=prompt.tokens,
+        unknown_names=prompt.unknown,
         max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p,
