@@ -14,6 +14,7 @@ from hashlib import sha256
 from typing import cast
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
@@ -107,7 +108,7 @@ class Completion:
         prompts: Sequence[Prompt],
         generations: Sequence[Generation],
         step: Answer | None,
-        unknown: Sequence[str],
+        unknown: list[str],
     ) -> None:
         """`generations` has one generation for each choice, or is empty if no tokens are generated. `step` is the
         answer to the step that appended the prompt to a session, or None for a request without a session."""
@@ -128,30 +129,26 @@ class Completion:
             )
             for index in range(len(prompts) * self._samples)
         ]
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(16)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": engine.name,
-            "system_fingerprint": fingerprint,
-        }
+        self._document = partial(
+            CompletionDocument,
+            f"cmpl-{secrets.token_hex(16)}",
+            "text_completion",
+            int(time.time()),
+            engine.name,
+            fingerprint,
+        )
 
-    async def whole(self, request: Request) -> dict[str, object]:
+    async def whole(self, request: Request) -> CompletionDocument:
         """Returns the answer with every choice."""
         parts: list[list[ChoiceDocument]] = [[] for _ in self._choices]
         try:
             async with aclosing(self.parts()) as stream:
                 async for part in stream:
-                    parts[part["index"]].append(part)
+                    parts[part.index].append(part)
         finally:
             await self.aclose()
         self._note(request)
-        return {
-            **self._head,
-            "choices": [joined(choice) for choice in parts],
-            "usage": self._usage(),
-            **self._extensions(),
-        }
+        return self._extended(self._document([joined(choice) for choice in parts], self._usage()))
 
     async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:
         """Yields the parts of all choices as soon as their tokens are generated. The caller must close
@@ -174,19 +171,15 @@ class Completion:
                 elif (part := choice.added(item)) is not None:
                     yield part
 
-    async def chunks(self, request: Request) -> AsyncGenerator[dict[str, object], None]:
+    async def chunks(self, request: Request) -> AsyncGenerator[CompletionDocument, None]:
         """Yields the documents of a streamed answer."""
         async with aclosing(self.parts()) as parts:
             async for part in parts:
-                chunk: dict[str, object] = {**self._head, "choices": [part]}
-                if self._names_usage:
-                    chunk["usage"] = None
-                if part["finish_reason"] is not None:
-                    chunk |= self._extensions()
-                yield chunk
+                chunk = self._document([part], None if self._names_usage else UNSET)
+                yield chunk if part.finish_reason is None else self._extended(chunk)
         self._note(request)
         if self._names_usage:
-            yield {**self._head, "choices": [], "usage": self._usage()}
+            yield self._document([], self._usage())
 
     async def aclose(self) -> None:
         """Closes the generations, even those that have not ended."""
@@ -196,24 +189,16 @@ class Completion:
     def _usage(self) -> UsageDocument:
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
         made = sum(choice.tokens for choice in self._choices)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": made,
-            "total_tokens": prompt_tokens + made,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }
+        return UsageDocument(prompt_tokens, made, prompt_tokens + made, {"cached_tokens": sum(self._cached)})
 
-    def _extensions(self) -> dict[str, object]:
+    def _extended(self, document: CompletionDocument) -> CompletionDocument:
+        """Adds the fields that OpenAI's API lacks."""
         step, finish = self._step, self._finish
-        extensions: dict[str, object] = {"unknown": self._unknown} if self._unknown else {}
-        if step is None or finish is None:
-            return extensions
-        return extensions | {
-            "session": finish.session,
-            "position": finish.position,
-            "replayed": step.replayed,
-            "error_bound": finish.error_bound,
-        }
+        document.unknown = self._unknown or None
+        if step is not None and finish is not None:
+            document.session, document.position = finish.session, finish.position
+            document.replayed, document.error_bound = step.replayed, finish.error_bound
+        return document
 
     def _note(self, request: Request) -> None:
         if self._finish is not None:
