@@ -68,7 +68,8 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import ZERO
-from wane.service.types.request import ScoreMethod, ScoreRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import ScoreRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
 THREADS = 2
@@ -254,7 +255,7 @@ class Subject:
                 self._keep(kind, name, dict(self.pool.memory.gather([slot])))
 
         async def score() -> None:
-            request = ScoreRequest(tuple(self.tokens[1:].tolist()), ScoreMethod.PARALLEL, tolerance)
+            request = ScoreRequest(tuple(self.tokens[1:].tolist()), method=ScoreMethod.PARALLEL, tolerance=tolerance)
             scored = await self.engine.score(request)
             self.told[kind, name] = {
                 field: getattr(scored, field)

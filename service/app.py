@@ -227,5 +227,7 @@ def methods_at(request: Request) -> set[str]:
     """Returns the methods of every route at the request's path. The framework itself lists only the methods of the
     first route."""
     routes = chain(request.app.routes, ROUTES)
-    here = (one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE)
-    return {method for route in here for method in route.methods or ()}
+    matching = (
+        route for route in routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    )
+    return {method for route in matching for method in route.methods or ()}

@@ -315,8 +315,8 @@ class Settings(BaseModel):
     @classmethod
     def _are_addresses(cls, value: str | None) -> str | None:
         try:
-            for one in () if value is None else value.split(","):
-                ip_network(one.strip())
+            for network in () if value is None else value.split(","):
+                ip_network(network.strip())
         except ValueError as error:
             raise ValueError(f"{error}: it must be an address, or a network such as 10.0.0.0/8") from None
         return value
@@ -327,10 +327,10 @@ class Settings(BaseModel):
         general, *single = value.split(",")
         if general not in POLICIES:
             raise ValueError(f"it must begin with one of {', '.join(POLICIES)}")
-        for one in single:
-            model, _, policy = one.partition("=")
+        for pair in single:
+            model, _, policy = pair.partition("=")
             if not model or policy not in POLICIES:
-                raise ValueError(f"{one!r} is not NAME=POLICY; policies are {', '.join(POLICIES)}")
+                raise ValueError(f"{pair!r} is not NAME=POLICY; policies are {', '.join(POLICIES)}")
         return value
 
     @field_validator("session_file")
@@ -355,7 +355,7 @@ class Settings(BaseModel):
         """Returns the number of tokens between two stored states of one session of `model` in the shared store. Returns
         None if the store holds no states."""
         general, *single = self.store_policy.split(",")
-        policy = dict(one.split("=") for one in single).get(model, general)
+        policy = dict(pair.split("=") for pair in single).get(model, general)
         if policy == "auto":
             policy = "tail" if certified else "state"
         if policy != "state" or self.store == IN_MEMORY:

@@ -16,9 +16,8 @@ import asyncio
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from functools import cache, partial
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -31,7 +30,6 @@ from wane.service.api.cost import admit_body
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import context
 from wane.service.api.faults import check_lengths, read_again, shortest_limit
-from wane.service.api.schemas.common import Body, EventInput, InputSequence, RankedBody
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.deadline import until
@@ -50,6 +48,7 @@ from wane.service.errors import (
 )
 from wane.service.net.connection import CONNECTION, Connection
 from wane.service.settings import Settings
+from wane.service.types.body import Body, EventInput, InputSequence, RankedBody
 from wane.service.types.request import MAX_POSITION, NO_FILTER, Filter, is_session_id
 
 MOST_DIGITS = 1000
@@ -139,9 +138,6 @@ these fields, except token ids and events."""
 
 FAILURES = (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError)
 """The errors with which msgspec rejects a body."""
-
-CONVERTED = frozenset({"tokens", "unknown", "session", "stop", "logit_bias"})
-"""The fields whose values the engine's requests have in another form."""
 
 reader = cache(msgspec.json.Decoder)
 """Returns the decoder of a type. Makes it once for each type."""
@@ -299,8 +295,8 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
 def connection_of(scope: Scope) -> Connection | None:
     """Returns the request's connection. Under another server than Wane's own, there is none."""
     state = scope.get("state")
-    found: Connection | None = None if state is None else state.get(CONNECTION)
-    return found
+    connection: Connection | None = None if state is None else state.get(CONNECTION)
+    return connection
 
 
 async def read(request: Request) -> bytes:
@@ -401,17 +397,6 @@ async def tokens_of(
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
     return EventTokens(tokens)
-
-
-@cache
-def shared_fields(body: type[Body], request: type) -> list[str]:
-    """Returns the fields of a body that the engine's request has with the same name and value."""
-    return sorted({field.name for field in fields(request)} & {*body.__struct_fields__} - CONVERTED)
-
-
-def options_of(body: Body, request: type) -> dict[str, Any]:
-    """Returns the values of a body's fields that the engine's request of the class `request` takes as they are."""
-    return {name: getattr(body, name) for name in shared_fields(type(body), request)}
 
 
 async def filter_of(engine: Engine, body: RankedBody) -> Filter:

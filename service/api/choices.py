@@ -46,19 +46,19 @@ class Choice:
         logprobs: LogprobsDocument | None = None
         if score is not None:
             pieces, offset = TextPieces(self._vocabulary), 0
-            logprobs = empty_logprobs()
+            logprobs = LogprobsDocument([], [], [], [])
             for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
                 assert token is not None, "the score of a prompt has a skipped event: this is a bug"
                 self._add(logprobs, token, logprob, places or (), offset)
                 offset += len(pieces.push(token))
-        return {"index": self.index, "text": prompt, "logprobs": logprobs, "finish_reason": None}
+        return ChoiceDocument(self.index, prompt, logprobs, None)
 
     def added(self, item: GeneratedToken) -> ChoiceDocument | None:
         """Returns the part for a generated token, or None if the part would be empty."""
         self.tokens += 1
         logprobs: LogprobsDocument | None = None
         if self._has_logprobs:
-            logprobs = empty_logprobs()
+            logprobs = LogprobsDocument([], [], [], [])
             self._add(logprobs, item.token_id, item.logprob, item.predictions or (), self._offset)
             self._offset += len(self._pieces.push(item.token_id))
         text = item.text
@@ -66,12 +66,12 @@ class Choice:
             text, self._between = self._between + text, ""
         elif logprobs is None:
             return None
-        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return ChoiceDocument(self.index, text, logprobs, None)
 
     def ended(self, finish: Finish | None) -> ChoiceDocument:
         """Returns the last part, which has the finish reason. `finish` is None if no tokens are generated."""
         stopped = finish is not None and finish.finish_reason is FinishReason.STOP
-        return {"index": self.index, "text": "", "logprobs": None, "finish_reason": "stop" if stopped else "length"}
+        return ChoiceDocument(self.index, "", None, "stop" if stopped else "length")
 
     def _add(
         self, logprobs: LogprobsDocument, token: int, logprob: float | None, places: Sequence[Prediction], offset: int
@@ -81,10 +81,10 @@ class Choice:
         top: dict[str, float] | None = None
         if logprob is not None:
             top = {self._name(place.token_id): place.logprob for place in places} | {name: logprob}
-        logprobs["tokens"].append(name)
-        logprobs["token_logprobs"].append(logprob)
-        logprobs["top_logprobs"].append(top)
-        logprobs["text_offset"].append(offset)
+        logprobs.tokens.append(name)
+        logprobs.token_logprobs.append(logprob)
+        logprobs.top_logprobs.append(top)
+        logprobs.text_offset.append(offset)
 
     def _name(self, token: int) -> str:
         """Returns a token's text. If the token alone is not valid UTF-8, returns its bytes in OpenAI's notation, such
@@ -95,26 +95,18 @@ class Choice:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in partial)
 
 
-def empty_logprobs() -> LogprobsDocument:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
 def joined(parts: Sequence[ChoiceDocument]) -> ChoiceDocument:
     """Returns the choice that consists of these parts."""
     logprobs: LogprobsDocument | None = None
     for part in parts:
-        if (part_logprobs := part["logprobs"]) is not None:
-            logprobs = logprobs or empty_logprobs()
-            logprobs["tokens"] += part_logprobs["tokens"]
-            logprobs["token_logprobs"] += part_logprobs["token_logprobs"]
-            logprobs["top_logprobs"] += part_logprobs["top_logprobs"]
-            logprobs["text_offset"] += part_logprobs["text_offset"]
-    return {
-        "index": parts[0]["index"],
-        "text": "".join([part["text"] for part in parts]),
-        "logprobs": logprobs,
-        "finish_reason": parts[-1]["finish_reason"],
-    }
+        if part.logprobs is not None:
+            logprobs = logprobs or LogprobsDocument([], [], [], [])
+            logprobs.tokens += part.logprobs.tokens
+            logprobs.token_logprobs += part.logprobs.token_logprobs
+            logprobs.top_logprobs += part.logprobs.top_logprobs
+            logprobs.text_offset += part.logprobs.text_offset
+    text = "".join([part.text for part in parts])
+    return ChoiceDocument(parts[0].index, text, logprobs, parts[-1].finish_reason)
 
 
 async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

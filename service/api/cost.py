@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from starlette.requests import HTTPConnection
 
 from wane.service.api.exchange import context
-from wane.service.api.schemas.common import Body
 from wane.service.api.schemas.completions import MAX_TOKENS, CompletionBody
-from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.inference import InferBody
 from wane.service.api.schemas.models import IndexBody, LoadBody, UnloadBody
-from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import ContinuationsBody, ForkBody, RewindBody, SessionBody, StepBody, StepsBody
 from wane.service.api.schemas.tokenizer import DetokenizeBody, TokenizeBody
 from wane.service.auth.guard import FREE
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
+from wane.service.types.body import Body
+from wane.service.types.generate import GenerateBody
+from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
 
 
 class Cost(NamedTuple):

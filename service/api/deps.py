@@ -14,8 +14,8 @@ from wane.service.types.request import Owner, name_within
 
 def settings(request: HTTPConnection) -> Settings:
     """Returns the server's settings."""
-    found: Settings = request.app.state.settings
-    return found
+    current: Settings = request.app.state.settings
+    return current
 
 
 def deadline(request: HTTPConnection) -> float | None:

@@ -102,14 +102,14 @@ class RequestContext:
 
 def context(scope: Scope) -> RequestContext:
     """Returns the context of this request."""
-    found: RequestContext = scope["wane.context"]
-    return found
+    request_context: RequestContext = scope["wane.context"]
+    return request_context
 
 
 def registry(request: HTTPConnection) -> ModelRegistry:
     """Returns the models that this process serves."""
-    found: ModelRegistry = request.scope["app"].state.registry
-    return found
+    registered: ModelRegistry = request.scope["app"].state.registry
+    return registered
 
 
 def note_answer(scope: Scope, answer: Answer | Finish) -> None:
@@ -144,10 +144,10 @@ class RequestPolicy:
     tracing: Tracing | None = None
     cross_origin: CrossOrigin | None = None
 
-    def timeout_s(self, here: RequestContext) -> float:
+    def timeout_s(self, request_context: RequestContext) -> float:
         """Returns the timeout of a request with the header `x-request-timeout-ms`. Raises InvalidRequest if the
         header's value is not a positive integer."""
-        asked = here.headers[TIMEOUT_HEADER_BYTES].decode("latin-1")
+        asked = request_context.headers[TIMEOUT_HEADER_BYTES].decode("latin-1")
         if not re.fullmatch(TIMEOUT, asked):
             raise InvalidRequest(
                 f"{TIMEOUT_HEADER} must be a whole number of milliseconds, at least 1, not {truncate_repr(asked)}",
@@ -155,12 +155,12 @@ class RequestPolicy:
             )
         return min(int(asked), self.request_timeout_ms) / 1000
 
-    def authenticate(self, scope: Scope, here: RequestContext) -> None:
+    def authenticate(self, scope: Scope, request_context: RequestContext) -> None:
         """Checks the API key and the path. Raises Unauthorized, Forbidden, RateLimited, NotFound."""
-        if self.guard is not None and (principal := self.guard.identify(scope, here.headers)) is not None:
-            here.principal = principal
-            here.owner = principal.owner
-            here.fields["key"] = principal.key.name
+        if self.guard is not None and (principal := self.guard.identify(scope, request_context.headers)) is not None:
+            request_context.principal = principal
+            request_context.owner = principal.owner
+            request_context.fields["key"] = principal.key.name
             self.guard.admit(scope, principal)
         # In a regular expression, `$` also matches before a newline at the end of the text. A path with such a newline
         # would therefore match a route, but differ from the path that other checks compare.
@@ -177,16 +177,16 @@ class Exchange:
 
     __slots__ = ("_epoch", "_started_s", "context", "policy", "scope", "traced")
 
-    def __init__(self, policy: RequestPolicy, scope: Scope, here: RequestContext) -> None:
+    def __init__(self, policy: RequestPolicy, scope: Scope, request_context: RequestContext) -> None:
         self._started_s = time.perf_counter()
         self.policy = policy
         self.scope = scope
-        self.context = here
+        self.context = request_context
         self._epoch = policy.epochs.enter()
         self.traced: Traced | None = None
         if policy.tracing is not None:
             states = [value for name, value in scope["headers"] if name == b"tracestate"]
-            self.traced = policy.tracing.begin(here.parent, states, self._started_s)
+            self.traced = policy.tracing.begin(request_context.parent, states, self._started_s)
 
     def _end(self, status: int, error: object | None) -> float:
         """Counts the request as no longer in flight, counts its error, and ends its span. `error` is the code of the
@@ -201,15 +201,15 @@ class Exchange:
 
     def _end_span(self, traced: Traced, status: int, error: object | None, ended_s: float) -> None:
         """Ends the span with the fields of the access log line as its attributes."""
-        scope, here = self.scope, self.context
+        scope, request_context = self.scope, self.context
         method = scope.get("method", "WS")  # a WebSocket message has no method
         attributes = {
             "http.request.method": scope.get("method"),
             "http.route": route(scope),
             "http.response.status_code": status,
             "url.path": scope["path"][:LOGGED_CHARACTERS],
-            "wane.request_id": here.request_id,
-            **{f"wane.{name}": value for name, value in here.fields.items()},
+            "wane.request_id": request_context.request_id,
+            **{f"wane.{name}": value for name, value in request_context.fields.items()},
         }
         known = method if method in METHODS or method == "WS" else "HTTP"
         traced.end(f"{known} {route(scope)}", status, attributes, None if error is None else str(error), ended_s)
@@ -227,10 +227,10 @@ class MessageExchange(Exchange):
     def admit(self) -> None:
         """Charges the API key for the message, and sets the deadline for the answer. Raises RateLimited,
         Unauthorized."""
-        here = self.context
-        if here.principal is not None:
-            here.principal.charge(1)
-        self.deadline = asyncio.get_running_loop().time() + here.timeout_s
+        request_context = self.context
+        if request_context.principal is not None:
+            request_context.principal.charge(1)
+        self.deadline = asyncio.get_running_loop().time() + request_context.timeout_s
 
     def finish(self, status: int | None, error: str | None = None) -> None:
         """Counts the finished message. If `status` is None, the client disconnected before the answer, and the message
@@ -248,23 +248,23 @@ class HttpExchange(Exchange):
     __slots__ = ("_send", "_sent_bytes", "status")
 
     def __init__(self, policy: RequestPolicy, scope: Scope, send: Send) -> None:
-        here = scope["wane.context"] = RequestContext.of(scope)
-        super().__init__(policy, scope, here)
+        request_context = scope["wane.context"] = RequestContext.of(scope)
+        super().__init__(policy, scope, request_context)
         self._send = send
         self._sent_bytes = 0
         self.status: int | None = None
         if self.traced is not None:
-            here.trace_id = self.traced.trace_id
+            request_context.trace_id = self.traced.trace_id
 
     def admit(self) -> None:
         """Checks the path and the API key, and sets the deadline. Raises NotFound, Unauthorized, Forbidden,
         RateLimited, InvalidRequest."""
-        here, policy = self.context, self.policy
-        policy.authenticate(self.scope, here)
-        asks = TIMEOUT_HEADER_BYTES in here.headers
-        here.timeout_s = policy.timeout_s(here) if asks else policy.request_timeout_ms / 1000
-        here.body_timeout_s = policy.body_timeout_s
-        here.deadline = asyncio.get_running_loop().time() + here.timeout_s
+        request_context, policy = self.context, self.policy
+        policy.authenticate(self.scope, request_context)
+        asks = TIMEOUT_HEADER_BYTES in request_context.headers
+        request_context.timeout_s = policy.timeout_s(request_context) if asks else policy.request_timeout_ms / 1000
+        request_context.body_timeout_s = policy.body_timeout_s
+        request_context.deadline = asyncio.get_running_loop().time() + request_context.timeout_s
 
     async def send(self, message: Message) -> None:
         """The ASGI function `send` of the request. Adds the headers of every response."""
@@ -286,13 +286,13 @@ class HttpExchange(Exchange):
 
     def headers(self, own: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Returns the headers of a response: its own, and those of every response."""
-        here, method, cross_origin = self.context, self.scope["method"], self.policy.cross_origin
-        headers = [*own, (b"x-request-id", here.request_id.encode())]
-        if method != "POST" and not here.cacheable:
+        request_context, method, cross_origin = self.context, self.scope["method"], self.policy.cross_origin
+        headers = [*own, (b"x-request-id", request_context.request_id.encode())]
+        if method != "POST" and not request_context.cacheable:
             headers += SECURITY_HEADERS
         # The response of `CrossOrigin.preflight` to OPTIONS already has CORS headers.
         if cross_origin is not None and method != "OPTIONS":
-            headers += cross_origin.headers(here.headers.get(b"origin"))
+            headers += cross_origin.headers(request_context.headers.get(b"origin"))
         return headers
 
     def failed(self, error: BaseException) -> Response:
@@ -306,9 +306,9 @@ class HttpExchange(Exchange):
 
     def finish(self) -> None:
         """Counts and logs the finished request."""
-        scope, here, status = self.scope, self.context, self.status or HUNG_UP
+        scope, request_context, status = self.scope, self.context, self.status or HUNG_UP
         is_part = PART in scope
-        seconds = self._end(status, None if is_part else here.fields.get("error"))
+        seconds = self._end(status, None if is_part else request_context.fields.get("error"))
         if is_part:
             return
         method = scope["method"]
@@ -316,17 +316,17 @@ class HttpExchange(Exchange):
         trace_id = None if self.traced is None else self.traced.trace_id
         self.policy.metrics.count_request(route(scope), known, status, seconds, trace_id)
         if ACCESS.isEnabledFor(INFO):
-            line = log_line(scope, here, seconds)
+            line = log_line(scope, request_context, seconds)
             line |= {"method": method[:LOGGED_CHARACTERS], "status": status, "bytes": self._sent_bytes}
-            log_access("request", line | here.fields)
+            log_access("request", line | request_context.fields)
 
 
-def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, object]:
+def log_line(scope: Scope, request_context: RequestContext, seconds: float) -> dict[str, object]:
     """Returns the access log fields that every request has."""
     client = scope.get("client")
     return {
-        "request_id": here.request_id,
-        "trace_id": here.trace_id,
+        "request_id": request_context.request_id,
+        "trace_id": request_context.trace_id,
         "client": client[0] if client else None,
         "path": scope["path"][:LOGGED_CHARACTERS],
         "duration_ms": round(seconds * 1000, 3),
@@ -335,5 +335,5 @@ def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, ob
 
 def route(scope: Scope) -> str:
     """Returns the path template of the request's route, or `unmatched` if no route matches."""
-    found: str = getattr(scope.get("route"), "path", "unmatched")
-    return found
+    path: str = getattr(scope.get("route"), "path", "unmatched")
+    return path

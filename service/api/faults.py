@@ -17,9 +17,9 @@ from msgspec import ValidationError, convert, inspect
 from msgspec.json import schema_components
 from pydantic_core import from_json
 
-from wane.service.api.schemas.common import AT_MOST, OF_TOKENS, Body
 from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, TooLarge, truncate_repr
 from wane.service.settings import Settings
+from wane.service.types.body import AT_MOST, OF_TOKENS, Body
 
 B = TypeVar("B", bound=Body)
 

@@ -85,7 +85,7 @@ async def decoded_call(request: Request) -> InferCall:
         if output.name not in OUTPUTS:
             there = ", ".join(sorted(OUTPUTS))
             raise InvalidRequest(f"there is no output {truncate_repr(output.name)}; there are {there}", "outputs")
-        if any(one.name == output.name for one in wanted):
+        if any(earlier.name == output.name for earlier in wanted):
             raise InvalidRequest(f"output {output.name} is requested twice", output.name)
         wanted.append(tensors.output_format(output.name, output.parameters, binary=is_binary))
     if not wanted:

@@ -82,18 +82,20 @@ class RequestMiddleware:
         """Handles a WebSocket, and logs one line when the WebSocket is closed. The route sends failures as messages.
         Therefore, an exception that arrives here was raised before the WebSocket was accepted."""
         started_s = time.perf_counter()
-        here = scope["wane.context"] = RequestContext.of(scope)
-        here.timeout_s = self.policy.request_timeout_ms / 1000
+        request_context = scope["wane.context"] = RequestContext.of(scope)
+        request_context.timeout_s = self.policy.request_timeout_ms / 1000
         try:
             try:
                 if self.policy.cross_origin is not None:
-                    self.policy.cross_origin.check_socket(here.headers)
-                self.policy.authenticate(scope, here)
+                    self.policy.cross_origin.check_socket(request_context.headers)
+                self.policy.authenticate(scope, request_context)
                 await self.app(scope, receive, send)
             except WaneError as error:
                 await self.turn_away(scope, receive, send, error)
         finally:
-            log_access("socket", log_line(scope, here, time.perf_counter() - started_s) | here.fields)
+            log_access(
+                "socket", log_line(scope, request_context, time.perf_counter() - started_s) | request_context.fields
+            )
 
     async def turn_away(self, scope: Scope, receive: Receive, send: Send, error: WaneError) -> None:
         """Accepts a WebSocket, sends the error, and closes the WebSocket."""
@@ -105,12 +107,12 @@ class RequestMiddleware:
         await send({"type": "websocket.send", "text": f'{{"error": {bytes(document).decode()}}}'})
         await send({"type": "websocket.close", "code": code, "reason": error.code})
 
-    def bounded(self, here: RequestContext, receive: Receive) -> Receive:
+    def bounded(self, request_context: RequestContext, receive: Receive) -> Receive:
         """Returns a `receive` that raises TooLarge if the body exceeds the limit. Raises TooLarge immediately if the
         declared length exceeds the limit. The bytes of a body with a declared length are not counted, because the
         server reads at most the declared length.
         """
-        declared = here.headers.get(b"content-length", b"")
+        declared = request_context.headers.get(b"content-length", b"")
         if declared.isdigit():
             declared = declared.lstrip(b"0") or b"0"
             if int(declared) > self.policy.max_body_bytes:

@@ -13,10 +13,10 @@ from pydantic.json_schema import models_json_schema
 from wane.service.api.body import ENCODING, WBITS
 from wane.service.api.exchange import TIMEOUT, TIMEOUT_HEADER
 from wane.service.api.faults import limit_of
-from wane.service.api.schemas.common import AT_LEAST, AT_MOST, OF_TOKENS, Body, anchored
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.settings import Settings
 from wane.service.types.answer import Failed
+from wane.service.types.body import AT_LEAST, AT_MOST, OF_TOKENS, Body, anchored
 from wane.service.types.common import REFERENCE, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}

@@ -78,10 +78,10 @@ def permission(path: str) -> Permission:
 
 def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
     """Returns the request's API key, which may be invalid. Returns None if the request has no key."""
-    given = headers.get(b"authorization")
-    if given is None:
+    header = headers.get(b"authorization")
+    if header is None:
         return None if scope["type"] == "http" else of_subprotocols(scope.get("subprotocols", ()))
-    scheme, _, credentials = given.partition(b" ")
+    scheme, _, credentials = header.partition(b" ")
     scheme = scheme.lower()
     if scheme == b"bearer":
         return credentials.strip()
@@ -96,11 +96,11 @@ def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
 def of_subprotocols(offered: Sequence[str]) -> bytes | None:
     """Returns the API key from a WebSocket's subprotocols, or None if no subprotocol contains a key. Decodes a key in
     base64url. Returns an empty key if this key is invalid."""
-    for one in offered:
-        if one.startswith(SUBPROTOCOL_KEY):
-            return one.removeprefix(SUBPROTOCOL_KEY).encode()
-        if one.startswith(ENCODED_KEY):
-            encoded = one.removeprefix(ENCODED_KEY)
+    for subprotocol in offered:
+        if subprotocol.startswith(SUBPROTOCOL_KEY):
+            return subprotocol.removeprefix(SUBPROTOCOL_KEY).encode()
+        if subprotocol.startswith(ENCODED_KEY):
+            encoded = subprotocol.removeprefix(ENCODED_KEY)
             try:
                 return b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
             except ValueError:  # is also raised for characters outside the base64 alphabet

@@ -82,13 +82,13 @@ def main(arguments: Sequence[str]) -> int:
     with traced() as tracing, connect(options.url, tracing) as client, progress_on(screen) as progress:
         card = choose(client, *options.model)
         k = card.k if options.window is None else options.window
-        (found,) = read_inputs(client, [card], options.file, options.tokens, options.experiment)
-        task = progress.add_task(f"Comparing the modes of {card.id}", total=requests_needed(found.steps))
-        compared = measure(client, options.url, card, k, found, advance=lambda: progress.advance(task))
+        (compared_input,) = read_inputs(client, [card], options.file, options.tokens, options.experiment)
+        task = progress.add_task(f"Comparing the modes of {card.id}", total=requests_needed(compared_input.steps))
+        compared = measure(client, options.url, card, k, compared_input, advance=lambda: progress.advance(task))
 
     console = Console()
     if card.vocabulary.kind == "events":
-        console.print(found.describe(), highlight=False, markup=False, soft_wrap=True)
+        console.print(compared_input.describe(), highlight=False, markup=False, soft_wrap=True)
     console.print(latency_table(compared), agreement_table(compared))
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(compared), indent=2) + "\n", encoding="utf-8")
@@ -108,24 +108,25 @@ def _compare_models(options: Namespace, screen: Console) -> int:
         inputs = read_inputs(client, cards, options.file, options.tokens, options.experiment)
         same = same_tokens(cards, inputs)
         models = [
-            Compared(client, load, card, found.sequences, options.window, POSITIONS)
-            for card, found in zip(cards, inputs, strict=True)
+            Compared(client, load, card, its_input.sequences, options.window, POSITIONS)
+            for card, its_input in zip(cards, inputs, strict=True)
         ]
-        task = progress.add_task(f"Comparing {len(models)} models", total=sum(one.requests for one in models))
+        task = progress.add_task(f"Comparing {len(models)} models", total=sum(model.requests for model in models))
         figures = measure_models(models, advance=lambda: progress.advance(task))
 
     console = Console()
-    for card, found in zip(cards, inputs, strict=True):
+    for card, its_input in zip(cards, inputs, strict=True):
         if card.vocabulary.kind == "events":
-            console.print(f"{card.id}: {found.describe()}", highlight=False, markup=False, soft_wrap=True)
-    shown = sorted(figures, key=lambda one: one.perplexity) if same else figures
+            console.print(f"{card.id}: {its_input.describe()}", highlight=False, markup=False, soft_wrap=True)
+    shown = sorted(figures, key=lambda figure: figure.perplexity) if same else figures
     console.print(quality_table(shown, same), cost_table(shown))
     if options.json is not None:
         document = {
             "url": options.url,
             "same_tokens": same,
             "models": [
-                {**asdict(one), "unknown": dict(found.unknown)} for one, found in zip(figures, inputs, strict=True)
+                {**asdict(figure), "unknown": dict(its_input.unknown)}
+                for figure, its_input in zip(figures, inputs, strict=True)
             ],
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -87,8 +87,8 @@ def same_tokens(cards: Sequence[Model], inputs: Sequence[ComparedInput]) -> bool
     """Whether all models predict the same tokens, so that their perplexities compare. The same events may have other
     token ids in another vocabulary."""
     if cards[0].vocabulary.kind == "events":
-        return all(one.unknown == inputs[0].unknown for one in inputs)
-    return all(one.sequences == inputs[0].sequences for one in inputs)
+        return all(each.unknown == inputs[0].unknown for each in inputs)
+    return all(each.sequences == inputs[0].sequences for each in inputs)
 
 
 def _read_text(client: Wane, cards: Sequence[Model], file: Path | None, tokens: int) -> list[ComparedInput]:
@@ -98,46 +98,46 @@ def _read_text(client: Wane, cards: Sequence[Model], file: Path | None, tokens: 
 
     def read(text: str) -> list[ComparedInput]:
         scores = [client.score(text, model=card.id) for card in cards]
-        return [ComparedInput([[token for token in one.tokens if token is not None]]) for one in scores]
+        return [ComparedInput([[token for token in score.tokens if token is not None]]) for score in scores]
 
     whole = read(text)
-    first = [ComparedInput([one.sequences[0][:tokens]]) for one in whole]
+    first = [ComparedInput([each.sequences[0][:tokens]]) for each in whole]
     if same_tokens(cards, first):
         return first
-    if max(one.steps for one in whole) <= tokens:
+    if max(each.steps for each in whole) <= tokens:
         return whole
     # the longest beginning of whole words in which no model has more than `tokens` tokens
     ends = [word.end() for word in re.finditer(r"\S+", text)]
     fitting, too_many = 0, len(ends) + 1
-    found = whole
+    longest = whole
     while too_many - fitting > 1:
         middle = (fitting + too_many) // 2
         now = read(text[: ends[middle - 1]])
-        if max(one.steps for one in now) <= tokens:
-            fitting, found = middle, now
+        if max(each.steps for each in now) <= tokens:
+            fitting, longest = middle, now
         else:
             too_many = middle
     if not fitting:
         raise CommandError(f"the first word of {file or SAMPLE} has more than {tokens} tokens for one of the models")
-    return found
+    return longest
 
 
 def _read_events(
     client: Wane, card: Model, file: Path, sessions: Sequence[list[str]], notes: tuple[str, ...]
 ) -> ComparedInput:
-    found = ComparedInput([], notes=notes)
+    result = ComparedInput([], notes=notes)
     for events in sessions:
         scored = client.score(events, model=card.id, unknown="skip")
         known = [token for token in scored.tokens if token is not None]
-        found.unknown.update(scored.unknown)
+        result.unknown.update(scored.unknown)
         if known:
-            found.sequences.append(known)
-    if not found.sequences:
+            result.sequences.append(known)
+    if not result.sequences:
         raise CommandError(
-            f"{file}: the vocabulary of model {card.id} has none of the {found.unknown.total():,} events: "
-            f"{_names(found.unknown)}"
+            f"{file}: the vocabulary of model {card.id} has none of the {result.unknown.total():,} events: "
+            f"{_names(result.unknown)}"
         )
-    return found
+    return result
 
 
 def _names(unknown: Counter[str]) -> str:

@@ -59,15 +59,15 @@ class AgreementSummary:
 
     @classmethod
     def of(cls, agreements: Sequence[Agreement]) -> AgreementSummary:
-        bounds = [one.error_bound for one in agreements if one.error_bound is not None]
-        variations = [one.total_variation for one in agreements]
+        bounds = [agreement.error_bound for agreement in agreements if agreement.error_bound is not None]
+        variations = [agreement.total_variation for agreement in agreements]
         return cls(
             compared=len(agreements),
-            top1_match_rate=float(np.mean([one.top1_match for one in agreements])),
-            top1_proved_rate=float(np.mean([one.top1_proved for one in agreements])),
+            top1_match_rate=float(np.mean([agreement.top1_match for agreement in agreements])),
+            top1_proved_rate=float(np.mean([agreement.top1_proved for agreement in agreements])),
             total_variation_mean=float(np.mean(variations)),
             total_variation_max=max(variations),
-            max_logit_difference=max(one.max_logit_difference for one in agreements),
+            max_logit_difference=max(agreement.max_logit_difference for agreement in agreements),
             error_bound_median=None if len(bounds) < len(agreements) else float(np.median(bounds)),
             error_bound=None if len(bounds) < len(agreements) else max(bounds),
         )
@@ -137,9 +137,11 @@ def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput
         part = tokens[max(0, end - 1 - k) : end]
         return client.predict(part, model=model, mode="window", window=k)
 
-    recurrent = [one for tokens in sequences for one in _drive_session(client, model, tokens, "recurrent", advance)]
+    recurrent = [
+        answer for tokens in sequences for answer in _drive_session(client, model, tokens, "recurrent", advance)
+    ]
     windowed = _drive(window, len(places), advance)
-    both = [one for tokens in sequences for one in _drive_session(client, model, tokens, "both", advance)]
+    both = [answer for tokens in sequences for answer in _drive_session(client, model, tokens, "both", advance)]
     sizes = sorted({*(size for size in WINDOWS if size <= card.max_window), k})
     answers = []
     for index in np.linspace(0, len(places) - 1, min(len(places), COMPARED_POSITIONS), dtype=int):
@@ -159,8 +161,8 @@ def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput
         unknown=dict(compared.unknown),
         latency={"recurrent": _quantiles(recurrent), "window": _quantiles(windowed)},
         agreement=AgreementSummary.of([answer.agreement for answer, _ in both if answer.agreement is not None]),
-        recurrent_compute_ms=_median_compute_ms([one.recurrent for one in answers]),
-        windows=[_summary(size, [one.windows[index] for one in answers]) for index, size in enumerate(sizes)],
+        recurrent_compute_ms=_median_compute_ms([answer.recurrent for answer in answers]),
+        windows=[_summary(size, [answer.windows[index] for answer in answers]) for index, size in enumerate(sizes)],
     )
 
 

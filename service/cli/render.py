@@ -68,7 +68,7 @@ def quality_table(models: Sequence[ModelFigures], same_tokens: bool) -> Table:
     title = f"Perplexity of {f'{models[0].tokens:,}' if same_tokens else 'different'} tokens"
     columns = ("recurrent", *(f"k = {k}" for k in SHOWN_WINDOWS), "k, 1 %", "proved")
     table = _table(title, ("model",), columns)
-    windows = " or ".join(sorted({f"{one.window}" for one in models}))
+    windows = " or ".join(sorted({f"{model.window}" for model in models}))
     table.caption = (
         "k: windows of k tokens; k, 1 %: the smallest k within 1 % of recurrent\n"
         f"proved: the share of windows of {windows} with `prove` whose first token is proved"
@@ -78,13 +78,13 @@ def quality_table(models: Sequence[ModelFigures], same_tokens: bool) -> Table:
             "\nThe models read the same input as different tokens, so their perplexities\n"
             "cannot be compared with one another. The models are in the order given."
         )
-    for one in models:
+    for model in models:
         table.add_row(
-            one.model,
-            f"{one.perplexity:.2f}",
-            *(_number(one.by_k.get(k), ".2f") for k in SHOWN_WINDOWS),
-            "-" if one.smallest_k is None else str(one.smallest_k),
-            _number(one.proved, ".1%"),
+            model.model,
+            f"{model.perplexity:.2f}",
+            *(_number(model.by_k.get(k), ".2f") for k in SHOWN_WINDOWS),
+            "-" if model.smallest_k is None else str(model.smallest_k),
+            _number(model.proved, ".1%"),
         )
     return table
 
@@ -101,15 +101,15 @@ def cost_table(models: Sequence[ModelFigures]) -> Table:
     def spread(value: Spread, form: str) -> str:
         return f"{value.median:{form}}\n{value.least:{form}}-{value.most:{form}}"
 
-    for one in models:
+    for model in models:
         table.add_row(
-            one.model,
-            "-" if one.weights is None else f"{one.weights / 1e6:.2f} M",
-            {FADES: "fades", UNKNOWN: "-"}.get(_memory(one), f"{one.reach or 0:,}"),
-            _number(one.state_bytes, ","),
-            spread(one.step_ms, ".2f"),
-            spread(one.window_ms, ".2f"),
-            spread(one.tokens_per_s, ".0f"),
+            model.model,
+            "-" if model.weights is None else f"{model.weights / 1e6:.2f} M",
+            {FADES: "fades", UNKNOWN: "-"}.get(_memory(model), f"{model.reach or 0:,}"),
+            _number(model.state_bytes, ","),
+            spread(model.step_ms, ".2f"),
+            spread(model.window_ms, ".2f"),
+            spread(model.tokens_per_s, ".0f"),
         )
     return table
 
@@ -117,11 +117,11 @@ def cost_table(models: Sequence[ModelFigures]) -> Table:
 FADES, FINITE, UNKNOWN = "memory fades", "finite memory", "memory unknown"
 
 
-def _memory(one: ModelFigures) -> str:
+def _memory(model: ModelFigures) -> str:
     """Returns the kind of a model's memory."""
-    if one.reach is not None:
+    if model.reach is not None:
         return FINITE
-    return UNKNOWN if one.weights is None else FADES
+    return UNKNOWN if model.weights is None else FADES
 
 
 def report_tables(report: Document) -> list[Table]:
@@ -156,17 +156,17 @@ def report_tables(report: Document) -> list[Table]:
                 _number(window["p90"], ".2g"),
                 f"{window['top1_proved'] / window['answers']:.1%}",
             )
-        found = model["agreement"]
+        measured = model["agreement"]
         agreement.add_row(
             name,
-            str(found["compared"]),
-            _number(found["top1_match_rate"], ".1%"),
-            _number(found["top1_proved_rate"], ".1%"),
-            _number(found["total_variation"]["mean"], ".2e"),
-            _number(found["total_variation"]["max"], ".2e"),
-            _number(found["error_bound"]["mean"], ".2e"),
-            _number(found["error_bound"]["max"], ".2e"),
-            str(found["bound_violations"]),
+            str(measured["compared"]),
+            _number(measured["top1_match_rate"], ".1%"),
+            _number(measured["top1_proved_rate"], ".1%"),
+            _number(measured["total_variation"]["mean"], ".2e"),
+            _number(measured["total_variation"]["max"], ".2e"),
+            _number(measured["error_bound"]["mean"], ".2e"),
+            _number(measured["error_bound"]["max"], ".2e"),
+            str(measured["bound_violations"]),
         )
         sessions.add_row(
             name, model["model_version"], *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt"))
@@ -233,18 +233,20 @@ def save_models(models: Sequence[ModelFigures], path: Path, same_tokens: bool) -
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for label, colour in ((FADES, COLOURS["recurrent"]), (FINITE, COLOURS["window"]), (UNKNOWN, "#009e73")):
-        some = [one for one in models if _memory(one) == label]
+        some = [model for model in models if _memory(model) == label]
         if some:
-            x = [one.step_ms.median for one in some]
+            x = [model.step_ms.median for model in some]
             around = [
-                [one.step_ms.median - one.step_ms.least for one in some],
-                [one.step_ms.most - one.step_ms.median for one in some],
+                [model.step_ms.median - model.step_ms.least for model in some],
+                [model.step_ms.most - model.step_ms.median for model in some],
             ]
-            axes.errorbar(x, [one.perplexity for one in some], xerr=around, fmt="o", color=colour, label=label, lw=0.8)
+            axes.errorbar(
+                x, [model.perplexity for model in some], xerr=around, fmt="o", color=colour, label=label, lw=0.8
+            )
     perplexity = "perplexity" if same_tokens else "perplexity, each of other tokens: not comparable"
     axes.set(xlabel="round trip of a step, one connection, ms (rounds: median, least to most)", ylabel=perplexity)
     axes.legend(frameon=False)
-    _label_points(axes, [(one.model, one.step_ms, one.perplexity) for one in models])
+    _label_points(axes, [(model.model, model.step_ms, model.perplexity) for model in models])
     figure.savefig(path, dpi=150)
 
 

@@ -29,17 +29,17 @@ def main(arguments: Sequence[str]) -> int:
         for url in urls:
             try:
                 with connect(url, tracing) as client:
-                    found = dict(client.report().document)
-                merge([*reports, found])
-                reports.append(found)
+                    report = dict(client.report().document)
+                merge([*reports, report])
+                reports.append(report)
             except (CommandError, WaneError, MergeError) as error:
                 failures.append(str(error) if url in str(error) else f"{url}: {error}")
     if reports:
-        found = reports[0] if len(urls) == 1 else merge(reports)
+        merged = reports[0] if len(urls) == 1 else merge(reports)
         if options.json:
-            print(json.dumps(found, indent=2))  # noqa: T201
+            print(json.dumps(merged, indent=2))  # noqa: T201
         else:
-            Console().print(*report_tables(found))
+            Console().print(*report_tables(merged))
     if failures:
         missing = f"{len(failures)} of {len(urls)} servers are not included: " if reports else ""
         raise CommandError(missing + "; ".join(failures))

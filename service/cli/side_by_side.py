@@ -159,9 +159,9 @@ class Compared:
         for tokens in self.sequences:
             scored.append([])
             for begin in range(0, len(tokens), MOST_SCORED):
-                found = self._client.score(tokens[begin : begin + MOST_SCORED], model=self.card.id)
-                scored[-1] += found.logprobs
-                cache = max(cache, found.cache_tokens or 0)
+                score = self._client.score(tokens[begin : begin + MOST_SCORED], model=self.card.id)
+                scored[-1] += score.logprobs
+                cache = max(cache, score.cache_tokens or 0)
                 advance()
         known = [value for values in scored for value in values if value is not None]
         if not known:
@@ -199,8 +199,8 @@ class Compared:
         }
         (answers,), _ = self._load.drive([[self._load.request("POST", f"/v2/models/{self.card.id}/infer", request)]])
         size = self.card.vocabulary.size
-        found = np.frombuffer(answers[0].body[-4 * len(rows) * size :], "<f4").reshape(len(rows), size)
-        logits = found.astype(np.float64)
+        values = np.frombuffer(answers[0].body[-4 * len(rows) * size :], "<f4").reshape(len(rows), size)
+        logits = values.astype(np.float64)
         largest = logits.max(axis=1)
         total: NDArray[np.float64] = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
         advance()
@@ -269,12 +269,12 @@ def spread_over(places: Sequence[Place], count: int) -> list[Place]:
 
 def smallest_k(by_k: dict[int, float], perplexity: float) -> int | None:
     """Returns the smallest k from which on every perplexity is at most WITHIN times `perplexity`."""
-    found = None
+    smallest = None
     for k, of_windows in sorted(by_k.items(), reverse=True):
         if of_windows > perplexity * WITHIN:
             break
-        found = k
-    return found
+        smallest = k
+    return smallest
 
 
 def measure_models(models: Sequence[Compared], advance: Callable[[], None], rounds: int = ROUNDS) -> list[ModelFigures]:
@@ -283,14 +283,16 @@ def measure_models(models: Sequence[Compared], advance: Callable[[], None], roun
     turns: list[list[tuple[float, float, float]]] = [[] for _ in models]
     try:
         for _ in range(rounds + 1):
-            for model, found in zip(models, turns, strict=True):
-                found.append(model.turn(advance))
+            for model, turns_of_model in zip(models, turns, strict=True):
+                turns_of_model.append(model.turn(advance))
     finally:
         for model in models:
             model.close()
     figures = []
-    for model, measured, found in zip(models, quality, turns, strict=True):
-        step, window, rate = (Spread.of(values) for values in zip(*found[1:], strict=True))  # the first is a warm-up
+    for model, measured, turns_of_model in zip(models, quality, turns, strict=True):
+        step, window, rate = (
+            Spread.of(values) for values in zip(*turns_of_model[1:], strict=True)
+        )  # the first is a warm-up
         architecture = model.architecture
         layered = None if isinstance(architecture, ImportedGraph) else architecture
         figures.append(

@@ -310,7 +310,7 @@ class AnswerBuilder:
             replayed=replayed,
             durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
-            unknown=request.unknown + request.filter.unknown or None,
+            unknown=request.unknown_names + request.filter.unknown or None,
             seen_tokens=plan.ranking.seen_tokens,
             cached_tokens=answered.cached,
         )
@@ -352,7 +352,7 @@ class AnswerBuilder:
             replayed=replayed,
             durable=durable,
             cache_tokens=0 if request.cache and self.cache is not None else None,
-            unknown=request.unknown + request.filter.unknown or None,
+            unknown=request.unknown_names + request.filter.unknown or None,
             seen_tokens=0 if request.filter.exclude_seen else None,
         )
 

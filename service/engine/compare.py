@@ -112,7 +112,7 @@ async def compare(
         recurrent=await line(0, None),
         windows=tuple([await line(index, window) for index, window in enumerate(request.windows, 1)]),
         cache_tokens=cache_tokens,
-        unknown=request.unknown or None,
+        unknown=request.unknown_names or None,
     )
 
 

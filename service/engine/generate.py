@@ -232,7 +232,7 @@ async def generate(
     `RunResult.mix`. `turns`: the turns of all generations of the model."""
     preferences: Preferences | None = None
     never_drawn = vocabulary.never_drawn(include_unknown=request.include_unknown)
-    if request.presence_penalty or request.frequency_penalty or request.logit_bias is not None or never_drawn:
+    if request.presence_penalty or request.frequency_penalty or request.bias is not None or never_drawn:
         preferences = Preferences(vocabulary.size, request, never_drawn)
     sampler = Sampler(request, preferences)
     stream = TextStream(vocabulary, request.stop)
@@ -284,6 +284,6 @@ async def generate(
         cache_tokens=None if result.mixed is None else result.mixed.tokens,
         session=None if start.session is None else id_of(start.session),
         position=None if start.session is None else start.position,
-        unknown=request.unknown or None,
+        unknown=request.unknown_names or None,
         cached_tokens=start.cached,
     )

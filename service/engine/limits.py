@@ -74,7 +74,7 @@ class Limits:
                 f"top_logprobs is {request.top_logprobs}, but must be at most {self._settings.top_k_limit}",
                 "top_logprobs",
             )
-        bias = request.logit_bias
+        bias = request.bias
         if bias is None:
             return
         for token in bias.ids[(bias.ids < 0) | (bias.ids >= self._size)].tolist():

@@ -282,7 +282,7 @@ class Preferences:
         `never_drawn`, tokens that are never drawn, must not forbid every token together."""
         self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
         self._drawn: dict[int, int] = {}
-        bias = request.logit_bias or Bias({})
+        bias = request.bias or Bias({})
         if bias.added is None or len(bias.added) != size:
             is_forced = bias.values >= FORCE
             bias.added = np.full(size, -np.inf if is_forced.any() else 0.0)

@@ -43,7 +43,8 @@ from wane.service.engine.top_places import TopPlaces
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types.answer import Prediction
 from wane.service.types.common import Identity, StateSource
-from wane.service.types.request import ScoreMethod, ScoreRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import ScoreRequest
 from wane.service.types.text import ScoredTokens, ScoreProgress, ScoreSummary
 
 RESIDUAL = 1e-5
@@ -216,7 +217,7 @@ class Scorer:
             error_bound=bounds.largest(worst) if request.truncated else await self._bound(plan),
             latency=ticket.latency(),
             cache_tokens=None if mixed is None else min(mixed.cache.length, count),
-            unknown=request.unknown or None,
+            unknown=request.unknown_names or None,
         )
 
     async def _aside(self, call: Callable[[], T]) -> T:

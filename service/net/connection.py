@@ -296,8 +296,8 @@ class Connection(asyncio.Protocol):
             self.refuse_malformed("this is HTTP/2, and the server speaks HTTP/1.1")
             return False
         lower = fields.lower()
-        found = LENGTH.search(lower)
-        self.length = None if b"\ntransfer-encoding:" in lower else int(found[1]) if found else 0
+        declared = LENGTH.search(lower)
+        self.length = None if b"\ntransfer-encoding:" in lower else int(declared[1]) if declared else 0
         self.expects = b"\nexpect:" in lower
         self.is_handshake = b"\nupgrade:" in lower or head[:8].lower() == b"connect "
         return not self.is_handshake or self.admits_upgrade(head.lower(), self.length)

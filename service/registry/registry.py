@@ -63,10 +63,10 @@ LAST_LOAD_S = 5
 """The time in seconds that a stopping process waits for unfinished loads."""
 
 
-def other_model(session: str, own: str, given: str) -> InvalidRequest:
+def other_model(session: str, own: str, asked: str) -> InvalidRequest:
     """Returns the error for a request that names another model than the session's own model."""
     return InvalidRequest(
-        f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(given)}", "model"
+        f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(asked)}", "model"
     )
 
 
@@ -141,13 +141,13 @@ class ModelRegistry:
         A model whose certificate does not hold is served as uncertified. Its certificate then contains the reason.
         """
         poller = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
-        found = await asyncio.to_thread(self._find)
-        self.default = self._choose_default(found)
-        self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
+        bundles = await asyncio.to_thread(self._find)
+        self.default = self._choose_default(bundles)
+        self._found = dict(sorted(bundles.items(), key=lambda item: (item[0] != self.default, item[0])))
         # If the registry was closed meanwhile, the saved sessions stay in their file for the next process.
         if self._status != "loading":
             return
-        longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
+        longest = max(self._settings.session_history_tokens, *(bundle.history_tokens for bundle in bundles.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics, self._owned)
         await store.open()
         if self._status != "loading":
@@ -320,15 +320,15 @@ class ModelRegistry:
             self.check_ready()
             current = self._engines.get(name)
             try:
-                found = await asyncio.to_thread(self._repository.find, name)
-                if current is not None and found.digest == self._digests[name]:
+                bundle = await asyncio.to_thread(self._repository.find, name)
+                if current is not None and bundle.digest == self._digests[name]:
                     self.failures.pop(name, None)
                     self._metrics.model_loads.labels("same").inc()
                     return current
-                if current is not None and found.version == current.version:
-                    why = f"its bundle has changed, but its version is still {found.version}"
+                if current is not None and bundle.version == current.version:
+                    why = f"its bundle has changed, but its version is still {bundle.version}"
                     raise LoadFailed(name, why)
-                engine = await self._start(found)
+                engine = await self._start(bundle)
             except LoadFailed as error:
                 self.failures[name] = error
                 self._metrics.model_loads.labels("failed").inc()
@@ -341,40 +341,40 @@ class ModelRegistry:
                 raise
             self.failures.pop(name, None)
             self._metrics.model_loads.labels("loaded").inc()
-            self._serve(engine, found.digest)
+            self._serve(engine, bundle.digest)
             return engine
 
-    async def _start(self, found: FoundBundle) -> Engine:
+    async def _start(self, bundle: FoundBundle) -> Engine:
         """Loads a bundle and returns its engine. Raises LoadFailed."""
         assert self.session_store is not None, "a model is loaded before the store is open: this is a bug"
-        self._opening = found
+        self._opening = bundle
         try:
             limit_s = self._settings.load_timeout_s
             try:
                 async with asyncio.timeout(limit_s):
-                    opened = await loader.read_and_open(partial(self._read, found), found.name)
+                    opened = await loader.read_and_open(partial(self._read, bundle), bundle.name)
             except TimeoutError as error:
                 why = f"its bundle was not read within load_timeout_s, {limit_s:g} s"
-                raise LoadFailed(found.name, why) from error
+                raise LoadFailed(bundle.name, why) from error
             longest = opened.bundle.manifest.history_tokens
             self.session_store.session_history_tokens = max(self.session_store.session_history_tokens, longest)
             return await loader.start(opened, self.session_store, self._settings, self._metrics)
         except (BundleError, DeviceError, ValueError) as error:
-            raise LoadFailed(found.name, tell(error, found.path, found.folder)) from error
+            raise LoadFailed(bundle.name, tell(error, bundle.path, bundle.folder)) from error
         except Exception as error:
             if isinstance(error, WaneError):
                 raise
-            logger.exception("model %s was not loaded", found.name)
-            raise LoadFailed(found.name, "unexpected error, see the server's log") from error
+            logger.exception("model %s was not loaded", bundle.name)
+            raise LoadFailed(bundle.name, "unexpected error, see the server's log") from error
         finally:
             self._opening = None
 
-    def _read(self, found: FoundBundle) -> LoadedBundle:
+    def _read(self, bundle: FoundBundle) -> LoadedBundle:
         """Reads a bundle and opens its graphs. Blocks. Raises LoadFailed if the bundle changes meanwhile."""
-        opened = loader.open_graphs(loader.read(found.path), self._settings)
-        if self._repository.look(found.path).digest != found.digest:
+        opened = loader.open_graphs(loader.read(bundle.path), self._settings)
+        if self._repository.look(bundle.path).digest != bundle.digest:
             opened.close()
-            raise LoadFailed(found.name, "its bundle changed while it was read: try again")
+            raise LoadFailed(bundle.name, "its bundle changed while it was read: try again")
         return opened
 
     def _serve(self, engine: Engine, digest: str) -> None:
@@ -422,8 +422,8 @@ class ModelRegistry:
             del self._engines[name], self._digests[name]
             self.failures.pop(name, None)  # removes the error of a version that failed to replace this version
             engine.unpublish()
-            for one in (engine, *(other for other in self.retired_engines.lingering if other.name == name)):
-                self.retired_engines.retire(one)
+            for retiring in (engine, *(other for other in self.retired_engines.lingering if other.name == name)):
+                self.retired_engines.retire(retiring)
             logger.info("model %s was unloaded", name)
 
     async def index(self) -> Sequence[IndexEntry]:
@@ -434,17 +434,17 @@ class ModelRegistry:
         retired = self.retired_engines
         sessions_only, last_requests = "serves only the sessions of its tokenizer", "answers its last requests"
         entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in self.list()]
-        entries += [IndexEntry(one.name, one.version, "READY", sessions_only) for one in retired.lingering]
-        entries += [IndexEntry(one.name, one.version, "UNLOADING", last_requests) for one in retired.leaving]
+        entries += [IndexEntry(engine.name, engine.version, "READY", sessions_only) for engine in retired.lingering]
+        entries += [IndexEntry(engine.name, engine.version, "UNLOADING", last_requests) for engine in retired.leaving]
         coming = [*(self._found[name] for name in self.loading), *filter(None, [self._opening])]
-        named = {(found.name, found.version) for found in coming if found.reason is None}
+        named = {(bundle.name, bundle.version) for bundle in coming if bundle.reason is None}
         entries += [IndexEntry(name, version, "LOADING", "") for name, version in named]
         told = {(entry.name, entry.version) for entry in entries if entry.state in ("READY", "LOADING")}
-        for found in bundles:
-            if (found.name, found.version) not in told:
-                failure = self.failures.get(found.name)
-                reason = found.reason or ("not loaded" if failure is None else failure.reason)
-                entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
+        for bundle in bundles:
+            if (bundle.name, bundle.version) not in told:
+                failure = self.failures.get(bundle.name)
+                reason = bundle.reason or ("not loaded" if failure is None else failure.reason)
+                entries.append(IndexEntry(bundle.name, bundle.version, "UNAVAILABLE", reason))
         return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
 
     # Shutdown
@@ -501,20 +501,20 @@ class ModelRegistry:
         if not self._open.is_set():
             raise Unavailable("the server is loading its models")
 
-    def _choose_default(self, found: Mapping[str, FoundBundle]) -> str:
+    def _choose_default(self, bundles: Mapping[str, FoundBundle]) -> str:
         """Returns the name of the default model, and logs it with the reason for the choice. Raises RegistryError if
         there is no bundle of the model that the operator chose."""
         wanted = self._settings.default_model
         if self._settings.default_model_is_chosen:
-            if wanted not in found:
-                raise RegistryError(f"default_model is {wanted!r}, but there are only bundles of {', '.join(found)}")
+            if wanted not in bundles:
+                raise RegistryError(f"default_model is {wanted!r}, but there are only bundles of {', '.join(bundles)}")
             name, why = wanted, "set by default_model"
-        elif len(found) == 1:
-            name, why = next(iter(found)), "the only model"
-        elif wanted in found:
+        elif len(bundles) == 1:
+            name, why = next(iter(bundles)), "the only model"
+        elif wanted in bundles:
             name, why = wanted, "set default_model to choose another"
         else:
-            name = min([name for name, one in found.items() if one.reason is None] or found)
+            name = min([name for name, bundle in bundles.items() if bundle.reason is None] or bundles)
             why = "the first by name; set default_model to choose another"
         logger.info("the default model is %s: %s", name, why)
         return name
@@ -523,12 +523,12 @@ class ModelRegistry:
         """Returns the latest bundle of every model, by model name. Raises RegistryError."""
         self._repository.paths()  # raises RegistryError if there is no bundle
         bundles = self._repository.list()
-        found = {one.name: one for one in bundles}
-        for one in bundles:
-            # The name of an unreadable bundle is the name of its folder. `found` does not contain the unreadable bundle
+        by_name = {bundle.name: bundle for bundle in bundles}
+        for bundle in bundles:
+            # The name of an unreadable bundle is the name of its folder. `by_name` lacks the unreadable bundle
             # if another bundle's model has the same name.
-            if one.reason is not None and found[one.name] is not one:
+            if bundle.reason is not None and by_name[bundle.name] is not bundle:
                 if self._settings.require_all:
-                    raise RegistryError(one.reason)
-                logger.warning("a bundle was not loaded: %s", one.reason)
-        return found
+                    raise RegistryError(bundle.reason)
+                logger.warning("a bundle was not loaded: %s", bundle.reason)
+        return by_name

@@ -68,31 +68,33 @@ class Repository:
     def signatures(self) -> dict[str, Signature]:
         """Returns the signature of the bundles of every model, by the model's name. If it changes, a bundle of the
         model was added, changed or deleted. Of the files, only the manifests are read."""
-        found = defaultdict[str, Signature](set)
+        signatures = defaultdict[str, Signature](set)
         for path in self._present():
             with suppress(OSError):  # the bundle was deleted meanwhile
                 statuses = [(file, file.stat()) for file in path.iterdir()]
-                found[self.look(path).name] |= {(at, one.st_ino, one.st_size, one.st_mtime_ns) for at, one in statuses}
-        return found
+                signatures[self.look(path).name] |= {
+                    (at, status.st_ino, status.st_size, status.st_mtime_ns) for at, status in statuses
+                }
+        return signatures
 
     def list(self) -> list[FoundBundle]:
         """Returns every bundle, sorted by name and version."""
-        found = [self.look(path) for path in self._present()]
-        return sorted(found, key=lambda one: (one.name, int(one.version or 0)))
+        bundles = [self.look(path) for path in self._present()]
+        return sorted(bundles, key=lambda bundle: (bundle.name, int(bundle.version or 0)))
 
     def find(self, name: str) -> FoundBundle:
         """Returns the latest bundle of a model. Raises UnknownModel if there is none, and LoadFailed if it cannot be
         read or if two different bundles have the latest version."""
-        found = self.list()
-        of_model = [one for one in found if one.name == name and one.reason is None]
+        bundles = self.list()
+        of_model = [bundle for bundle in bundles if bundle.name == name and bundle.reason is None]
         if not of_model:
-            unreadable = next((one.reason for one in found if one.name == name), None)
+            unreadable = next((bundle.reason for bundle in bundles if bundle.name == name), None)
             if unreadable is not None:
                 raise LoadFailed(name, unreadable)
-            names = ", ".join(sorted({one.name for one in found if one.reason is None})) or "none"
+            names = ", ".join(sorted({bundle.name for bundle in bundles if bundle.reason is None})) or "none"
             raise UnknownModel(f"there is no bundle of model {truncate_repr(name)}; models with a bundle: {names}")
         last = of_model[-1]
-        if len({one.digest for one in of_model if one.version == last.version}) > 1:
+        if len({bundle.digest for bundle in of_model if bundle.version == last.version}) > 1:
             raise LoadFailed(name, f"two different bundles have version {last.version}")
         return last
 
@@ -118,13 +120,13 @@ class Repository:
         """Renames the folder of a model's highest version, so that servers use the version before it. Returns the
         withdrawn bundle, the bundle before it, and the folder's new name. Raises RegistryError if there is no version
         before it."""
-        of_model = [one for one in self.list() if one.name == name and one.reason is None]
+        of_model = [bundle for bundle in self.list() if bundle.name == name and bundle.reason is None]
         if not of_model:
             raise RegistryError(f"there is no bundle of model {name!r} in {self._root}")
-        last, earlier = of_model[-1], [one for one in of_model if one.version != of_model[-1].version]
+        last, earlier = of_model[-1], [bundle for bundle in of_model if bundle.version != of_model[-1].version]
         if not earlier:
             raise RegistryError(f"model {name!r} has no version before {last.version} in {self._root}")
-        if sum(one.version == last.version for one in of_model) > 1:
+        if sum(bundle.version == last.version for bundle in of_model) > 1:
             raise RegistryError(f"several bundles of model {name!r} have version {last.version}: remove all but one")
         withdrawn, number = last.path.with_name(last.path.name + WITHDRAWN), 1
         while withdrawn.exists():  # an earlier bundle of this version was withdrawn, too

@@ -57,10 +57,10 @@ class Epochs:
 
     async def depart(self) -> None:
         """Waits until all requests that are in flight now have ended. Does not wait for later requests."""
-        here = [*self._earlier, self._latest]
+        epochs = [*self._earlier, self._latest]
         self._earlier.append(self._latest)
         self._latest = Epoch()
-        for epoch in here:
+        for epoch in epochs:
             await epoch.gone()
             if epoch in self._earlier:
                 self._earlier.remove(epoch)
@@ -80,7 +80,9 @@ class RetiredEngines:
 
     def of(self, model: str, vocabulary: str) -> Engine | None:
         """Returns the lingering engine that serves the sessions of a model and a tokenizer, or None."""
-        return next((one for one in self.lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
+        return next(
+            (engine for engine in self.lingering if (engine.name, engine.tokenizer) == (model, vocabulary)), None
+        )
 
     def retire(self, engine: Engine) -> None:
         """Closes a replaced engine after its last in-flight request."""

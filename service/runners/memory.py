@@ -15,14 +15,14 @@ def output_name(name: str) -> str:
     return name if name in KEPT else NEXT + name
 
 
-def _differences(one: Array, other: Array) -> Array:
+def _differences(values: Array, other: Array) -> Array:
     """Returns the difference of each unit: see `StateMemory.differences`."""
     with np.errstate(invalid="ignore", over="ignore"):
-        found: Array = np.abs(one - other)
-    if not np.isfinite(found).all():
-        same = (one == other) | (np.isnan(one) & np.isnan(other))
-        found = np.where(same, np.float32(0), np.where(np.isnan(found), np.float32(np.inf), found))
-    return found
+        differences: Array = np.abs(values - other)
+    if not np.isfinite(differences).all():
+        same = (values == other) | (np.isnan(values) & np.isnan(other))
+        differences = np.where(same, np.float32(0), np.where(np.isnan(differences), np.float32(np.inf), differences))
+    return differences
 
 
 class HostMemory(StateMemory):
@@ -73,19 +73,21 @@ class HostMemory(StateMemory):
         return HostMemory({name: values.shape[1:] for name, values in self.arrays.items()}, capacity)
 
     def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
-        largest = [found.reshape(len(slots), -1).max(axis=1) for _, found in self._differences(slots, others)]
+        largest = [
+            differences.reshape(len(slots), -1).max(axis=1) for _, differences in self._differences(slots, others)
+        ]
         pairs: NDArray[np.float32] = np.max(largest, axis=0)
         return pairs
 
     def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
-        return {name: found.max(axis=0) for name, found in self._differences(slots, others)}
+        return {name: differences.max(axis=0) for name, differences in self._differences(slots, others)}
 
     def _differences(self, slots: Slots, others: Slots) -> Iterator[tuple[str, Array]]:
         """Yields the name of each state tensor, and the difference of each unit in each of n pairs: float32 (n,
         *shape)."""
-        one, other = np.asarray(slots, np.intp), np.asarray(others, np.intp)
+        rows, other = np.asarray(slots, np.intp), np.asarray(others, np.intp)
         for name in self._names:
-            yield name, _differences(self.arrays[name][one], self.arrays[name][other])
+            yield name, _differences(self.arrays[name][rows], self.arrays[name][other])
 
     def close(self) -> None:
         self.arrays.clear()

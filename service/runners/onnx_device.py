@@ -198,9 +198,9 @@ class Buffers:
 def padded(values: NDArray[np.int64], size: int, fill: int = 0) -> NDArray[np.int64]:
     """Returns an input of a run, int64 (B) or (B, T), padded with `fill` to `size` items, and to a `length_bucket` of
     tokens. The padding reads slot 0, and its outputs are never read."""
-    found = np.full((size, *map(length_bucket, values.shape[1:])), fill, np.int64)
-    found[tuple(map(slice, values.shape))] = values
-    return found
+    padded = np.full((size, *map(length_bucket, values.shape[1:])), fill, np.int64)
+    padded[tuple(map(slice, values.shape))] = values
+    return padded
 
 
 class Lease:
@@ -265,8 +265,8 @@ class DeviceOutputs(Outputs):
     def row(self, name: str, row: int) -> Array:
         """See `Outputs`. Copies only this row to the host."""
         if name in self._arrays or name not in self.on_device or name == TOP_IDS:
-            found: Array = self[name][row]
-            return found
+            value: Array = self[name][row]
+            return value
         taken: Array = self._taken(name, self.rows[row : row + 1])[0]
         return taken
 
@@ -296,13 +296,13 @@ class DeviceOutputs(Outputs):
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
-        return found
+        finite: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
+        return finite
 
     @cached_property
     def lengths(self) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = self._copied[LENGTH][self.rows]
-        return found
+        lengths: NDArray[np.float64] = self._copied[LENGTH][self.rows]
+        return lengths
 
     @property
     def most(self) -> int:
@@ -359,11 +359,11 @@ class DeviceMemory(StateMemory):
         return dict(zip(names, run_to_host(self._sessions.read, self._feeds(slots, names), names), strict=True))
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
-        found = np.arange(len(slots)) if rows is None else np.array(rows)
+        chosen = np.arange(len(slots)) if rows is None else np.array(rows)
         results: Mapping[str, Any] = outputs
         if isinstance(outputs, DeviceOutputs):
-            results, found = outputs.on_device, outputs.rows[found]
-        self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, found)
+            results, chosen = outputs.on_device, outputs.rows[chosen]
+        self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, chosen)
 
     def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
         assert isinstance(source, DeviceMemory)
@@ -499,9 +499,9 @@ class DeviceRunner(OnnxRunner):
             else:
                 self._on.bind_output(binding, name)
         session.run_with_iobinding(binding)
-        found = dict(zip(names, binding.get_outputs(), strict=True))
-        copied = {name: found.pop(name).numpy() for name in names if name in COPIED}
-        return DeviceOutputs(found, copied, np.arange(count), self._take, places=places)
+        results = dict(zip(names, binding.get_outputs(), strict=True))
+        copied = {name: results.pop(name).numpy() for name in names if name in COPIED}
+        return DeviceOutputs(results, copied, np.arange(count), self._take, places=places)
 
     def _run_in_buffers(self, role: Role, inputs: Mapping[str, Any], count: int) -> Outputs:
         """Runs a graph of CAPTURED with padded inputs, in buffers that no earlier result uses."""

@@ -58,9 +58,9 @@ class Outputs(Mapping[str, Array]):
         self._lengths: NDArray[np.float64] | None = None
 
     @classmethod
-    def of(cls, found: Mapping[str, Array]) -> Outputs:
+    def of(cls, arrays: Mapping[str, Array]) -> Outputs:
         """Returns the result of `Runner.run` as `Outputs`."""
-        return found if isinstance(found, Outputs) else Outputs(found)
+        return arrays if isinstance(arrays, Outputs) else Outputs(arrays)
 
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]
@@ -76,8 +76,8 @@ class Outputs(Mapping[str, Array]):
 
     def row(self, name: str, row: int) -> Array:
         """Returns one row of the output `name`."""
-        found: Array = self._arrays[name][row]
-        return found
+        value: Array = self._arrays[name][row]
+        return value
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
         """Returns the outputs of the selected rows. rows: indices, or bool (B)."""

@@ -37,8 +37,8 @@ from wane.service.types.common import (
 from wane.service.types.request import Latency
 
 
-class Prediction(Result):
-    """A candidate for the next token."""
+class Prediction(Result, gc=False):
+    """A candidate for the next token. It cannot be part of a reference cycle, so the garbage collector skips it."""
 
     token_id: TokenId
     token: Annotated[str, says("the token's text, or the event's name")]

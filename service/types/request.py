@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple, Self
 from unicodedata import is_normalized
 
@@ -22,7 +21,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.service.errors import InvalidRequest, truncate_repr
+from wane.service.types.body import MAX_KEY_CHARACTERS, SESSION_ID
 from wane.service.types.common import Mode, Result, says
+from wane.service.types.generate import (
+    GENERATED_MODES,
+    GENERATED_WINDOW_MODES,
+    ID_AS_TEXT,
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    GenerateBody,
+)
+from wane.service.types.predict import (
+    MAX_COMPARED_WINDOWS,
+    MAX_REPEAT,
+    TOLERANCE_MODES,
+    WINDOW_MODES,
+    CompareBody,
+    PredictBody,
+    ScoreBody,
+)
 
 SLASH = "/"
 
@@ -56,34 +75,9 @@ def owner_of(session: str) -> str:
     return session.rpartition(SLASH)[0]
 
 
-# An id must not be `.` or `..`, because clients and proxies remove them from a path. JSON Schema cannot say more.
-SESSION_ID = r"(?!\.{1,2}$)[^/\\\u0000-\u001f\u007f-\u009f\ufffd]{1,128}"
+MAX_POSITION = 10**14  # integers in the stores' scripts are exact up to 2^53, about 9 * 10^15
 ASCII_ID = re.compile(r"(?!\.{1,2}$)[ -.0-\[\]-~]{1,128}").fullmatch
 TEXT_ID = re.compile(SESSION_ID).fullmatch
-
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_PENALTY = 2
-MAX_BIAS = 100
-MAX_COMPARED_MODELS = 8
-MAX_COMPARED_WINDOWS = 32
-MAX_REPEAT = 1000
-MAX_KEY_CHARACTERS = 255
-MAX_POSITION = 10**14  # integers in the stores' scripts are exact up to 2^53, about 9 * 10^15
-
-WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
-"""The modes in which a prediction request may set `window`."""
-
-TOLERANCE_MODES = (Mode.AUTO,)
-GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
-GENERATED_WINDOW_MODES = (Mode.WINDOW,)
-
-
-class ScoreMethod(StrEnum):
-    """The methods of scoring a text."""
-
-    PARALLEL = "parallel"
-    SEQUENTIAL = "sequential"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,40 +102,27 @@ class Filter:
 NO_FILTER = Filter()
 
 
-@dataclass(frozen=True, slots=True)
-class PredictRequest:
+class PredictRequest(PredictBody):
     """Predict the token after `tokens`, or the next token of `session` without appending to it.
 
-    `window` is k, the number of tokens in a window of mode auto, window or both. The default is the model's own k.
-    `tolerance` is the largest accepted error bound of an answer in mode auto. With a session, auto means the session's
-    own mode, and an answer whose bound exceeds the tolerance is an error. A request with a field that its mode does not
-    use is invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If
-    `prove`, run the gradient proof (`engine/top1_proof.py`), which may prove the most probable token and may lower the
-    error bound. If `cache`, mix the network's distribution with the distribution of the model's cache, if the model has
-    a cache. If `logits`, the answer has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the
-    names of the request's events that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the
-    answer is the prediction after an empty sequence. `owner` is the name of the owner whose kept states of prefixes
+    `session` is the session's name. With a session, mode auto means the session's own mode, and an answer whose bound
+    exceeds the tolerance is an error. A request with a field that its mode does not use is invalid. If `logits`, the
+    answer has `logits`. `filter` selects the tokens that the answer lists. `unknown_names` are the names of the
+    request's events that the vocabulary lacks. If all events were skipped, `tokens` is empty, and the answer is the
+    prediction after an empty sequence. `owner` is the name of the owner whose kept states of prefixes
     (`Forward.prompt`) the request may use and leaves. If it is None, the request uses and leaves none.
     """
 
     tokens: tuple[int, ...] = ()
-    mode: Mode = Mode.AUTO
-    window: int | None = None
-    tolerance: float | None = None
-    top_k: int = 5
-    session: str | None = None
     deadline: float | None = None
-    truncated: bool = False
-    prove: bool = False
-    cache: bool = True
     logits: bool = False
     filter: Filter = NO_FILTER
-    unknown: tuple[str, ...] = ()
-    owner: str | None = field(default=None, repr=False, compare=False)
+    unknown_names: tuple[str, ...] = ()
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         if self.session is None:
-            _some_tokens(self.tokens, self.unknown)
+            _some_tokens(self.tokens, self.unknown_names)
         elif self.tokens:
             raise InvalidRequest(
                 "a prediction from a session cannot append tokens to it: give session or tokens, not both", "session"
@@ -187,9 +168,9 @@ class History:
 @dataclass(slots=True)
 class StepRequest:
     """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `PredictRequest`
-    describes `prove`, `cache`, `logits`, `filter` and `unknown`. A step whose events were all skipped has no tokens and
-    appends nothing. If `token_logprobs`, the answer has the log-probability of each token. If the session does not
-    exist, the step creates it for `creator`, in mode auto. If `creator` is None, such a step fails."""
+    describes `prove`, `cache`, `logits`, `filter` and `unknown_names`. A step whose events were all skipped has no
+    tokens and appends nothing. If `token_logprobs`, the answer has the log-probability of each token. If the session
+    does not exist, the step creates it for `creator`, in mode auto. If `creator` is None, such a step fails."""
 
     session: str
     tokens: tuple[int, ...]
@@ -203,11 +184,11 @@ class StepRequest:
     logits: bool = False
     token_logprobs: bool = False
     filter: Filter = NO_FILTER
-    unknown: tuple[str, ...] = ()
+    unknown_names: tuple[str, ...] = ()
     creator: Owner | None = None
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens, self.unknown)
+        _some_tokens(self.tokens, self.unknown_names)
         if self.expected_position is not None:
             _at_least("expected_position", self.expected_position, 0)
         if self.idempotency_key is not None and not 1 <= len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
@@ -225,19 +206,19 @@ class StepRequest:
             and self.mode is None
             and self.idempotency_key is None
             and self.cache
-            and not (self.prove or self.logits or self.token_logprobs or self.unknown)
+            and not (self.prove or self.logits or self.token_logprobs or self.unknown_names)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuationsRequest:
     """Score each of `continuations` as the next tokens of `session`, and predict the token after it, in mode recurrent.
-    The session does not change. `unknown` are the names of each continuation's events that the vocabulary lacks.
+    The session does not change. `unknown_names` are the names of each continuation's events that the vocabulary lacks.
     `PredictRequest` describes the other fields."""
 
     session: str
     continuations: tuple[tuple[int, ...], ...]
-    unknown: tuple[tuple[str, ...], ...]
+    unknown_names: tuple[tuple[str, ...], ...]
     top_k: int = 5
     deadline: float | None = None
     cache: bool = True
@@ -245,37 +226,26 @@ class ContinuationsRequest:
     filter: Filter = NO_FILTER
 
     def __post_init__(self) -> None:
-        for tokens, unknown in zip(self.continuations, self.unknown, strict=True):
+        for tokens, unknown in zip(self.continuations, self.unknown_names, strict=True):
             _some_tokens(tokens, unknown)
         _at_least("top_k", self.top_k, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest accepted bound
-    of the error (total variation) that the method parallel adds. The method sequential adds no error. If `truncated`,
-    the tokens are the end of a longer sequence. The start token is not fed, so the first token has no prediction.
-    `PredictRequest` describes `cache`. `top_k` is the number of most probable tokens to list at the position of each
-    token. If `top_k` is None, no tokens are listed. `include_unknown` says whether the lists may contain `<unk>` where
-    it is not the token itself. `unknown`: see `PredictRequest`. `skipped` are the indexes of the
-    skipped events in the request's list of events, ascending. The score has null at these indexes. A score leaves the
-    state after all tokens but the last to predictions of its `owner`.
+class ScoreRequest(ScoreBody):
+    """Compute the log-probability of each token, given the tokens before it. The method sequential adds no error. If
+    `truncated`, the first token has no prediction. `skipped` are the indexes of the skipped events in the request's
+    list of events, ascending. The score has null at these indexes. A score leaves the state after all tokens but the
+    last to predictions of its `owner`. `PredictRequest` describes `unknown_names`.
     """
 
-    tokens: tuple[int, ...]
-    method: ScoreMethod = ScoreMethod.SEQUENTIAL
-    tolerance: float | None = None
+    tokens: tuple[int, ...] = ()
     deadline: float | None = None
-    truncated: bool = False
-    cache: bool = True
-    top_k: int | None = None
-    unknown: tuple[str, ...] = ()
+    unknown_names: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
-    include_unknown: bool = False
-    owner: str | None = field(default=None, repr=False, compare=False)
+    owner: str | None = None
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens, self.unknown)
+        _some_tokens(self.tokens, self.unknown_names)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)
         if self.top_k is not None:
@@ -300,48 +270,40 @@ class Bias:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """Generate up to `max_tokens` tokens that continue `tokens`, or the tokens of `session`. The session does not
-    change. `position` is the session's expected position.
+def bias_of(biases: dict[str, float] | None) -> Bias | None:
+    """Returns the value of the field `logit_bias`. Raises InvalidRequest for a key that is not a token id, and for a
+    bias that is out of range."""
+    if biases is None:
+        return None
+    is_id = re.compile(ID_AS_TEXT).fullmatch
+    for name in biases:
+        if is_id(name) is None:
+            raise InvalidRequest(
+                f"logit_bias has the name {truncate_repr(name)}, which is not a token id", "logit_bias"
+            )
+    return Bias({int(name): value for name, value in biases.items()})
 
-    A `temperature` of 0 always selects the most probable token. If `top_k` and `top_p` are None, every token can be
-    sampled. The same `seed` gives the same text. If the client wants several samples, each is a request of its own, and
-    `sample` is its index. Samples with the same seed and different indices use different random numbers. The text ends
-    before the first of the `stop` strings. Mode auto means the session's own mode or, without a session, recurrent.
-    `window` is the number of tokens in a window of mode window. If `truncated`, the tokens are the end of a longer
-    sequence, and the start token is not fed. `PredictRequest` describes `cache` and `unknown`. `engine/logits.py`
-    describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
-    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed. `<unk>` is drawn and
-    listed only if `include_unknown`. `PredictRequest` describes `owner`.
+
+class GenerateRequest(GenerateBody):
+    """Generate up to `max_tokens` tokens that continue `tokens`, or the tokens of `session`, which is the session's
+    name. The session does not change.
+
+    If the client wants several samples, each is a request of its own, and `sample` is its index. Samples with the same
+    seed and different indices use different random numbers. `engine/logits.py` describes the penalties and `bias`.
+    `PredictRequest` describes `unknown_names` and `owner`.
     """
 
     tokens: tuple[int, ...] = ()
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
     stop: tuple[str, ...] = ()
-    mode: Mode = Mode.AUTO
-    window: int | None = None
-    deadline: float | None = None
-    truncated: bool = False
-    cache: bool = True
-    session: str | None = None
-    position: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Bias | None = None
-    top_logprobs: int | None = None
+    bias: Bias | None = None
     sample: int = 0
-    unknown: tuple[str, ...] = ()
-    include_unknown: bool = False
-    owner: str | None = field(default=None, repr=False, compare=False)
+    deadline: float | None = None
+    unknown_names: tuple[str, ...] = ()
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         if self.session is None:
-            _some_tokens(self.tokens, self.unknown)
+            _some_tokens(self.tokens, self.unknown_names)
             if self.position is not None:
                 raise InvalidRequest("position is given without a session", "position")
         elif self.tokens:
@@ -380,20 +342,16 @@ class GenerateRequest:
         _window(self.window, self.mode, *GENERATED_WINDOW_MODES)
 
 
-@dataclass(frozen=True, slots=True)
-class CompareRequest:
+class CompareRequest(CompareBody):
     """Measure recurrent mode and windows of several sizes. Recurrent mode and each window predict the token after
-    `tokens`, `repeat` times. `PredictRequest` describes `cache` and `unknown`."""
+    `tokens`, `repeat` times. `PredictRequest` describes `unknown_names`."""
 
-    tokens: tuple[int, ...]
-    windows: tuple[int, ...] = (8, 16, 32, 64)
-    repeat: int = 20
+    tokens: tuple[int, ...] = ()
     deadline: float | None = None
-    cache: bool = True
-    unknown: tuple[str, ...] = ()
+    unknown_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens, self.unknown)
+        _some_tokens(self.tokens, self.unknown_names)
         if not 1 <= len(self.windows) <= MAX_COMPARED_WINDOWS:
             raise InvalidRequest(
                 f"windows holds {len(self.windows)} values, but must hold 1 to {MAX_COMPARED_WINDOWS}",

@@ -25,18 +25,18 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
     ("tolerance", lambda: ScoreRequest(SOME, tolerance=inf), "tolerance is inf"),
     (
         "tolerance",
-        lambda: PredictRequest(SOME, Mode.WINDOW, tolerance=0.0),
+        lambda: PredictRequest(SOME, mode=Mode.WINDOW, tolerance=0.0),
         "mode is window; only mode auto has a tolerance",
     ),
     (
         "tolerance",
-        lambda: PredictRequest(SOME, Mode.RECURRENT, tolerance=1.0),
+        lambda: PredictRequest(SOME, mode=Mode.RECURRENT, tolerance=1.0),
         "mode is recurrent; only mode auto has a tolerance",
     ),
     ("tolerance", lambda: PredictRequest(mode=Mode.BOTH, tolerance=0.5, session="s"), "mode is both"),
     (
         "window",
-        lambda: PredictRequest(SOME, Mode.RECURRENT, window=3),
+        lambda: PredictRequest(SOME, mode=Mode.RECURRENT, window=3),
         "recurrent; modes with a window are auto, window, both",
     ),
     (

@@ -14,6 +14,7 @@ from hashlib import sha256
 from typing import cast
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
@@ -28,7 +29,6 @@ from wane.service.api.exchange import context, note_answer
 from wane.service.api.openai_error import document_of, renamed
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import described
-from wane.service.api.schemas.common import IDEMPOTENCY
 from wane.service.api.schemas.completions import (
     MAX_TOKENS,
     ChoiceDocument,
@@ -37,13 +37,13 @@ from wane.service.api.schemas.completions import (
     ErrorDocument,
     UsageDocument,
 )
-from wane.service.api.schemas.generate import bias_of
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, NotFound, SessionExists, UnknownSession
 from wane.service.types.answer import Answer
-from wane.service.types.request import MAX_KEY_CHARACTERS, Bias, GenerateRequest, ScoreRequest, StepRequest, id_of
+from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS
+from wane.service.types.request import Bias, GenerateRequest, ScoreRequest, StepRequest, bias_of, id_of
 from wane.service.types.text import Finish, Score
 
 IDEMPOTENCY_KEY = "idempotency-key"
@@ -108,7 +108,7 @@ class Completion:
         prompts: Sequence[Prompt],
         generations: Sequence[Generation],
         step: Answer | None,
-        unknown: Sequence[str],
+        unknown: list[str],
     ) -> None:
         """`generations` has one generation for each choice, or is empty if no tokens are generated. `step` is the
         answer to the step that appended the prompt to a session, or None for a request without a session."""
@@ -129,30 +129,26 @@ class Completion:
             )
             for index in range(len(prompts) * self._samples)
         ]
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(16)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": engine.name,
-            "system_fingerprint": fingerprint,
-        }
+        self._document = partial(
+            CompletionDocument,
+            f"cmpl-{secrets.token_hex(16)}",
+            "text_completion",
+            int(time.time()),
+            engine.name,
+            fingerprint,
+        )
 
-    async def whole(self, request: Request) -> dict[str, object]:
+    async def whole(self, request: Request) -> CompletionDocument:
         """Returns the answer with every choice."""
         parts: list[list[ChoiceDocument]] = [[] for _ in self._choices]
         try:
-            async with aclosing(self.parts()) as found:
-                async for part in found:
-                    parts[part["index"]].append(part)
+            async with aclosing(self.parts()) as stream:
+                async for part in stream:
+                    parts[part.index].append(part)
         finally:
             await self.aclose()
         self._note(request)
-        return {
-            **self._head,
-            "choices": [joined(one) for one in parts],
-            "usage": self._usage(),
-            **self._extensions(),
-        }
+        return self._extended(self._document([joined(choice) for choice in parts], self._usage()))
 
     async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:
         """Yields the parts of all choices as soon as their tokens are generated. The caller must close
@@ -175,46 +171,34 @@ class Completion:
                 elif (part := choice.added(item)) is not None:
                     yield part
 
-    async def chunks(self, request: Request) -> AsyncGenerator[dict[str, object], None]:
+    async def chunks(self, request: Request) -> AsyncGenerator[CompletionDocument, None]:
         """Yields the documents of a streamed answer."""
         async with aclosing(self.parts()) as parts:
             async for part in parts:
-                chunk: dict[str, object] = {**self._head, "choices": [part]}
-                if self._names_usage:
-                    chunk["usage"] = None
-                if part["finish_reason"] is not None:
-                    chunk |= self._extensions()
-                yield chunk
+                chunk = self._document([part], None if self._names_usage else UNSET)
+                yield chunk if part.finish_reason is None else self._extended(chunk)
         self._note(request)
         if self._names_usage:
-            yield {**self._head, "choices": [], "usage": self._usage()}
+            yield self._document([], self._usage())
 
     async def aclose(self) -> None:
         """Closes the generations, even those that have not ended."""
-        for one in self.generations:
-            await one.aclose()
+        for generation in self.generations:
+            await generation.aclose()
 
     def _usage(self) -> UsageDocument:
-        given = sum(len(prompt.tokens) for prompt in self._prompts)
+        prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
         made = sum(choice.tokens for choice in self._choices)
-        return {
-            "prompt_tokens": given,
-            "completion_tokens": made,
-            "total_tokens": given + made,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }
+        return UsageDocument(prompt_tokens, made, prompt_tokens + made, {"cached_tokens": sum(self._cached)})
 
-    def _extensions(self) -> dict[str, object]:
+    def _extended(self, document: CompletionDocument) -> CompletionDocument:
+        """Adds the fields that OpenAI's API lacks."""
         step, finish = self._step, self._finish
-        found: dict[str, object] = {"unknown": self._unknown} if self._unknown else {}
-        if step is None or finish is None:
-            return found
-        return found | {
-            "session": finish.session,
-            "position": finish.position,
-            "replayed": step.replayed,
-            "error_bound": finish.error_bound,
-        }
+        document.unknown = self._unknown or None
+        if step is not None and finish is not None:
+            document.session, document.position = finish.session, finish.position
+            document.replayed, document.error_bound = step.replayed, finish.error_bound
+        return document
 
     def _note(self, request: Request) -> None:
         if self._finish is not None:
@@ -254,8 +238,8 @@ class CompletionStream(StreamingResponse):
 
 async def begin(request: Request, body: CompletionBody) -> Completion:
     """Checks a request, and starts its generations. Raises InvalidRequest, TooLarge and the engine's errors."""
-    samples, given = 1 if body.n is None else body.n, prompts_of(body.prompt)
-    check(request, body, len(given), samples)
+    samples, inputs = 1 if body.n is None else body.n, prompts_of(body.prompt)
+    check(request, body, len(inputs), samples)
     session: str | None = None
     if body.session is None:
         engine = await model_engine(request, body.model)
@@ -264,21 +248,21 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
         engine = await engine_of(request, body, session)
     until, total = deadline(request), 0
     read: list[EventTokens] = []
-    for one in given:
+    for item in inputs:
         await asyncio.sleep(0)  # lets the event loop run other work between many prompts
-        if isinstance(one, str) and engine.vocabulary.kind == "events":
-            engine.check_event_count(one.count("\n"))
-            is_long = len(one) >= HEAVY_TOKENS
-            read.append(await asyncio.to_thread(engine.events.lines, one) if is_long else engine.events.lines(one))
+        if isinstance(item, str) and engine.vocabulary.kind == "events":
+            engine.check_event_count(item.count("\n"))
+            is_long = len(item) >= HEAVY_TOKENS
+            read.append(await asyncio.to_thread(engine.events.lines, item) if is_long else engine.events.lines(item))
         else:
-            read.append(await tokens_of(engine, one, until))
+            read.append(await tokens_of(engine, item, until))
         total += len(read[-1].tokens)
     of_completion(body, settings(request), total).check(settings(request))
     await asyncio.sleep(0)
     bias = bias_of(body.logit_bias or {})  # all samples share its arrays, even without a bias
     await asyncio.sleep(0)
     whose = owner(request).name
-    wanted = [generation(body, bias, one, sample, until, whose) for one in read for sample in range(samples)]
+    wanted = [generation(body, bias, prompt, sample, until, whose) for prompt in read for sample in range(samples)]
     await engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
@@ -286,14 +270,14 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
         wanted = [generation(body, bias, EventTokens(()), 0, until, whose, session, step.position)]
     generations: list[Generation] = []
     if body.max_tokens != 0:
-        generations = await started([partial(engine.generate, one) for one in wanted])
+        generations = await started([partial(engine.generate, each) for each in wanted])
     try:
-        prompts = await together([partial(prompt_of, engine, body, one.tokens, until, whose) for one in read])
+        prompts = await together([partial(prompt_of, engine, body, prompt.tokens, until, whose) for prompt in read])
     except BaseException:
         for one_generation in generations:
             await one_generation.aclose()
         raise
-    unknown = [name for one in read for name in one.unknown]
+    unknown = [name for prompt in read for name in prompt.unknown]
     return Completion(engine, fingerprint_of(request, engine), body, prompts, generations, step, unknown)
 
 
@@ -368,20 +352,20 @@ async def engine_of(request: Request, body: CompletionBody, session: str) -> Eng
     return engine
 
 
-async def stepped(request: Request, engine: Engine, body: CompletionBody, session: str, given: EventTokens) -> Answer:
+async def stepped(request: Request, engine: Engine, body: CompletionBody, session: str, prompt: EventTokens) -> Answer:
     """Appends the prompt to the session. If an earlier attempt of the same request has appended the prompt, returns the
     answer to that attempt."""
     key = header(request, IDEMPOTENCY_KEY)
     return await engine.submit(
         StepRequest(
             session,
-            given.tokens,
+            prompt.tokens,
             None,
             body.expected_position,
             key,
             top_k=1,
             deadline=deadline(request),
-            unknown=given.unknown,
+            unknown_names=prompt.unknown,
         )
     )
 
@@ -389,7 +373,7 @@ async def stepped(request: Request, engine: Engine, body: CompletionBody, sessio
 def generation(
     body: CompletionBody,
     bias: Bias | None,
-    given: EventTokens,
+    prompt: EventTokens,
     sample: int,
     until: float | None,
     whose: str,
@@ -401,8 +385,8 @@ def generation(
     owner. Raises InvalidRequest."""
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     return GenerateRequest(
-        tokens=given.tokens,
-        unknown=given.unknown,
+        tokens=prompt.tokens,
+        unknown_names=prompt.unknown,
         max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p,
@@ -413,7 +397,7 @@ def generation(
         position=position,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=bias,
+        bias=bias,
         top_logprobs=body.logprobs,
         sample=sample,
         include_unknown=bool(body.include_unknown),

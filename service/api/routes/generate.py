@@ -10,16 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, options_of, tokens_of
+from wane.service.api.body import decode, tokens_of
 from wane.service.api.deps import deadline, model_engine, owner, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
 from wane.service.api.openapi import answers, json_body
-from wane.service.api.schemas.generate import GenerateBody, bias_of
 from wane.service.engine.stream import Stream
 from wane.service.types.answer import Prediction
-from wane.service.types.request import GenerateRequest
+from wane.service.types.generate import GenerateBody
+from wane.service.types.request import GenerateRequest, bias_of
 from wane.service.types.text import Finish, Generated, GeneratedToken
 
 router = APIRouter(tags=["generate"])
@@ -43,15 +43,15 @@ async def generate(request: Request) -> Response:
         engine = await session_engine(request, session, body.model)
     with until_hangup(request):
         sequence = await tokens_of(engine, body.sequence, deadline(request))
-        wanted = GenerateRequest(
+        wanted = body.request(
+            GenerateRequest,
             tokens=sequence.tokens,
-            unknown=sequence.unknown,
+            unknown_names=sequence.unknown,
             session=session,
             owner=owner(request).name,
             deadline=deadline(request),
             stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
-            logit_bias=bias_of(body.logit_bias),
-            **options_of(body, GenerateRequest),
+            bias=bias_of(body.logit_bias),
         )
         generated = await engine.generate(wanted)
         if not body.stream:

@@ -29,7 +29,6 @@ from wane.service.api.infer_call import ROWS_AT_ONCE, InferCall, decoded_call, r
 from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.openapi import headers, json_body
 from wane.service.api.routes.repository import FAILURE
-from wane.service.api.schemas.common import anchored
 from wane.service.api.schemas.inference import (
     InferBody,
     InferenceDocument,
@@ -67,6 +66,7 @@ from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer
+from wane.service.types.body import anchored
 from wane.service.types.common import Mode
 from wane.service.types.request import ContinuationsRequest, Filter, Latency, PredictRequest, ScoreRequest, StepRequest
 from wane.service.types.text import Score
@@ -215,8 +215,8 @@ def _of_version(engine: Engine, version: str | None) -> Engine:
 
 
 def _counter(request: Request) -> InferenceCounter:
-    found: InferenceCounter = request.app.state.inference_counter
-    return found
+    counter: InferenceCounter = request.app.state.inference_counter
+    return counter
 
 
 # Inference
@@ -274,8 +274,8 @@ class InferResults:
     def latency(self) -> Latency:
         """The latency of the prediction or score that took longest. For predictions, this is the latency of the whole
         batch, because the predictions of all rows run at the same time."""
-        found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
-        return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
+        latencies = [result.latency for result in self.answers] + [result.latency for result in self.scores]
+        return max(latencies, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
     async def arrays(self, asked: InferCall, limits: Settings) -> dict[str, Rows]:
         """Returns the values of the requested outputs, by name. Raises InvalidRequest if a row has no known event and
@@ -287,41 +287,41 @@ class InferResults:
                 "given events",
                 EVENTS,
             )
-        found: dict[str, Rows] = {}
+        outputs: dict[str, Rows] = {}
         k = signature.listed(self.engine, limits)
         if TOP_IDS in names:
-            found[TOP_IDS] = await _each(
-                answers, lambda one: np.array([p.token_id for p in one.predictions[:k]], np.int64)
+            outputs[TOP_IDS] = await _each(
+                answers, lambda answer: np.array([p.token_id for p in answer.predictions[:k]], np.int64)
             )
         if TOP_LOGPROBS in names:
-            found[TOP_LOGPROBS] = await _each(
-                answers, lambda one: np.array([p.logprob for p in one.predictions[:k]], np.float32)
+            outputs[TOP_LOGPROBS] = await _each(
+                answers, lambda answer: np.array([p.logprob for p in answer.predictions[:k]], np.float32)
             )
         if LOGITS in names:
-            found[LOGITS] = [answer.logits for answer in answers if answer.logits is not None]
+            outputs[LOGITS] = [answer.logits for answer in answers if answer.logits is not None]
         if ERROR_BOUND in names:
-            found[ERROR_BOUND] = np.array([answer.error_bound for answer in answers], np.float32)  # None becomes NaN
+            outputs[ERROR_BOUND] = np.array([answer.error_bound for answer in answers], np.float32)  # None becomes NaN
         if TOP1_PROVED in names:
-            found[TOP1_PROVED] = np.array([answer.top1_proved for answer in answers], np.bool_)
+            outputs[TOP1_PROVED] = np.array([answer.top1_proved for answer in answers], np.bool_)
         if POSITION in names:
             positions = [
                 len(row.tokens) if not answers or answers[index].position is None else answers[index].position
                 for index, row in enumerate(self.rows)
             ]
-            found[POSITION] = np.array(positions, np.int64)
+            outputs[POSITION] = np.array(positions, np.int64)
         if TOKEN_LOGPROBS in names:
             width = max(len(row.tokens) + len(row.skipped) for row in self.rows)
             scored = np.full((len(self.rows), width), np.nan, np.float32)
-            for index, one in enumerate(self.scores):
-                scored[index, : len(one.logprobs)] = one.logprobs  # None becomes NaN
+            for index, score in enumerate(self.scores):
+                scored[index, : len(score.logprobs)] = score.logprobs  # None becomes NaN
                 await _turn(index)
             if not self.scores:
                 for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
                     skipped = np.array(row.skipped, np.intp)
                     places = np.delete(np.arange(len(row.tokens) + len(row.skipped)), skipped)
                     scored[index, places] = answer.token_logprobs or ()
-            found[TOKEN_LOGPROBS] = scored
-        return found
+            outputs[TOKEN_LOGPROBS] = scored
+        return outputs
 
 
 async def _turn(index: int) -> None:
@@ -364,15 +364,15 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
             results.scores = [
                 await engine.score(
                     ScoreRequest(
-                        given.tokens,
+                        row.tokens,
                         deadline=asked.deadline,
                         truncated=truncated,
-                        unknown=given.unknown,
-                        skipped=given.skipped,
+                        unknown_names=row.unknown,
+                        skipped=row.skipped,
                         owner=owner(request).name,
                     )
                 )
-                for given in rows
+                for row in rows
             ]
     return results
 
@@ -393,7 +393,7 @@ def _predictions(
         filter=Filter(include_unknown=bool(parameters.include_unknown)),
         owner=owner(request).name,
     )
-    return [make(given.tokens, unknown=given.unknown) for given in rows]
+    return [make(row.tokens, unknown_names=row.unknown) for row in rows]
 
 
 def _top_k(request: Request, engine: Engine, asked: InferCall) -> int:
@@ -478,7 +478,7 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
         deadline=asked.deadline,
         logits=LOGITS in asked.names,
         token_logprobs=asked.is_scored,
-        unknown=rows[0].unknown,
+        unknown_names=rows[0].unknown,
         filter=Filter(include_unknown=bool(parameters.include_unknown)),
     )
     if start:

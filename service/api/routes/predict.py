@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, filter_of, options_of, tokens_of
+from wane.service.api.body import decode, filter_of, tokens_of
 from wane.service.api.cost import of_score
 from wane.service.api.deps import deadline, model_engine, note_model, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
@@ -18,12 +18,12 @@ from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.openapi import answers, json_body
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import EventInput, EventsBody
-from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest
 from wane.service.types.answer import Answer, Batch, Failed
+from wane.service.types.body import EventInput, EventsBody
+from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.types.request import CompareRequest, Filter, PredictRequest, ScoreRequest
 from wane.service.types.text import Comparison, Comparisons, Score
 
@@ -53,14 +53,15 @@ def asked(
     request: Request, body: PredictBody, sequence: EventTokens, wanted: Filter, session: str | None = None
 ) -> PredictRequest:
     """Converts a body to a request for the engine. `session` is the session's key."""
-    return PredictRequest(
+    return body.request(
+        PredictRequest,
         tokens=sequence.tokens,
-        unknown=sequence.unknown,
+        unknown_names=sequence.unknown,
+        inputs=None,
         session=session,
         deadline=deadline(request),
         filter=wanted,
         owner=owner(request).name,
-        **options_of(body, PredictRequest),
     )
 
 
@@ -110,11 +111,11 @@ async def compare(request: Request) -> Response:
         for engine in engines:
             note_model(request, engine)
             sequence = await tokens_of(engine, body.sequence, deadline(request))
-            wanted = CompareRequest(
+            wanted = body.request(
+                CompareRequest,
                 tokens=sequence.tokens,
-                unknown=sequence.unknown,
+                unknown_names=sequence.unknown,
                 deadline=deadline(request),
-                **options_of(body, CompareRequest),
             )
             compared.append(await engine.compare(wanted))
     return encode.reply(Comparisons(registry(request).device, tuple(compared)))
@@ -140,13 +141,13 @@ async def score(request: Request) -> Response:
     with until_hangup(request):
         sequence = await tokens_of(engine, body.sequence, deadline(request), document=True)
         of_score(body, settings(request), len(sequence.tokens)).check(settings(request))
-        wanted = ScoreRequest(
+        wanted = body.request(
+            ScoreRequest,
             tokens=sequence.tokens,
-            unknown=sequence.unknown,
+            unknown_names=sequence.unknown,
             skipped=sequence.skipped,
             deadline=deadline(request),
             owner=owner(request).name,
-            **options_of(body, ScoreRequest),
         )
         if not body.stream:
             return await encode.long_reply(await engine.score(wanted))

@@ -33,7 +33,6 @@ from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import context, note_answer, registry
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import IDEMPOTENCY, EventInput, EventsBody, anchored
 from wane.service.api.schemas.sessions import (
     ContinuationsBody,
     ForkBody,
@@ -61,16 +60,8 @@ from wane.service.types.answer import (
     SessionView,
     StepColumns,
 )
-from wane.service.types.request import (
-    MAX_KEY_CHARACTERS,
-    SESSION_ID,
-    SLASH,
-    ContinuationsRequest,
-    History,
-    Owner,
-    StepRequest,
-    name_within,
-)
+from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS, SESSION_ID, EventInput, EventsBody, anchored
+from wane.service.types.request import SLASH, ContinuationsRequest, History, Owner, StepRequest, name_within
 
 # This pattern is only for the OpenAPI description. `name_within` rejects an invalid id, because a rejection by the
 # framework would not be a problem document.
@@ -151,12 +142,12 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
     of the history's events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
     if body.position is None:
         return None, ()
-    given = EventTokens(body.history or ())
+    read = EventTokens(body.history or ())
     if body.input is not None:
-        given = await tokens_of(engine, body.input, until)
+        read = await tokens_of(engine, body.input, until)
     elif body.events is not None:
-        given = await tokens_of(engine, EventInput(body.events, body.unknown), until)
-    return History(given.tokens, body.position), given.unknown
+        read = await tokens_of(engine, EventInput(body.events, body.unknown), until)
+    return History(read.tokens, body.position), read.unknown
 
 
 @router.head("/{session}", include_in_schema=False)
@@ -206,27 +197,26 @@ async def append(request: Request, session: SessionId) -> Response:
     A text is tokenised by itself, so text in pieces has other tokens than the whole text. For a text that grows, rewind
     to the last token that is still the same, and append the ids of the rest (`/tokenize`)."""
     scope = request.scope
-    here = context(scope)
+    request_context = context(scope)
+    until = request_context.deadline
     token = only_token(scope.get(WHOLE_BODY))
     body = ONE_TOKEN if token is not None else await decode(request, StepBody)
     expected_position, idempotency_key = body.expected_position, None
-    if not here.headers.keys().isdisjoint(STEP_HEADER_NAMES):
-        expected_position = position(here.header(POSITION), body.expected_position)
-        idempotency_key = here.header(IDEMPOTENCY_KEY)
-    key = name_within(here.owner.name, session)
+    if not request_context.headers.keys().isdisjoint(STEP_HEADER_NAMES):
+        expected_position = position(request_context.header(POSITION), body.expected_position)
+        idempotency_key = request_context.header(IDEMPOTENCY_KEY)
+    key = name_within(request_context.owner.name, session)
     engine, creator = registry(request).resident_engine(key), None
     if body.create or body.model is not None:
-        engine, creator = await engine_to_step(request, key, body, expected_position, here.deadline)
+        engine, creator = await engine_to_step(request, key, body, expected_position, until)
     elif engine is None:
         engine = await session_engine(request, key)
-    here.fields["model"] = engine.name
+    request_context.fields["model"] = engine.name
     if token is not None and idempotency_key is None:
-        answer = await engine.step_one(key, token, expected_position, TOP_K, here.deadline)
+        answer = await engine.step_one(key, token, expected_position, TOP_K, until)
     else:
-        given = EventTokens((token,)) if token is not None else await tokens_of(engine, body.sequence, here.deadline)
-        wanted = await step_request(
-            engine, key, given, body, here.deadline, expected_position, idempotency_key, creator
-        )
+        sequence = EventTokens((token,)) if token is not None else await tokens_of(engine, body.sequence, until)
+        wanted = await step_request(engine, key, sequence, body, until, expected_position, idempotency_key, creator)
         answer = await engine.submit(wanted)
     note_answer(scope, answer)
     return encode.reply(answer)
@@ -235,7 +225,7 @@ async def append(request: Request, session: SessionId) -> Response:
 async def step_request(
     engine: Engine,
     session: str,
-    given: EventTokens,
+    sequence: EventTokens,
     body: StepBody,
     deadline: float | None,
     expected_position: int | None,
@@ -245,7 +235,7 @@ async def step_request(
     """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
     return StepRequest(
         session,
-        given.tokens,
+        sequence.tokens,
         body.mode,
         expected_position,
         idempotency_key,
@@ -254,7 +244,7 @@ async def step_request(
         body.prove,
         body.cache,
         filter=await filter_of(engine, body),
-        unknown=given.unknown,
+        unknown_names=sequence.unknown,
         creator=creator,
     )
 
@@ -285,18 +275,18 @@ async def engine_to_step(
     return models.get(body.model), creator
 
 
-def position(given: str | None, in_body: int | None) -> int | None:
+def position(in_header: str | None, in_body: int | None) -> int | None:
     """Returns the expected position, from the header or the body. Raises InvalidRequest if the two differ."""
-    if given is None:
+    if in_header is None:
         return in_body
-    if not re.fullmatch(DIGITS, given):
-        raise InvalidRequest(f"{POSITION} must be a whole number, not {truncate_repr(given)}", POSITION)
-    if in_body not in (None, int(given)):
+    if not re.fullmatch(DIGITS, in_header):
+        raise InvalidRequest(f"{POSITION} must be a whole number, not {truncate_repr(in_header)}", POSITION)
+    if in_body not in (None, int(in_header)):
         raise InvalidRequest(
-            f"expected_position is {in_body}, but the header {POSITION} says {given}",
+            f"expected_position is {in_body}, but the header {POSITION} says {in_header}",
             "expected_position",
         )
-    return int(given)
+    return int(in_header)
 
 
 @router.post(
@@ -351,32 +341,32 @@ async def continuations(request: Request, session: SessionId) -> Response:
     body, until = await decode(request, ContinuationsBody), deadline(request)
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    engine.check_event_count(sum(length_of(one) for one in body.continuations))
+    engine.check_event_count(sum(length_of(sequence) for sequence in body.continuations))
     with until_hangup(request):
-        given, total = list[EventTokens](), 0
-        for index, one in enumerate(body.continuations):
-            if not isinstance(one, tuple):
+        sequences, total = list[EventTokens](), 0
+        for index, item in enumerate(body.continuations):
+            if not isinstance(item, tuple):
                 await asyncio.sleep(0)  # lets the event loop run other work between many short texts
-            sequence = EventInput(one.events, body.unknown) if isinstance(one, EventsBody) else one
+            sequence = EventInput(item.events, body.unknown) if isinstance(item, EventsBody) else item
             try:
-                given.append(await tokens_of(engine, sequence, until))
+                sequences.append(await tokens_of(engine, sequence, until))
             except InvalidRequest as error:
                 where = f"continuations[{index}]"
                 raise InvalidRequest(f"{where}: {error.message}", where) from error
-            total += len(given[-1].tokens)
+            total += len(sequences[-1].tokens)
             engine.check_event_count(total)
         of_continuations(body, settings(request), total).check(settings(request))
         wanted = ContinuationsRequest(
             name,
-            tuple(one.tokens for one in given),
-            tuple(one.unknown for one in given),
+            tuple(sequence.tokens for sequence in sequences),
+            tuple(sequence.unknown for sequence in sequences),
             body.top_k,
             until,
             body.cache,
         )
-        found = await engine.continuations(wanted)
-    note_answer(request.scope, found.results[0])
-    return await encode.long_reply(found)
+        scored = await engine.continuations(wanted)
+    note_answer(request.scope, scored.results[0])
+    return await encode.long_reply(scored)
 
 
 @router.post(
@@ -416,16 +406,16 @@ async def append_many(request: Request) -> Response:
 async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
     """Runs plain steps (see `PlainStep`) of different sessions. Passes them to the sessions' engines with
     `Engine.take_step`. `_step_many` runs the steps that `take_step` refuses."""
-    models, here = registry(request), context(request.scope)
-    prefix = here.owner.name + SLASH if here.owner.name else ""
+    models, request_context = registry(request), context(request.scope)
+    prefix = request_context.owner.name + SLASH if request_context.owner.name else ""
     engine: Engine | None = None
     rows: dict[int, StepRow] = {}
     rest: list[int] = []
     for number, step in enumerate(steps):
-        given = prefix + step.session, step.tokens[0], step.expected_position, TOP_K, here.deadline
-        row = None if engine is None else engine.take_step(*given)
-        if row is None and (engine := models.resident_engine(given[0])) is not None:
-            row = engine.take_step(*given)
+        step_fields = prefix + step.session, step.tokens[0], step.expected_position, TOP_K, request_context.deadline
+        row = None if engine is None else engine.take_step(*step_fields)
+        if row is None and (engine := models.resident_engine(step_fields[0])) is not None:
+            row = engine.take_step(*step_fields)
         if row is None:
             rest.append(number)
         else:
@@ -474,9 +464,9 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
             engines[session], creators[session] = engine, creator
             if body.tokens is None or index % STEPS_AT_ONCE == STEPS_AT_ONCE - 1:
                 await asyncio.sleep(0)  # lets the event loop run other work
-            given = await tokens_of(engine, body.sequence, until)
+            sequence = await tokens_of(engine, body.sequence, until)
             steps[index] = await step_request(
-                engine, session, given, body, until, body.expected_position, body.idempotency_key, creator
+                engine, session, sequence, body, until, body.expected_position, body.idempotency_key, creator
             )
         except Exception as error:
             failed.add(body.session)

@@ -56,13 +56,8 @@ async def tokenize(request: Request) -> Response:
                 tokens = await engine.encode(body.prompt.replace(EOS, "\n"), deadline(request), document=True)
             except InvalidRequest as error:
                 raise renamed(error, {"input": "prompt"}) from error
-    document: TokenizeDocument = {
-        "count": len(tokens),
-        "max_model_len": settings(request).max_input_tokens,
-        "tokens": list(tokens),
-        "token_strs": None,
-    }
-    return await encode.long_reply(document)
+    longest = settings(request).max_input_tokens
+    return await encode.long_reply(TokenizeDocument(len(tokens), longest, tokens, None))
 
 
 def event_tokens(engine: Engine, prompt: str) -> list[int]:
@@ -90,8 +85,8 @@ async def detokenize(request: Request) -> Response:
     body = await decode(request, DetokenizeBody)
     engine = await model_engine(request, body.model)
     engine.check_tokens(body.tokens, document=True)
-    document: DetokenizeDocument = {"prompt": await asyncio.to_thread(engine.vocabulary.decode, [*body.tokens])}
-    return encode.reply(document)
+    text = await asyncio.to_thread(engine.vocabulary.decode, [*body.tokens])
+    return encode.reply(DetokenizeDocument(text))
 
 
 @router.head("/tokenizer_info", include_in_schema=False)
@@ -100,12 +95,12 @@ async def tokenizer_info(request: Request) -> Response:
     """Returns the special tokens of the tokenizer of the default model, or of the model in the query parameter `model`.
     `bos_token` is null, because clients need not put a start token before a text."""
     engine = await model_engine(request, request.query_params.get("model"))
-    document: TokenizerDocument = {
-        "tokenizer_class": CLASS,
-        "eos_token": EOS,
-        "bos_token": None,
-        "unk_token": UNK if engine.vocabulary.has_unknown else None,
-        "pad_token": None,
-        "model_max_length": settings(request).max_input_tokens,
-    }
+    document = TokenizerDocument(
+        tokenizer_class=CLASS,
+        eos_token=EOS,
+        bos_token=None,
+        unk_token=UNK if engine.vocabulary.has_unknown else None,
+        pad_token=None,
+        model_max_length=settings(request).max_input_tokens,
+    )
     return encode.reply(document)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from wane.service.api.schemas.common import (
+from msgspec import UNSET, UnsetType
+
+from wane.service.types.body import (
     HISTORY,
     Body,
     IncludeUnknown,
@@ -13,14 +15,12 @@ from wane.service.api.schemas.common import (
     Natural,
     Positive,
     SessionId,
-    Stop,
     absent,
     at_most,
     keywords,
 )
-from wane.service.api.schemas.generate import LogitBias, Penalty
-from wane.service.types.common import says
-from wane.service.types.request import MAX_STOPS
+from wane.service.types.common import Result, says
+from wane.service.types.generate import MAX_STOPS, LogitBias, Penalty, Stop
 
 MAX_TOKENS = 16
 """The default of `max_tokens`."""
@@ -131,7 +131,7 @@ class CompletionBody(Body, kw_only=True):
     ] = None
 
 
-class LogprobsDocument(TypedDict):
+class LogprobsDocument(Result):
     """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties."""
 
     tokens: Annotated[
@@ -149,7 +149,7 @@ class LogprobsDocument(TypedDict):
     text_offset: Annotated[list[int], says("the position of each token in the text, in characters")]
 
 
-class ChoiceDocument(TypedDict):
+class ChoiceDocument(Result):
     """One sample of one prompt. In a stream, a part of the sample."""
 
     index: Annotated[int, says("the choice's place among those of all prompts: by prompt, then by sample")]
@@ -161,7 +161,7 @@ class ChoiceDocument(TypedDict):
     ]
 
 
-class UsageDocument(TypedDict):
+class UsageDocument(Result):
     """The numbers of tokens of all prompts and all samples. `prompt_tokens_details` has `cached_tokens`, the number of
     the prompts' tokens that did not run."""
 
@@ -173,7 +173,7 @@ class UsageDocument(TypedDict):
     ]
 
 
-class CompletionDocument(TypedDict):
+class CompletionDocument(Result):
     """The answer to a completion request."""
 
     id: Annotated[str, says("the answer's id")]
@@ -184,20 +184,21 @@ class CompletionDocument(TypedDict):
         str, says("a digest of the model's version and files, the server's version and the device")
     ]
     choices: Annotated[list[ChoiceDocument], says("the samples, ordered by prompt, then by sample")]
-    usage: Annotated[UsageDocument, says("the numbers of tokens")]
-    session: NotRequired[Annotated[str, says("only with `session`: the session's id")]]
-    position: NotRequired[Annotated[int, says("only with `session`: the number of its tokens")]]
-    replayed: NotRequired[
-        Annotated[
-            bool, says("only with `session`. true: the request is a retry, and its prompt was not appended again")
-        ]
-    ]
-    error_bound: NotRequired[
-        Annotated[float | None, says("only with `session`: the error bound of the answer, as in /v1/generate")]
-    ]
-    unknown: NotRequired[
-        Annotated[list[str], says("only if there are any: the names of the prompts' events that the vocabulary lacks")]
-    ]
+    usage: Annotated[
+        UsageDocument | UnsetType | None,
+        says("the numbers of tokens. In a stream, only with `include_usage`, and null in all chunks but the last"),
+    ] = UNSET
+    unknown: Annotated[
+        list[str] | None, says("only if there are any: the names of the prompts' events that the vocabulary lacks")
+    ] = None
+    session: Annotated[str | None, says("only with `session`: the session's id")] = None
+    position: Annotated[int | None, says("only with `session`: the number of its tokens")] = None
+    replayed: Annotated[
+        bool | None, says("only with `session`. true: the request is a retry, and its prompt was not appended again")
+    ] = None
+    error_bound: Annotated[
+        float | UnsetType | None, says("only with `session`: the error bound of the answer, as in /v1/generate")
+    ] = UNSET
 
 
 class ErrorFacts(TypedDict):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 from msgspec import field
 
-from wane.service.api.schemas.common import (
+from wane.service.types.body import (
     Body,
     IncludeUnknown,
     Natural,

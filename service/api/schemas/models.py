@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from msgspec import field
 
 from wane.models.manifest import Certificate, Contraction, Quality, Readout, Rounding, Start, Unknown, VocabularyInfo
-from wane.service.api.schemas.common import Body
 from wane.service.batching.cost_model import Costs
+from wane.service.types.body import Body
 from wane.service.types.common import Condition, Result, Served, says
 
 

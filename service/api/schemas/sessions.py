@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from wane.service.api.schemas.common import (
+from wane.service.types.body import (
     HISTORY,
     IDEMPOTENCY,
     Body,

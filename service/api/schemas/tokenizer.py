@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
+from collections.abc import Sequence
+from typing import Annotated
 
-from wane.service.api.schemas.common import HISTORY, Body, Model, TokenId, at_most
-from wane.service.types.common import says
+from wane.service.types.body import HISTORY, Body, Model, TokenId, at_most
+from wane.service.types.common import Result, says
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -33,22 +34,22 @@ class DetokenizeBody(Body, kw_only=True):
     ]
 
 
-class TokenizeDocument(TypedDict):
+class TokenizeDocument(Result):
     """The token ids of a text."""
 
     count: Annotated[int, says("the number of token ids")]
     max_model_len: Annotated[int, says("the longest input that the server accepts, in tokens")]
-    tokens: Annotated[list[int], says("the token ids")]
+    tokens: Annotated[Sequence[int], says("the token ids")]
     token_strs: Annotated[None, says("always null")]
 
 
-class DetokenizeDocument(TypedDict):
+class DetokenizeDocument(Result):
     """The text of the tokens."""
 
     prompt: Annotated[str, says("the text")]
 
 
-class TokenizerDocument(TypedDict):
+class TokenizerDocument(Result):
     """The tokenizer's special tokens."""
 
     tokenizer_class: Annotated[str, says("the class of the library transformers that reads the tokenizer")]

@@ -23,14 +23,14 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound
 from wane.service.engine.forward import RunResult
 from wane.service.engine.live_accuracy import LiveAccuracy
-from wane.service.engine.logits import Ranking, excluded_by_each, listed
+from wane.service.engine.logits import Ranking, excluded_by_each
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.steps.rows import IS_DONE, StepBatch, StepRow
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import StepKind
-from wane.service.types.answer import Answer
+from wane.service.types.answer import Answer, Prediction
 from wane.service.types.common import Identity, Mode, StateSource
 from wane.service.types.request import NO_FILTER, Latency, id_of
 
@@ -69,16 +69,13 @@ class StepResults:
 
     def answer(self, row: int, step: StepRow) -> StepAnswer:
         """Returns the answer to the `step` of a row."""
-        bound = self.bounds[row]
+        bound, ids = self.bounds[row], self.ids[row][: step.top_k]
+        texts, partials = map(self.vocabulary.texts.__getitem__, ids), map(self.vocabulary.partials.__getitem__, ids)
         return StepAnswer(
             *self.identity,
             Mode.RECURRENT,
             None,
-            listed(
-                Largest(self.ids[row], [], self.logprobs[row], self.probabilities[row]),
-                step.top_k,
-                self.vocabulary,
-            ),
+            tuple(map(Prediction, ids, texts, self.probabilities[row], self.logprobs[row], partials)),
             self.latencies.get(row)
             or Latency(1e3 * self.queue_s[row], 1e3 * self.compute_s, 1e3 * self.total_s[row]).with_batch(
                 self.batch_items

@@ -70,7 +70,7 @@ class Continuer:
 
     async def run(self) -> tuple[Continuation, ...]:
         """Returns the result of each continuation. If one fails, withdraws the others."""
-        each = zip(self._request.continuations, self._request.unknown, strict=True)
+        each = zip(self._request.continuations, self._request.unknown_names, strict=True)
         tasks = [asyncio.create_task(self._one(tokens, unknown)) for tokens, unknown in each]
         try:
             return tuple(await asyncio.gather(*tasks))
@@ -100,7 +100,7 @@ class Continuer:
             cache=request.cache,
             logits=request.logits,
             filter=request.filter,
-            unknown=unknown,
+            unknown_names=unknown,
         )
         await builder.take_turn(plan, asked, part)
         answer = builder.answer(plan, lambda: ids, part, None, asked, ticket, sampled=False)

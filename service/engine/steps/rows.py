@@ -92,7 +92,7 @@ class StepRow(Pending[Answer]):
             and request.filter.candidates is None
             and not request.filter.unknown
             and request.cache
-            and not (request.prove or request.logits or request.token_logprobs or request.unknown)
+            and not (request.prove or request.logits or request.token_logprobs or request.unknown_names)
         )
 
     @property

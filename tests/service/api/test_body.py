@@ -23,14 +23,14 @@ from wane.service.api import body as decoding
 from wane.service.api import faults
 from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
 from wane.service.api.exchange import RequestContext
-from wane.service.api.schemas.common import Body
 from wane.service.api.schemas.completions import CompletionBody
-from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.models import UnloadBody
-from wane.service.api.schemas.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import RewindBody, StepsBody, StreamBody
 from wane.service.errors import DeadlineExceeded, InvalidRequest, NotJson, TooLarge, WaneError, truncate_repr
 from wane.service.settings import Settings
+from wane.service.types.body import Body
+from wane.service.types.generate import GenerateBody
+from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
 
 UNKNOWN = {f"unknown {index}": 1 for index in range(1000)}
 BODY_BYTES = 4 * 2**20

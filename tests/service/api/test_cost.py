@@ -10,15 +10,15 @@ from starlette.routing import Route
 
 from tests.service.problems import assert_problem
 from wane.service.api.cost import COSTS, Cost
-from wane.service.api.schemas.common import EventsBody
 from wane.service.api.schemas.completions import CompletionBody
-from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.inference import InferBody, InputTensor
-from wane.service.api.schemas.predict import PredictBody, ScoreBody
 from wane.service.api.schemas.sessions import ContinuationsBody, SessionStepBody, StepsBody
 from wane.service.app import ROUTES, Application
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
+from wane.service.types.body import EventsBody
+from wane.service.types.generate import GenerateBody
+from wane.service.types.predict import PredictBody, ScoreBody
 
 SETTINGS = Settings()
 

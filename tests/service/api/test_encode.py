@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.service.fake_engine import MANIFEST, FakeEngine, FakeRegistry
-from wane.service.types.common import Mode
-from wane.service.types.request import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 
 MODEL = {"model": "fake", "model_version": "3", "device": "cpu"}
 LATENCY = {"queue_ms": 0.25, "compute_ms": 0.5, "total_ms": 1.0}
@@ -59,7 +59,9 @@ async def test_the_options_of_a_prediction_reach_the_engine(client: httpx.AsyncC
     await client.post("/v1/predict", json=body)
     (asked,) = engine.asked
     assert isinstance(asked, PredictRequest) and asked.deadline is not None
-    assert asked == PredictRequest((97, 98), Mode.AUTO, 3, 0.5, 2, None, asked.deadline)
+    assert asked == PredictRequest(
+        (97, 98), model="fake", window=3, tolerance=0.5, top_k=2, owner="", deadline=asked.deadline
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,17 @@ async def test_a_generation_is_one_answer(client: httpx.AsyncClient, engine: Fak
     }
     (asked,) = engine.asked
     assert isinstance(asked, GenerateRequest)
-    assert asked == GenerateRequest((97,), 2, 0.5, 3, 0.9, 7, (".",), Mode.AUTO, None, asked.deadline)
+    assert asked == GenerateRequest(
+        (97,),
+        max_tokens=2,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        seed=7,
+        stop=(".",),
+        owner="",
+        deadline=asked.deadline,
+    )
     assert engine.closed.is_set()
 
 

@@ -20,11 +20,11 @@ from tests.service.net.test_receive_budget import BODY_BYTES, BUDGET, filled
 from tests.service.slow_client import dialogue, serving
 from wane.service.api.body import MOST_MEMBERS, inflated
 from wane.service.api.encode import event
-from wane.service.api.schemas.common import anchored
 from wane.service.engine.event_names import EventNames
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
-from wane.service.types.request import SESSION_ID, is_session_id
+from wane.service.types.body import SESSION_ID, anchored
+from wane.service.types.request import is_session_id
 
 PREDICT: dict[str, object] = {"tokens": [5], "top_k": 1}
 TENSOR: dict[str, object] = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The"]}

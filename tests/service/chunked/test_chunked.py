@@ -20,7 +20,8 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.types.common import Mode
-from wane.service.types.request import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from wane.service.types.text import Score, ScoredTokens, ScoreProgress
 
 STEPS = 16  # the number of tokens in a cell; a cell is the part of a chunk that one run reads
@@ -35,7 +36,7 @@ async def both(
 ) -> tuple[Score, Score]:
     """Scores the tokens sequentially and in parallel chunks. Returns both scores."""
     in_order = await harness.engine.score(ScoreRequest(tokens))
-    parallel_cost = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
+    parallel_cost = await harness.engine.score(ScoreRequest(tokens, method=ScoreMethod.PARALLEL, tolerance=tolerance))
     return in_order, parallel_cost
 
 
@@ -205,7 +206,10 @@ async def test_later_segments_are_exact_from_the_start_after_one_that_missed_the
 
 async def test_a_short_text_and_a_text_in_order_are_one_chunk(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 100}))
-    for request in (ScoreRequest(text(40), ScoreMethod.PARALLEL, 0), ScoreRequest(text(2000), tolerance=0.1)):
+    for request in (
+        ScoreRequest(text(40), method=ScoreMethod.PARALLEL, tolerance=0),
+        ScoreRequest(text(2000), tolerance=0.1),
+    ):
         summary = await harness.engine.score(request)
         assert (summary.chunks, summary.warm_up, summary.rounds) == (1, None, 1)
         assert (summary.max_residual, summary.error_bound) == (0.0, 0.0)
@@ -217,10 +221,10 @@ async def test_a_document_is_streamed_in_order_with_progress(
 ) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 32}))
     tokens = text(1500)
-    whole = await harness.engine.score(ScoreRequest(tokens, method, 0))
+    whole = await harness.engine.score(ScoreRequest(tokens, method=method, tolerance=0))
     seen: list[float | None] = []
     done: list[int] = []
-    async with aclosing(await harness.engine.scoring(ScoreRequest(tokens, method, 0))) as scoring:
+    async with aclosing(await harness.engine.scoring(ScoreRequest(tokens, method=method, tolerance=0))) as scoring:
         async for item in scoring:
             if isinstance(item, ScoredTokens):
                 assert item.position == len(seen)
@@ -246,7 +250,9 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
         tokens = text(count)
         tracemalloc.start()
         try:
-            async with aclosing(await harness.engine.scoring(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))) as scoring:
+            async with aclosing(
+                await harness.engine.scoring(ScoreRequest(tokens, method=ScoreMethod.PARALLEL, tolerance=0))
+            ) as scoring:
                 scored = 0
                 async for item in scoring:
                     if isinstance(item, ScoredTokens):
@@ -268,7 +274,9 @@ async def test_other_requests_are_answered_while_a_document_is_scored(
 ) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 300}))
     harness.runner.gate.clear()
-    scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
+    scoring = asyncio.create_task(
+        harness.engine.score(ScoreRequest(text(2700), method=ScoreMethod.PARALLEL, tolerance=0))
+    )
     await harness.runner.until_busy()
     answer = asyncio.ensure_future(harness.engine.submit(PredictRequest((10, 11))))
     await asyncio.sleep(0)  # the request is queued behind the first run of the document
@@ -282,13 +290,17 @@ async def test_other_requests_are_answered_while_a_document_is_scored(
 
 async def test_a_cancelled_score_releases_its_states(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 300}))
-    scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
+    scoring = asyncio.create_task(
+        harness.engine.score(ScoreRequest(text(2700), method=ScoreMethod.PARALLEL, tolerance=0))
+    )
     await harness.runner.until_busy()
     await harness.runner.until_busy()
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scoring
-    async with aclosing(await harness.engine.scoring(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0))) as streamed:
+    async with aclosing(
+        await harness.engine.scoring(ScoreRequest(text(2700), method=ScoreMethod.PARALLEL, tolerance=0))
+    ) as streamed:
         await anext(streamed)
         await anext(streamed)
     # When the harness closes, it checks that only resident states use slots.
@@ -299,7 +311,7 @@ async def test_a_deadline_ends_the_scoring_of_a_document(
 ) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 300}))
     deadline = asyncio.get_running_loop().time() + 60
-    request = ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0, deadline)
+    request = ScoreRequest(text(2700), method=ScoreMethod.PARALLEL, tolerance=0, deadline=deadline)
     async with aclosing(await harness.engine.scoring(request)) as scoring:
         await anext(scoring)
         travel(2 * 60)
@@ -313,7 +325,7 @@ async def test_a_run_that_fails_in_the_middle_fails_the_document(make_harness: C
     harness.runner.poison = 1
     tokens = (*text(2000), 1, *text(600))
     with pytest.raises(WaneError, match="the model failed to run"):
-        await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))
+        await harness.engine.score(ScoreRequest(tokens, method=ScoreMethod.PARALLEL, tolerance=0))
 
 
 async def test_a_document_has_its_own_longer_limit(
@@ -337,7 +349,7 @@ async def test_a_long_prompt_in_parallel_chunks_has_the_same_state(
     for throughput in (None, FixedProfile({0.0: 300})):
         harness = make_harness(throughput=throughput)
         harness.runner.decay = np.float32(decay)
-        answers.append(await harness.engine.submit(PredictRequest(tokens, Mode.RECURRENT)))
+        answers.append(await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT)))
         advanced = [len(rows) for role, rows in harness.runner.calls if role == "advance"]
         assert max(advanced) == (1 if throughput is None else WIDTH)
     in_order, parallel_cost = answers
@@ -365,7 +377,7 @@ async def test_joints_of_a_residual_gated_model_leave_a_bound_below_1() -> None:
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=2700).tolist())
     in_order, parallel = await both(served, tokens, None)
     ends = [
-        (await served.engine.score(ScoreRequest(tokens, method, truncated=True))).error_bounds
+        (await served.engine.score(ScoreRequest(tokens, method=method, truncated=True))).error_bounds
         for method in (ScoreMethod.SEQUENTIAL, ScoreMethod.PARALLEL)
     ]
     await served.engine.close()

@@ -337,7 +337,7 @@ class Episode:
                 {"cache": False},
                 {"logits": True},
                 {"token_logprobs": True},
-                {"unknown": ("none",)},
+                {"unknown_names": ("none",)},
                 {"mode": Mode.RECURRENT, "prove": True, "logits": True},
             ]
         )

@@ -234,11 +234,13 @@ async def streamed(engine: Engine, deadline: float | None) -> None:
 
 ASKED: dict[str, Ask] = {
     "score": lambda engine, deadline: engine.score(ScoreRequest(LONG, deadline=deadline)),
-    "predict": lambda engine, deadline: engine.submit(PredictRequest(LONG, Mode.RECURRENT, deadline=deadline)),
+    "predict": lambda engine, deadline: engine.submit(PredictRequest(LONG, mode=Mode.RECURRENT, deadline=deadline)),
     "auto": lambda engine, deadline: engine.submit(PredictRequest(LONG, deadline=deadline)),
-    "both": lambda engine, deadline: engine.submit(PredictRequest(LONG, Mode.BOTH, deadline=deadline)),
+    "both": lambda engine, deadline: engine.submit(PredictRequest(LONG, mode=Mode.BOTH, deadline=deadline)),
     "generate": streamed,
-    "compare": lambda engine, deadline: engine.compare(CompareRequest((7,), (8, 16), 20, deadline)),
+    "compare": lambda engine, deadline: engine.compare(
+        CompareRequest((7,), windows=(8, 16), repeat=20, deadline=deadline)
+    ),
     "step": lambda engine, deadline: engine.submit(StepRequest("s", LONG, deadline=deadline)),
 }
 
@@ -271,7 +273,7 @@ async def test_the_inputs_of_one_call_are_admitted_together(
 ) -> None:
     harness = make_harness(cost_model=Slow())
     engine, loop = harness.engine, asyncio.get_running_loop()
-    short = [PredictRequest((7,) * 39, mode, deadline=loop.time() + 90) for mode in (Mode.RECURRENT, Mode.BOTH)]
+    short = [PredictRequest((7,) * 39, mode=mode, deadline=loop.time() + 90) for mode in (Mode.RECURRENT, Mode.BOTH)]
     assert engine.predictor.seconds(short[0]) == 0.04 < LONG_S
     with engine.backlog.share(1000, None), pytest.raises(Overloaded):
         await engine.predict_many(short * 500)
@@ -322,7 +324,7 @@ async def test_other_work_runs_while_the_inputs_of_one_call_start(
 
     monkeypatch.setattr(engine.batcher, "submit", count_begin)
     next_turn()
-    await engine.predict_many([PredictRequest((7,), Mode.WINDOW)] * 100)
+    await engine.predict_many([PredictRequest((7,), mode=Mode.WINDOW)] * 100)
     assert begun.total() == 100
     assert max(begun.values()) == BEGUN_AT_ONCE
 
@@ -335,14 +337,14 @@ async def test_short_requests_are_answered_during_long_ones(make_harness: MakeHa
         deadline = loop.time() + 20
         await engine.submit(StepRequest("s", (7,), deadline=deadline))
         await engine.submit(PredictRequest((7,), deadline=deadline))
-        await engine.submit(PredictRequest(LONG, Mode.WINDOW, deadline=deadline))
+        await engine.submit(PredictRequest(LONG, mode=Mode.WINDOW, deadline=deadline))
         await engine.score(ScoreRequest((7,) * 40, deadline=deadline))
 
 
 async def test_a_request_past_its_deadline_fails_with_deadline_exceeded(make_harness: MakeHarness) -> None:
     engine = make_harness(cost_model=Slow()).engine
     with engine.backlog.share(1000, None), pytest.raises(DeadlineExceeded):
-        await engine.submit(PredictRequest(LONG, Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
+        await engine.submit(PredictRequest(LONG, mode=Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
 
 
 async def test_a_score_reports_its_progress(make_harness: MakeHarness) -> None:

@@ -179,7 +179,7 @@ async def check_lists(small: Small, past: list[int], known: list[int]) -> int:
         for prove in (False, True):
             request = PredictRequest(
                 tuple(known),
-                Mode.WINDOW,
+                mode=Mode.WINDOW,
                 window=16,
                 truncated=True,
                 filter=wanted,

@@ -124,7 +124,7 @@ async def test_the_list_is_the_ranking_of_a_prediction(
     tokens = clicks(20)
     of = distribution(harness, tokens, cache=has_cache(harness))
     for mode in (Mode.RECURRENT, Mode.BOTH):
-        answer = await harness.engine.submit(PredictRequest(tokens, mode, top_k=top_k, filter=wanted))
+        answer = await harness.engine.submit(PredictRequest(tokens, mode=mode, top_k=top_k, filter=wanted))
         assert_lists(answer, of, top_k, **filters)
         assert answer.seen_tokens is None
 
@@ -233,7 +233,7 @@ async def test_the_proof_is_about_the_listed_events(make_harness: MakeHarness, c
     for seed in range(30):
         tokens = clicks(20, seed)
         for wanted, filters in FILTERS:
-            request = PredictRequest(tokens, Mode.WINDOW, window=12, filter=wanted)
+            request = PredictRequest(tokens, mode=Mode.WINDOW, window=12, filter=wanted)
             answer = await harness.engine.submit(request)
             ids = ranking(distribution(harness, tokens), SIZE, **filters)
             if answer.top1_proved:
@@ -263,9 +263,9 @@ async def test_a_lead_over_the_excluded_tokens_is_not_needed(make_harness: MakeH
     harness = make_harness(vocabulary=name_vocabulary(names=NAMES), certified=True)
     tokens = clicks(20)
     harness.runner.head[3] = harness.runner.head[2]
-    close = await harness.engine.submit(PredictRequest(tokens, Mode.RECURRENT, filter=Filter(candidates=(2, 3))))
+    close = await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, filter=Filter(candidates=(2, 3))))
     alone = await harness.engine.submit(
-        PredictRequest(tokens, Mode.RECURRENT, filter=Filter(candidates=(2, 3), exclude=(3,)))
+        PredictRequest(tokens, mode=Mode.RECURRENT, filter=Filter(candidates=(2, 3), exclude=(3,)))
     )
     assert not close.top1_proved
     assert alone.top1_proved and [one.token_id for one in alone.predictions] == [2]
@@ -349,7 +349,7 @@ def test_filters_and_events_are_for_models_of_events(make_harness: MakeHarness) 
 async def test_a_step_of_skipped_events_appends_nothing(harness: EngineHarness) -> None:
     engine, tokens = harness.engine, clicks(6)
     await engine.create_session("s")
-    first = await engine.submit(StepRequest("s", (), None, 0, unknown=("nope",)))
+    first = await engine.submit(StepRequest("s", (), None, 0, unknown_names=("nope",)))
     assert (first.position, first.replayed, first.unknown) == (0, False, ("nope",))
     if harness.manifest.start_tokens:
         assert_lists(first, distribution(harness, (), cache=False), 5)
@@ -357,21 +357,23 @@ async def test_a_step_of_skipped_events_appends_nothing(harness: EngineHarness) 
         assert first.predictions == ()
         assert first.error_bound is None and not first.top1_proved
     await engine.submit(StepRequest("s", tokens, None, 0, "key"))
-    answer = await engine.submit(StepRequest("s", (), None, 6, unknown=("nope",)))
+    answer = await engine.submit(StepRequest("s", (), None, 6, unknown_names=("nope",)))
     assert (answer.position, answer.unknown) == (6, ("nope",))
     assert_lists(answer, distribution(harness, tokens, cache=has_cache(harness)), 5)
     # The step without tokens did not replace the last step, so the earlier step can be replayed.
     assert (await engine.submit(StepRequest("s", tokens, None, 0, "key"))).replayed
     with pytest.raises(PositionConflict):
-        await engine.submit(StepRequest("s", (), None, 0, unknown=("nope",)))
+        await engine.submit(StepRequest("s", (), None, 0, unknown_names=("nope",)))
     with pytest.raises(IdempotencyKeyReused):
-        await engine.submit(StepRequest("s", (), None, 6, "key", unknown=("nope",)))
+        await engine.submit(StepRequest("s", (), None, 6, "key", unknown_names=("nope",)))
 
 
 async def test_a_request_of_skipped_events_is_answered_from_the_start(harness: EngineHarness) -> None:
     for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH, Mode.AUTO):
         for truncated in (False, True):
-            request = PredictRequest((), mode, truncated=truncated, unknown=("nope",), filter=Filter(exclude_seen=True))
+            request = PredictRequest(
+                (), mode=mode, truncated=truncated, unknown_names=("nope",), filter=Filter(exclude_seen=True)
+            )
             answer = await harness.engine.submit(request)
             assert answer.unknown == ("nope",) and answer.seen_tokens == 0
             assert answer.cache_tokens == (0 if has_cache(harness) else None)
@@ -394,7 +396,7 @@ async def test_a_score_has_null_at_the_places_of_skipped_events(harness: EngineH
         for skipped in ((), (0,), (2, 3), (5,), (0, 1, 4, 8)):
             unknown = ("nope",) * len(skipped)
             score = await harness.engine.score(
-                ScoreRequest(tokens, unknown=unknown, skipped=skipped, top_k=top_k, truncated=False)
+                ScoreRequest(tokens, unknown_names=unknown, skipped=skipped, top_k=top_k, truncated=False)
             )
             kept = [place for place in range(len(tokens) + len(skipped)) if place not in skipped]
             wanted: list[Any] = [None] * (len(tokens) + len(skipped))
@@ -417,7 +419,7 @@ async def test_a_score_has_null_at_the_places_of_skipped_events(harness: EngineH
 
 async def test_a_score_of_skipped_events_only(harness: EngineHarness) -> None:
     for truncated in (False, True):
-        request = ScoreRequest((), unknown=("a", "b"), skipped=(0, 1), truncated=truncated, top_k=2)
+        request = ScoreRequest((), unknown_names=("a", "b"), skipped=(0, 1), truncated=truncated, top_k=2)
         score = await harness.engine.score(request)
         assert (score.tokens, score.logprobs, score.perplexity) == ((None, None), (None, None), None)
         assert score.predictions == (None, None)
@@ -439,7 +441,7 @@ async def test_generation_and_comparison_after_the_start(harness: EngineHarness)
         of[UNK] = 0
         assert of[token] == pytest.approx(of.max(), abs=CLOSE)
         text.append(token)
-    compared = await engine.compare(CompareRequest(tokens[:1], (1, 4), 1))
+    compared = await engine.compare(CompareRequest(tokens[:1], windows=(1, 4), repeat=1))
     of = distribution(harness, tokens[:1], cache=cache)
     wanted = ranking(of, 5)
     for line in (compared.recurrent, compared.windows[-1]):
@@ -453,9 +455,9 @@ async def test_a_zero_start_predicts_nothing_before_the_first_event(make_harness
     with pytest.raises(InvalidRequest, match="there is nothing to continue"):
         await engine.generate(GenerateRequest(session="s"))
     with pytest.raises(InvalidRequest, match="there is nothing to continue"):
-        await engine.generate(GenerateRequest(unknown=("nope",)))
+        await engine.generate(GenerateRequest(unknown_names=("nope",)))
     with pytest.raises(InvalidRequest, match="there is nothing to compare"):
-        await engine.compare(CompareRequest((), (1,), unknown=("nope",)))
+        await engine.compare(CompareRequest((), windows=(1,), unknown_names=("nope",)))
     for mode in Mode:
         answer = await engine.submit(PredictRequest(session="s", mode=mode))
         assert (answer.predictions, answer.position, answer.cache_tokens) == ((), 0, 0)
@@ -491,4 +493,4 @@ async def test_generation_never_draws_unk(make_harness: MakeHarness) -> None:
 async def test_a_bias_that_leaves_only_unk_is_refused(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=NAMES[:2]))
     with pytest.raises(InvalidRequest, match="logit_bias forbids every token"):
-        await harness.engine.generate(GenerateRequest((2,), logit_bias=Bias({0: -100, 2: -100, 3: -100})))
+        await harness.engine.generate(GenerateRequest((2,), bias=Bias({0: -100, 2: -100, 3: -100})))

@@ -131,7 +131,7 @@ async def test_a_fork_without_a_free_state_is_made_all_the_same(make_harness: Ma
     await begin(harness)
     expected = await step(harness, "a", 9)
     await harness.engine.rewind("a", 4)
-    await harness.engine.submit(StepRequest("a", (), unknown=("none",)))  # rebuilds the state
+    await harness.engine.submit(StepRequest("a", (), unknown_names=("none",)))  # rebuilds the state
     cache = harness.engine.state_cache
     with ExitStack() as held:
         for _ in range(cache.capacity - cache.used - 2):

@@ -30,16 +30,18 @@ async def generations(engine: Engine, deadline: float | None) -> None:
 
 
 async def predictions(engine: Engine, deadline: float | None) -> None:
-    assert await engine.predict_many([PredictRequest(LONG, Mode.RECURRENT, deadline=deadline)] * 4)
+    assert await engine.predict_many([PredictRequest(LONG, mode=Mode.RECURRENT, deadline=deadline)] * 4)
 
 
 ASKED: dict[str, Callable[[Engine, float | None], Awaitable[object]]] = {
     "generations": generations,
     "predictions": predictions,
-    "prediction": lambda engine, deadline: engine.submit(PredictRequest(LONG, Mode.BOTH, deadline=deadline)),
+    "prediction": lambda engine, deadline: engine.submit(PredictRequest(LONG, mode=Mode.BOTH, deadline=deadline)),
     "score": lambda engine, deadline: engine.score(ScoreRequest(LONG, deadline=deadline)),
     "listed": lambda engine, deadline: engine.score(ScoreRequest(LONG, top_k=3, deadline=deadline)),
-    "comparison": lambda engine, deadline: engine.compare(CompareRequest(LONG, (8, 16), 3, deadline)),
+    "comparison": lambda engine, deadline: engine.compare(
+        CompareRequest(LONG, windows=(8, 16), repeat=3, deadline=deadline)
+    ),
 }
 
 

@@ -16,13 +16,13 @@ from tests.service.engine_harness import MakeHarness, name_vocabulary
 from wane.service.api import encode
 from wane.service.api.body import filter_of
 from wane.service.api.encode import SENT_WHOLE_BYTES, LongReply, Reply
-from wane.service.api.schemas.predict import PredictBody
 from wane.service.api.tensors import OutputFormat, reply
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import LONG_DOCUMENT
 from wane.service.engine.logits import Sampler
 from wane.service.engine.pending import BEGUN_AT_ONCE, step_many
 from wane.service.net.connection import CONNECTION
+from wane.service.types.predict import PredictBody
 from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest
 
 NAMES = [f"item {index}" for index in range(HEAVY_TOKENS)]

@@ -120,14 +120,14 @@ async def test_skipped_events_are_missed_and_the_list_before_them_judges_the_nex
 ) -> None:
     harness = make_harness(live_accuracy=K)
     client, engine = Client(harness), harness.engine
-    skipped = StepRequest("a", (), unknown=("new",), creator=ANYBODY)
+    skipped = StepRequest("a", (), unknown_names=("new",), creator=ANYBODY)
     await engine.submit(skipped)
     assert counts(harness) == NOTHING  # the session is new, so no answer came before
     await client.step("a", [5])
     await engine.submit(skipped)
     await engine.submit(skipped)
     client.ranks += [0, 0]
-    await client.step("a", [6], unknown=("new",))
+    await client.step("a", [6], unknown_names=("new",))
     client.check(harness)
     assert counts(harness)["judged"] == 3
     await engine.rewind("a", 1)

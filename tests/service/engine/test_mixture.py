@@ -20,12 +20,12 @@ from wane.service.engine.steps import columns
 from wane.service.engine.steps.answers import StepAnswer
 from wane.service.types.answer import Answer, Prediction
 from wane.service.types.common import Mode
+from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import (
     CompareRequest,
     GenerateRequest,
     History,
     PredictRequest,
-    ScoreMethod,
     ScoreRequest,
     StepRequest,
 )
@@ -223,7 +223,9 @@ async def test_a_session_that_begins_with_a_history(harness: EngineHarness, know
 async def test_generations(harness: EngineHarness, mode: Mode) -> None:
     tokens = words(20, seed=6)
     window = 4 if mode is Mode.WINDOW else None
-    stream = await harness.engine.generate(GenerateRequest(tokens, 16, temperature=0, mode=mode, window=window))
+    stream = await harness.engine.generate(
+        GenerateRequest(tokens, max_tokens=16, temperature=0, mode=mode, window=window)
+    )
     history = list(tokens)
     async for item in stream:
         if isinstance(item, GeneratedToken):
@@ -249,7 +251,7 @@ async def test_scores(
     harness = make_harness(vocabulary=names, cache=CACHE, tables=tables, **options)
     tokens = words(1500, seed=7)
     tolerance = 0.1 if method is ScoreMethod.PARALLEL else None
-    score = await harness.engine.score(ScoreRequest(tokens, method, tolerance, truncated=truncated))
+    score = await harness.engine.score(ScoreRequest(tokens, method=method, tolerance=tolerance, truncated=truncated))
     assert (score.chunks > 1) is (method is ScoreMethod.PARALLEL)
     start = [] if truncated else [EOS]
     for index in [*range(len(start) == 0, 2 * LENGTH), 300, 1499]:

@@ -23,7 +23,8 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
-from wane.service.types.request import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from wane.service.types.text import Finish, GeneratedToken
 
 EOS = 0
@@ -215,7 +216,7 @@ async def test_what_only_a_run_of_all_tokens_outputs_is_not_lost(
 
 @pytest.mark.parametrize("method", ScoreMethod)
 async def test_a_score_leaves_the_state_before_its_last_token(harness: EngineHarness, method: ScoreMethod) -> None:
-    await harness.engine.score(ScoreRequest(TEXT[:100], method, owner="ann"))
+    await harness.engine.score(ScoreRequest(TEXT[:100], method=method, owner="ann"))
     assert (await predict(harness, TEXT[:120], "bob")).cached_tokens == 0
     answer = await predict(harness, TEXT[:120], "ann")
     assert answer.cached_tokens == 99
@@ -224,7 +225,7 @@ async def test_a_score_leaves_the_state_before_its_last_token(harness: EngineHar
 
 async def test_a_score_whose_joints_differ_leaves_no_state(make_harness: MakeHarness) -> None:
     harness = make_harness(throughput=FixedProfile({1e-5: 100}))
-    found = await harness.engine.score(ScoreRequest(TEXT, ScoreMethod.PARALLEL, owner=""))
+    found = await harness.engine.score(ScoreRequest(TEXT, method=ScoreMethod.PARALLEL, owner=""))
     assert found.max_residual > 0
     assert len(harness.engine.state_cache.prefixes) == 0
 

@@ -13,7 +13,8 @@ from wane.models.manifest import Role
 from wane.service.engine import score
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.score import RESIDUAL
-from wane.service.types.request import ScoreMethod, ScoreRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import ScoreRequest
 
 EOS = 0
 
@@ -125,7 +126,7 @@ async def test_parallel_scoring_adds_the_bound_of_each_chunk_boundary(
     epsilon = harness.manifest.certificate.error_bound_at
     tokens = tuple(10 + index * index % 97 for index in range(1500))
     in_order = await harness.engine.score(ScoreRequest(tokens, truncated=True))
-    score = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0.1, truncated=True))
+    score = await harness.engine.score(ScoreRequest(tokens, method=ScoreMethod.PARALLEL, tolerance=0.1, truncated=True))
     assert (score.chunks, score.rounds) == (4, 1) and 0 < score.max_residual <= RESIDUAL
     assert score.logprobs[0] is None and score.logprobs[1:] == pytest.approx(in_order.logprobs[1:], abs=0.5)
     assert score.error_bounds is not None and in_order.error_bounds is not None

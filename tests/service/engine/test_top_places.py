@@ -14,7 +14,8 @@ from wane.service.engine.top_places import with_own
 from wane.service.errors import InvalidRequest
 from wane.service.types.answer import Prediction
 from wane.service.types.common import Mode
-from wane.service.types.request import PredictRequest, ScoreMethod, ScoreRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import PredictRequest, ScoreRequest
 from wane.service.types.text import Score
 
 EOS = 0
@@ -60,7 +61,7 @@ async def test_without_a_list_no_output_layer_runs(harness: EngineHarness) -> No
 
 
 async def test_a_list_is_asked_of_a_parallel_score_too(harness: EngineHarness) -> None:
-    check(harness, await harness.engine.score(ScoreRequest(TOKENS, ScoreMethod.PARALLEL, top_k=2)), 2)
+    check(harness, await harness.engine.score(ScoreRequest(TOKENS, method=ScoreMethod.PARALLEL, top_k=2)), 2)
 
 
 async def test_a_cache_is_mixed_into_every_place(make_harness: MakeHarness) -> None:
@@ -69,7 +70,7 @@ async def test_a_cache_is_mixed_into_every_place(make_harness: MakeHarness) -> N
     score = await harness.engine.score(ScoreRequest(tokens, top_k=3))
     assert score.predictions is not None
     for place in range(1, len(tokens)):
-        request = PredictRequest(tokens[:place], Mode.RECURRENT, top_k=3)
+        request = PredictRequest(tokens[:place], mode=Mode.RECURRENT, top_k=3)
         answer = await harness.engine.submit(request)
         found = sorted((one.logprob for one in score.predictions[place] or ()), reverse=True)[:3]
         assert found == pytest.approx([one.logprob for one in answer.predictions], abs=1e-4)

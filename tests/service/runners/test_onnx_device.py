@@ -54,7 +54,8 @@ from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
-from wane.service.types.request import PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from wane.service.types.predict import ScoreMethod
+from wane.service.types.request import PredictRequest, ScoreRequest, StepRequest
 
 LOGPROB = 1e-4  # the tolerance of float32 log-probabilities, as in `models/parity.py`
 SLOTS = 24
@@ -519,7 +520,7 @@ async def test_answers_agree_with_the_oracle(path: Path, device: Device, make_en
     wanted = [every[index][2, token] for index, token in enumerate(tokens[2].tolist())]
     assert list(score.logprobs) == pytest.approx(wanted, abs=LOGPROB)
     long = random_tokens(bundle, 1100, seed=3)
-    score = await engine.score(ScoreRequest(tuple(long.tolist()), ScoreMethod.PARALLEL, cache=False))
+    score = await engine.score(ScoreRequest(tuple(long.tolist()), method=ScoreMethod.PARALLEL, cache=False))
     assert score.chunks == WIDTH
     state, wanted = reference.zero_state(1), []
     for before, token in pairwise([bundle.vocabulary.eos_id, *long.tolist()]):
@@ -621,7 +622,7 @@ async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
             found["scan"] = copies.take()
             await engine.submit(PredictRequest(session=session))
             found["head"] = copies.take()
-            score = await engine.score(ScoreRequest((3, 4, 5, 6) * 300, ScoreMethod.PARALLEL))
+            score = await engine.score(ScoreRequest((3, 4, 5, 6) * 300, method=ScoreMethod.PARALLEL))
             assert (score.chunks, score.rounds) == (WIDTH, 1)
             to_device, to_host = copies.take()
             # The largest difference of each unit is copied once. Each of the two layers of the LSTM has two states.

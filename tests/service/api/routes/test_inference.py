@@ -56,7 +56,9 @@ async def test_a_prediction_asks_for_what_the_outputs_need(client: httpx.AsyncCl
     await client.post(INFER, json=body())
     await client.post(INFER, json=body(outputs=["top1_proved"]))
     await client.post(INFER, json=body(outputs=["token_logprobs"], truncated=True))
-    assert engine.asked[0] == PredictRequest((5, 6, 7), top_k=16, deadline=cast(Any, engine.asked[0]).deadline)
+    assert engine.asked[0] == PredictRequest(
+        (5, 6, 7), top_k=16, owner="", deadline=cast(Any, engine.asked[0]).deadline
+    )
     assert cast(PredictRequest, engine.asked[1]).top_k == 1
     assert isinstance(engine.asked[2], ScoreRequest) and engine.asked[2].truncated
     assert len(engine.asked) == 3

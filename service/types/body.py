@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from wane.models.manifest import Unknown
 from wane.service.types.common import Mode, says
-from wane.service.types.request import MAX_KEY_CHARACTERS, MAX_STOP_CHARACTERS, SESSION_ID, ScoreMethod
 
 HISTORY = "The game was released on"
 
@@ -25,6 +25,11 @@ IDEMPOTENCY = (
     "it gives one) gets the same answer and appends nothing. A retry with other tokens or another position gets 409 "
     "idempotency_key_reused"
 )
+# An id must not be `.` or `..`, because clients and proxies remove them from a path. JSON Schema cannot say more.
+SESSION_ID = r"(?!\.{1,2}$)[^/\\\u0000-\u001f\u007f-\u009f\ufffd]{1,128}"
+
+MAX_KEY_CHARACTERS = 255
+
 AT_MOST = "x-at-most"
 """The JSON Schema keyword that holds the limit of a list or an integer: a number, or the name of a setting. The OpenAPI
 description has the limit itself."""
@@ -129,11 +134,6 @@ Window = Annotated[
 ]
 SessionId = Annotated[str, keywords(pattern=anchored(SESSION_ID))]
 IdempotencyKey = Annotated[str, keywords(minLength=1, maxLength=MAX_KEY_CHARACTERS)]
-Stop = Annotated[str, keywords(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
-Method = Annotated[
-    ScoreMethod,
-    says("sequential: run the tokens in order; parallel: run concurrent chunks, if this is expected to be faster"),
-]
 IncludeUnknown = Annotated[
     bool,
     says(
@@ -211,6 +211,8 @@ class EventInput(Struct):
 
 InputSequence = str | tuple[int, ...] | EventInput
 
+R = TypeVar("R", bound="SequenceBody")
+
 
 class SequenceBody(Body, kw_only=True):
     """A body with one sequence, as a text, as token ids or as events."""
@@ -229,6 +231,11 @@ class SequenceBody(Body, kw_only=True):
         if self.events is not None:
             return EventInput(self.events, self.unknown)
         return self.input if self.input is not None else self.tokens or ()
+
+    def request(self, kind: type[R], **added: object) -> R:
+        """Returns the engine's request of the class `kind`, which inherits this body's fields. `added` are its other
+        values. They include the tokens, which replace the text or the events."""
+        return kind(**asdict(self) | {"input": None, "events": None} | added)
 
 
 class EventsBody(Body, kw_only=True):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from wane.service.api.schemas.common import (
+from wane.service.types.body import (
     AUTO,
     HISTORY,
     Cache,
     Events,
     EventsBody,
     IncludeUnknown,
-    Method,
     Model,
     Name,
     Natural,
@@ -33,14 +33,22 @@ from wane.service.api.schemas.common import (
     keywords,
 )
 from wane.service.types.common import Mode, says
-from wane.service.types.request import (
-    MAX_COMPARED_MODELS,
-    MAX_COMPARED_WINDOWS,
-    MAX_REPEAT,
-    TOLERANCE_MODES,
-    WINDOW_MODES,
-    ScoreMethod,
-)
+
+MAX_COMPARED_MODELS = 8
+MAX_COMPARED_WINDOWS = 32
+MAX_REPEAT = 1000
+
+WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
+"""The modes in which a prediction request may set `window`."""
+
+TOLERANCE_MODES = (Mode.AUTO,)
+
+
+class ScoreMethod(StrEnum):
+    """The methods of scoring a text."""
+
+    PARALLEL = "parallel"
+    SEQUENTIAL = "sequential"
 
 
 class PredictBody(RankedBody, kw_only=True):
@@ -118,7 +126,10 @@ class ScoreBody(SequenceBody, kw_only=True):
     tokens: Annotated[Tokens | None, at_most("max_scored_tokens", of_tokens=True)] = None
     events: Annotated[Events | None, at_most("max_scored_tokens", of_tokens=True)] = None
     model: Model = None
-    method: Method = ScoreMethod.SEQUENTIAL
+    method: Annotated[
+        ScoreMethod,
+        says("sequential: run the tokens in order; parallel: run concurrent chunks, if this is expected to be faster"),
+    ] = ScoreMethod.SEQUENTIAL
     tolerance: Annotated[
         Tolerance | None, says("the largest accepted error of concurrent chunks, as total variation, 0 to 1")
     ] = None

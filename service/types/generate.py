@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, ClassVar
 
-from wane.service.api.schemas.common import (
+from wane.service.types.body import (
     HISTORY,
     Cache,
     IncludeUnknown,
@@ -14,7 +13,6 @@ from wane.service.api.schemas.common import (
     Positive,
     SequenceBody,
     SessionId,
-    Stop,
     Truncated,
     Window,
     absent,
@@ -23,13 +21,20 @@ from wane.service.api.schemas.common import (
     keywords,
     modes,
 )
-from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.types.common import Mode, says
-from wane.service.types.request import GENERATED_MODES, GENERATED_WINDOW_MODES, MAX_BIAS, MAX_PENALTY, MAX_STOPS, Bias
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_PENALTY = 2
+MAX_BIAS = 100
+
+GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
+GENERATED_WINDOW_MODES = (Mode.WINDOW,)
 
 ID_AS_TEXT = "0|[1-9][0-9]{0,9}"
 """The pattern of a token id as text."""
 
+Stop = Annotated[str, keywords(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
 Penalty = Annotated[float, keywords(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
 LogitBias = Annotated[
     dict[str, float],
@@ -40,20 +45,6 @@ LogitBias = Annotated[
         additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
     ),
 ]
-
-
-def bias_of(biases: dict[str, float] | None) -> Bias | None:
-    """Returns the value of the field `logit_bias`. Raises InvalidRequest for a key that is not a token id, and for a
-    bias that is out of range."""
-    if biases is None:
-        return None
-    is_id = re.compile(ID_AS_TEXT).fullmatch
-    for name in biases:
-        if is_id(name) is None:
-            raise InvalidRequest(
-                f"logit_bias has the name {truncate_repr(name)}, which is not a token id", "logit_bias"
-            )
-    return Bias({int(name): value for name, value in biases.items()})
 
 
 class GenerateBody(SequenceBody, kw_only=True):
