@@ -14,6 +14,7 @@ import ctypes
 import gc
 import os
 import resource
+import subprocess
 import sys
 from functools import cache
 from importlib.abc import MetaPathFinder
@@ -150,7 +151,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("group") == "quick":
         sys.meta_path.insert(0, NoTorch())
     if not hasattr(config, "workerinput"):
+        list_characters()
         config.pluginmanager.register(Workers(config.getoption("group")))
+
+
+def list_characters() -> None:
+    """Makes hypothesis list all Unicode characters, in a process of its own, unless it has done so in this checkout.
+    This takes 200 MiB. Otherwise each worker would list them in its first test with random text."""
+    if not Path(".hypothesis", "unicode_data").exists():
+        program = "from hypothesis import strategies; strategies.text().validate()"
+        subprocess.run([sys.executable, "-c", program], check=True)
 
 
 class Workers:
