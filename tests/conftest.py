@@ -14,6 +14,7 @@ import ctypes
 import gc
 import os
 import resource
+import subprocess
 import sys
 from functools import cache
 from importlib.abc import MetaPathFinder
@@ -114,14 +115,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)
 
 
+STEP_BYTES = 32 * 2**20
 freed_at = 0
 
 
+def pytest_collection_finish() -> None:
+    """Excludes the collected tests and the imported modules from garbage collection. They stay until the end, and
+    going through them takes most of the time of a collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_logfinish() -> None:
-    """Frees garbage, and returns it to the kernel, each time that the process has grown by 200 MiB. The parts of
+    """Frees garbage, and returns it to the kernel, each time that the process has grown by `STEP_BYTES`. The parts of
     an engine refer to one another, so that only a garbage collection frees an engine that a test has dropped."""
     global freed_at
-    if sys.platform == "linux" and resident_bytes() > freed_at + 200 * 2**20:
+    if sys.platform == "linux" and resident_bytes() > freed_at + STEP_BYTES:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         freed_at = resident_bytes()
@@ -142,7 +151,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("group") == "quick":
         sys.meta_path.insert(0, NoTorch())
     if not hasattr(config, "workerinput"):
+        list_characters()
         config.pluginmanager.register(Workers(config.getoption("group")))
+
+
+def list_characters() -> None:
+    """Makes hypothesis list all Unicode characters, in a process of its own, unless it has done so in this checkout.
+    This takes 200 MiB. Otherwise each worker would list them in its first test with random text."""
+    if not Path(".hypothesis", "unicode_data").exists():
+        program = "from hypothesis import strategies; strategies.text().validate()"
+        subprocess.run([sys.executable, "-c", program], check=True)
 
 
 class Workers:

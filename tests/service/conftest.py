@@ -15,6 +15,7 @@ import pytest
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
+from tests.service.shipped import opened
 from wane.service.app import Application, create_app
 from wane.service.net.connection import Connection
 from wane.service.net.limits import Limits
@@ -133,6 +134,13 @@ async def server(
     yield server
     server.should_exit = True
     await serving
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_bundles() -> Iterator[None]:
+    """Drops the shipped models at the end of each file, because all of them together need 230 MiB."""
+    yield
+    opened.cache_clear()
 
 
 @pytest.fixture(scope="session")

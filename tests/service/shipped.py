@@ -22,6 +22,6 @@ each_bundle = pytest.mark.parametrize("path", PATHS, ids=[path.name for path in 
 
 @cache
 def opened(path: Path) -> tuple[Bundle, OnnxRunner]:
-    """Returns a bundle and its CPU runner. All tests share one copy of the bundle and of the runner."""
+    """Returns a bundle and its CPU runner. The tests of a file share one copy of the bundle and of the runner."""
     bundle = Bundle.read(path)
     return bundle, OnnxRunner(bundle, "cpu", threads=1)

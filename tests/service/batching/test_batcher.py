@@ -305,6 +305,16 @@ async def test_an_item_whose_deadline_passed_in_the_queue_is_not_run(rig: Rig) -
     assert rig.skipped("deadline") == 1
 
 
+async def test_work_of_a_request_that_will_be_committed_runs_after_its_deadline(rig: Rig) -> None:
+    first = await rig.hold()
+    late = rig.ask(2, deadline=asyncio.get_running_loop().time())
+    rig.tickets[-1].entered = True
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, late)
+    assert rig.runner.calls[1][1] == [[2]]
+
+
 async def test_committing_work_marks_its_ticket_when_it_enters_a_batch(rig: Rig) -> None:
     first = await rig.hold()
     second = rig.ask(2, binding=True)

@@ -96,6 +96,15 @@ def test_all_tokens_run_if_they_cost_no_more_than_the_window(of_all: float, way:
     assert found == (way,)
 
 
+@pytest.mark.parametrize("window", [9, 10])
+def test_a_window_that_covers_all_tokens_is_the_run_of_all_tokens(window: int) -> None:
+    def cost(k: int | None) -> float:
+        return 100.0 if k is None else 1.0
+
+    found = ways(CERTIFIED, 9, window=window, own=4, largest=12, tolerance=None, has_radius_output=False, cost=cost)
+    assert found == (None,)
+
+
 @pytest.mark.parametrize(("of_try", "expected"), [(4.0, (4, 8)), (4.1, (8,))])
 def test_a_first_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: tuple[int | None, ...]) -> None:
     cost_model = {4: of_try, 8: 8.0, None: 100.0}

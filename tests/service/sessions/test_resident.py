@@ -101,7 +101,9 @@ async def test_a_buffered_session_counts_with_a_full_history_until_it_is_written
     assert bench.store.sessions.used_bytes == 0
 
 
-@pytest.mark.parametrize(("known", "position"), [(3, 3), (3, 100), (HISTORY, HISTORY), (HISTORY, 2 * HISTORY + 7)])
+@pytest.mark.parametrize(
+    ("known", "position"), [(3, 3), (3, HISTORY), (3, 100), (HISTORY, HISTORY), (HISTORY, 2 * HISTORY + 7)]
+)
 @pytest.mark.parametrize("steps", [0, 1, HISTORY - 3, HISTORY + 5])
 async def test_any_history_is_the_same_after_it_was_buffered(
     bench: Bench, known: int, position: int, steps: int

@@ -75,7 +75,7 @@ def test_a_state_in_use_is_never_evicted_and_a_full_pool_refuses() -> None:
 def test_idle_states_are_dropped() -> None:
     state_cache = make_residents()
     keep(state_cache, "old", 1.0)
-    keep(state_cache, "new", 5.0)
+    keep(state_cache, "new", 2.0)
     state_cache.drop_idle(since_s=2.0)
     assert state_cache.peek("old") is None
     assert state_cache.peek("new") is not None

@@ -24,8 +24,9 @@ def test_the_budget_sets_the_number_of_slots() -> None:
 
 
 def test_a_budget_for_too_few_states_is_refused_with_the_needed_bytes() -> None:
-    with pytest.raises(ValueError, match=f"state_budget_bytes is {SLOT_BYTES}.* need {8 * SLOT_BYTES}"):
-        StatePool(STATE, 4, SLOT_BYTES)
+    budget = 8 * SLOT_BYTES - 1
+    with pytest.raises(ValueError, match=f"state_budget_bytes is {budget}.* need {8 * SLOT_BYTES}"):
+        StatePool(STATE, 4, budget)
 
 
 def test_gather_returns_the_rows_that_scatter_wrote() -> None:

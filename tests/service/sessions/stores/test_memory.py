@@ -75,10 +75,13 @@ async def test_an_append_with_the_revision_of_a_deleted_session_has_no_effect_on
 async def test_a_rewind_removes_tokens_and_the_last_step_and_changes_the_revision() -> None:
     store, _ = make_store()
     await store.create(record())
+    created = await store.get("s")
     for token in range(10, 16):
         await step(store, "s", (token,), STEP)
     full = await store.get("s")
-    assert full is not None
+    assert created is not None and full is not None
+    assert follows(full.revision, created.revision)
+    assert not follows(created.revision, full.revision)
     assert (full.dropped_tokens, full.earliest) == (2, 3)
     assert await store.rewind("s", full.revision - 1, 4) is None
     rewound = await store.rewind("s", full.revision, 4)
