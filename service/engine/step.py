@@ -121,7 +121,7 @@ class SessionSteps:
                     if replayed:
                         self._replayed.inc()
                     elif self._live is not None:
-                        self._live.committed(request.session, record.position, SKIPPED)
+                        self._live.judge([(request.session, record.position, SKIPPED)])
                     await sessions.touch(request.session)
                     token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:
@@ -312,7 +312,7 @@ class SessionSteps:
         if own is Mode.RECURRENT:
             self._resident.add(committed)
         if self._live is not None:
-            self._live.committed(record.session, record.position, request.tokens[0])
+            self._live.judge([(record.session, record.position, request.tokens[0])])
         # A proof is searched only after the commit, so that the step is committed even if the client cancels the
         # request during a long search.
         if request.prove:

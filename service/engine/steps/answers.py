@@ -46,13 +46,12 @@ class StepResults:
     """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items`, `identity`,
     `vocabulary` and `durable` are the same for all rows.
 
-    ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. top_ids: `ids` as an
-    array (B, K). cache_tokens: the number of tokens in each row's cache; None if the model has no cache. seen_tokens:
-    see `Answer`, for rows with a filter. latencies: the latencies of the rows that the general procedure waits for,
-    which began before they were queued.
+    ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
+    number of tokens in each row's cache; None if the model has no cache. seen_tokens: see `Answer`, for rows with a
+    filter. latencies: the latencies of the rows that the general procedure waits for, which began before they were
+    queued.
     """
 
-    top_ids: NDArray[np.int64]
     ids: list[list[int]]
     logprobs: list[list[float]]
     probabilities: list[list[float]]
@@ -255,17 +254,10 @@ class StepAnswers:
     ) -> None:
         """Answers the committed `rows`. durable: see `SessionRecord`, for each row of the batch."""
         results, singles, positions = prepared
-        if self._live is not None and rows:
-            some = slice(None) if len(rows) == len(batch.rows) else rows
-            steps, after = [batch.rows[index] for index in rows], positions[some].tolist()
-            firsts = map(StepRow.first_token, steps, after)
-            sessions, before, tokens = zip(*firsts, strict=True)
-            given = [
-                position if step.is_awaited and index not in singles else 0
-                for index, step, position in zip(rows, steps, after, strict=True)
-            ]
-            ids = np.empty((len(rows), 0), np.int64) if results is None else results.top_ids[some]
-            self._live.log(sessions, before, tokens, given, ids, [step.top_k for step in steps])
+        live = self._live
+        if live is not None:
+            after = positions.tolist()
+            live.judge([batch.rows[index].first_token(after[index]) for index in rows])
         if results is not None:
             by_array = [row for row in rows if row not in singles] if singles else rows
             if durable is not None and by_array:
@@ -275,6 +267,10 @@ class StepAnswers:
             except Exception as error:  # the steps are answered
                 report = {"message": "the answers of a batch of steps were not counted", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(report)
+            if live is not None:
+                after, ids = results.positions, results.ids
+                given = [(index, row) for index in by_array if (row := batch.rows[index]).is_awaited]
+                live.keep([(row.session, after[index], ids[index][: row.top_k]) for index, row in given])
             for index in by_array:
                 row = batch.rows[index]
                 if row.done():
@@ -439,7 +435,7 @@ class StepAnswers:
         elif self._unlisted:
             top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
         logprobs = top.logprobs
-        results.top_ids, results.ids, results.logprobs = top.ids, top.ids.tolist(), logprobs.tolist()
+        results.ids, results.logprobs = top.ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
         results.cache_tokens = None
         if rankings:
@@ -473,7 +469,7 @@ class StepAnswers:
             top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, batch.rows)
         elif self._unlisted:
             top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
-        results.top_ids, results.ids, results.probabilities = top_ids, top_ids.tolist(), probabilities.tolist()
+        results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
         results.logprobs = np.log(probabilities).tolist()
         results.cache_tokens = found.tokens.tolist()
         unknown = [cache.unknown(*known) for known in zip(results.cache_tokens, results.positions, strict=True)]

@@ -8,11 +8,10 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
-from wane.service.engine.live_accuracy import SKIPPED, SNAPSHOTS, SPAN_S, LiveAccuracy, LiveCounts
+from wane.service.engine.live_accuracy import SNAPSHOTS, SPAN_S, LiveAccuracy, LiveCounts
 from wane.service.errors import UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.types.answer import Answer
@@ -191,20 +190,15 @@ def live(k: int = 3, most: int = 10) -> tuple[LiveAccuracy, Metrics]:
     return LiveAccuracy(k, most, metrics, "m", "1"), metrics
 
 
-def keep(found: LiveAccuracy, session: str, position: int, *ids: int) -> None:
-    """Keeps an answer at the position, which lists the ids."""
-    found.log([session], [0], [0], [position], np.array([ids]), [len(ids)])
-
-
 def test_the_sliding_window_forgets_what_is_older() -> None:
     found, metrics = live()
-    keep(found, "a", 1, 7, 8, 9)
-    found.committed("a", 1, 8)
+    found.keep([("a", 1, [7, 8, 9])])
+    found.judge([("a", 1, 8)])
     for second in range(SPAN_S):
         assert found.document()["recent"]["hits"] == 1, second
         found.passed(1.0)
-    keep(found, "a", 2, 7, 8, 9)
-    found.committed("a", 2, 6)
+    found.keep([("a", 2, [7, 8, 9])])
+    found.judge([("a", 2, 6)])
     for _ in range(SPAN_S // SNAPSHOTS):
         found.passed(1.0)
     report = found.document()
@@ -224,42 +218,11 @@ def test_the_sliding_window_forgets_what_is_older() -> None:
     assert values == {"judged": 2, "hits": 1, "reciprocal_ranks": 0.5, "unjudged": 0}
 
 
-def test_steps_that_are_judged_together_are_counted_as_one_after_another() -> None:
-    k, random = 3, Random(2)
-    found, _ = live(k, most=50)
-    kept: dict[str, tuple[int, list[int]]] = {}  # what a server would keep that judged every step at once
-    ranks, unjudged = list[int](), 0
-    for number in range(5000):
-        session = f"s{random.randrange(random.choice([2, 40]))}"
-        position, listed = kept.get(session, (0, []))
-        before = random.choice([position, position, position, 0, 1])
-        token = random.choice([SKIPPED, *range(8)])
-        if before and position == before:
-            ranks.append(listed.index(token) + 1 if token in listed else 0)
-        elif before:
-            unjudged += 1
-        if token == SKIPPED:
-            found.committed(session, before, SKIPPED)
-        else:
-            ids, top_k = random.sample(range(8), random.choice([2, 3, 5])), random.randint(1, 5)
-            after = random.choice([0, before + 1, before + 1])  # 0: the client had left
-            kept[session] = after, ids[: min(k, top_k)]
-            found.log([session], [before], [token], [after], np.array([ids]), [top_k])
-        if number % 600 == 0:
-            found.count()
-    hits = [rank for rank in ranks if rank]
-    report = found.document()["since_start"]
-    assert (report["judged"], report["hits"], report["unjudged"]) == (len(ranks), len(hits), unjudged)
-    assert report["reciprocal_ranks"] == pytest.approx(sum(1 / rank for rank in hits))
-    assert len(ranks) > 1000 and len(hits) > 300 and unjudged > 500
-
-
 def test_only_the_latest_sessions_are_kept() -> None:
     found, _ = live(most=2)
     for session in ("a", "b", "a", "c"):
-        keep(found, session, 1, 7)
-    found.count()
+        found.keep([(session, 1, [7])])
     for session in ("a", "b", "c"):
-        found.committed(session, 1, 7)
+        found.judge([(session, 1, 7)])
     assert found.document()["since_start"]["hits"] == 2
     assert found.document()["since_start"]["unjudged"] == 1

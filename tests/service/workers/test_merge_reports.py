@@ -110,8 +110,8 @@ def test_merged_live_accuracy_equals_that_of_a_single_process(steps: list[tuple[
     )
     for replica, token in steps:
         for live in (parts[replica], whole):
-            live.log(["a"], [0], [0], [1], np.array([[1, 2, 3]]), [3])
-            live.committed("a", 1 if token else 2, token)
+            live.keep([("a", 1, [1, 2, 3])])
+            live.judge([("a", 1 if token else 2, token)])
     (found,) = merge([document(Stats(Metrics(), "m"), live=live) for live in parts])["models"]
     assert_same(found["live_accuracy"], whole.document())
     reports = [document(Stats(Metrics(), "m"), live=live) for live in (None, whole)]
