@@ -67,11 +67,11 @@ Ask = Callable[[int], Awaitable[object]]
 class Subject:
     """One bundle, and what the methods need: its runner, its engine, its batcher, and the clients' tokens."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **settings_given: Any) -> None:
         self.bundle = bundle = Bundle.read(path)
         self.manifest = bundle.manifest
         self.runner = OnnxRunner(bundle, "cpu", threads=1)
-        settings = Settings(max_batch_size=BATCH)
+        settings = Settings(max_batch_size=BATCH, **settings_given)
         store = MemoryStore(
             max(settings.session_history_tokens, bundle.manifest.max_window),
             settings.session_ttl_s,

@@ -25,8 +25,8 @@ from wane.training.evaluate_events import (
     TRANSITIONS_ALONE,
     Judge,
     Scores,
+    hidden_after,
     mixture_of,
-    session_losses,
     sessions_of,
 )
 from wane.training.rankings.baselines import Vmis
@@ -75,7 +75,7 @@ def parts(run_folder: Path, data: Path | None) -> Iterator[str]:
     counts = Counts(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size, backwards)
     neighbours = Vmis(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
     valid, test = (Judge(run.network, run.corpus, split) for split in ("valid", "test"))
-    hidden = {judge: session_losses(run.network, judge.sessions, judge.positions)[1] for judge in (valid, test)}
+    hidden = {judge: hidden_after(run.network, judge.sessions, judge.positions) for judge in (valid, test)}
     yield "| parts | R@10 | R@20 | MRR@20 | NDCG@10 |"
     yield "| --- | --- | --- | --- | --- |"
 

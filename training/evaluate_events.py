@@ -53,17 +53,24 @@ def sessions_of(corpus: Corpus, split: str) -> Sessions:
 
 @torch.inference_mode()
 def session_losses(
-    network: Network, sessions: Sessions, kept: NDArray[np.int64] | None = None, advance: Advance | None = None
+    network: Network,
+    sessions: Sessions,
+    kept: NDArray[np.int64] | None = None,
+    advance: Advance | None = None,
+    predicted: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.float64], Tensor]:
     """Runs the network over all sessions, each from the zero state.
 
     Returns two results. The first is -log p of the token after each input: float64 (len(stream) - 1,), NaN where
-    nothing is predicted. The second is the output layer's input after each of the positions `kept`: float32 (n, H).
-    kept: int64 (n,), in ascending order.
+    nothing is predicted, or outside the positions `predicted`, if they are given. The second is the output layer's
+    input after each of the positions `kept`: float32 (n, H). kept: int64 (n,), in ascending order.
     """
     device = network.embedding.weight.device
     lanes = SessionLanes(ALONE, sessions, WIDTH, CHUNK, None)
     losses = np.full(len(sessions.stream) - 1, np.nan)
+    is_predicted = np.full(len(losses), predicted is None)
+    if predicted is not None:
+        is_predicted[predicted] = True
     row_of = np.full(len(losses), -1)
     if kept is not None:
         row_of[kept] = np.arange(len(kept))
@@ -73,13 +80,21 @@ def session_losses(
         batch = lanes.batch(step, device)
         hidden, state = network(batch.inputs, None if batch.fresh else state)
         hidden, positions = batch.chosen(hidden), batch.chosen_positions()
-        losses[positions] = full_losses(network, hidden, batch.chosen(batch.targets)).double().numpy(force=True)
+        own = np.flatnonzero(is_predicted[positions])
+        if len(own):
+            some, targets = hidden[torch.from_numpy(own)], batch.chosen(batch.targets)[torch.from_numpy(own)]
+            losses[positions[own]] = full_losses(network, some, targets).double().numpy(force=True)
         row = row_of[positions]
         hit = np.flatnonzero(row >= 0)
         after[torch.from_numpy(row[hit])] = hidden[torch.from_numpy(hit)]
         if advance is not None:
             advance(len(positions))
     return losses, after
+
+
+def hidden_after(network: Network, sessions: Sessions, kept: NDArray[np.int64]) -> Tensor:
+    """Returns the second result of `session_losses`, without computing a loss."""
+    return session_losses(network, sessions, kept, predicted=kept[:0])[1]
 
 
 Scores = Callable[[NDArray[np.int64]], NDArray[np.float64]]
@@ -160,7 +175,7 @@ class Judge:
     @torch.inference_mode()
     def recurrent(self, cache: CacheMixture | None) -> Judged:
         """Returns the ranks of the model in the recurrent mode."""
-        return self.of_model(session_losses(self._network.eval(), self.sessions, self.positions)[1], cache)[1]
+        return self.of_model(hidden_after(self._network.eval(), self.sessions, self.positions), cache)[1]
 
     def of_scores(self, scores: Scores, advance: Advance | None = None) -> Judged:
         """Returns the ranks of a method that has a score for every event."""
@@ -271,7 +286,7 @@ def evaluate_events(
     network.eval()
     judge = Judge(network, corpus, split, count)
     sessions, inputs, positions = judge.sessions, judge.inputs, judge.positions
-    alone, hidden = session_losses(network, sessions, positions, advance)
+    alone, hidden = session_losses(network, sessions, positions, advance, inputs)
     alone = alone[inputs]
     whole = alone
     mixture = mixture_of(cache, corpus.vocabulary.size, transitions)
@@ -347,7 +362,7 @@ def fit_transitions(network: Network, corpus: Corpus, count: int, cache: CacheMo
     an event before another counts, which is chosen for the mixture with the model."""
     network.eval()
     judge, train = Judge(network, corpus, "valid", count), sessions_of(corpus, "train")
-    _, hidden = session_losses(network, judge.sessions, judge.positions)
+    hidden = hidden_after(network, judge.sessions, judge.positions)
     size = corpus.vocabulary.size
     model = judge.of_targets(judge.scores(hidden, mixture_of(cache, size)))
     tried = []

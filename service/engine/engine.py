@@ -46,7 +46,7 @@ from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import RecurrentSource
 from wane.service.engine.limits import Limits
-from wane.service.engine.live_accuracy import LiveAccuracy
+from wane.service.engine.live_accuracy import LIST_BYTES, TOKEN_BYTES, LiveAccuracy
 from wane.service.engine.pending import BEGUN_AT_ONCE, Admission, Pending, outcome_of
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Item, Scorer
@@ -153,6 +153,7 @@ class Engine:
             runner.memory,
             metrics.states_evicted.labels(name).inc,
             norms=manifest.architecture.norm_columns if NORMS in runner.outputs("step") else 0,
+            beside_bytes=LIST_BYTES + TOKEN_BYTES * settings.live_accuracy if settings.live_accuracy else 0,
             clock=clock,
             on_prefix=partial(metrics.count_prefix, name),
         )

@@ -22,6 +22,8 @@ SPAN_S = 600
 """The length of the sliding window in seconds."""
 SNAPSHOTS = 10
 """The number of equal parts of the sliding window."""
+LIST_BYTES, TOKEN_BYTES = 285, 4
+"""The memory of one kept answer, at most, and of each of its tokens, besides the session's id, which others keep."""
 
 
 Step = tuple[str, int, int]
@@ -78,15 +80,7 @@ class LiveAccuracy:
         self._snapshots = deque([list(self._ranks)], SNAPSHOTS + 1)
         self._age_s = 0.0  # seconds since the latest snapshot
         self._counted = list(self._ranks)  # what the metrics have
-        self._metrics = [
-            counter.labels(model, version)
-            for counter in (
-                metrics.live_judged,
-                metrics.live_hits,
-                metrics.live_reciprocal_ranks,
-                metrics.live_unjudged,
-            )
-        ]
+        self._metrics = [counter.labels(model, version) for counter in metrics.live_accuracy]
 
     def judge(self, steps: Iterable[Step]) -> None:
         """Counts committed steps and skipped ones. A committed step drops the answer before it, so that it judges no

@@ -356,16 +356,17 @@ class Metrics:
             "model",
         )
 
-        # Live accuracy: the next token of a session, looked up in the list of the answer before it.
+        # Live accuracy: the next token of a session, looked up in the list of the answer before it. Judged steps, hits,
+        # the sum of their reciprocal ranks, and unjudged steps.
         def live(name: str, text: str) -> Counter:
             return counter(f"wane_live_{name}", f"{text} Only with WANE_LIVE_ACCURACY.", "model", "version")
 
-        self.live_judged = live("judged", "Steps whose first token was looked up in the list of the answer before it.")
-        self.live_hits = live("hits", "Judged steps whose token was in this list; divided by judged: recall@K.")
-        self.live_reciprocal_ranks = live(
-            "reciprocal_ranks", "Sum of 1 / rank of the hits in their lists; divided by judged: MRR@K."
+        self.live_accuracy = (
+            live("judged", "Steps whose first token was looked up in the list of the answer before it."),
+            live("hits", "Judged steps whose token was in this list; divided by judged: recall@K."),
+            live("reciprocal_ranks", "Sum of 1 / rank of the hits in their lists; divided by judged: MRR@K."),
+            live("unjudged", "Steps whose earlier answer is not kept."),
         )
-        self.live_unjudged = live("unjudged", "Steps whose earlier answer is not kept.")
 
         # Shadow requests. For a sample of the answered requests, the server also computes the answer in the other mode.
         self.shadow = counter(

@@ -62,11 +62,13 @@ class StatePool:
         on_evict: Callable[[], object] = lambda: None,
         *,
         norms: int = 0,
+        beside_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         on_prefix: Callable[[int], object] = lambda _tokens: None,
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. So are the `norms`
-        columns of the output `norms`, if the graphs have it. `memory` allocates the memory of the states, on the device
+        columns of the output `norms`, if the graphs have it. `beside_bytes` is what else the engine keeps in memory for
+        each state, and counts against the budget. `memory` allocates the memory of the states, on the device
         of the runner that reads them. `on_evict` is called for every evicted state of a session. `clock`, `on_prefix`:
         see `PrefixStates`.
 
@@ -77,11 +79,12 @@ class StatePool:
             shapes[NORMS] = (norms,)
         shapes[HIDDEN] = (hidden,)
         self.slot_bytes = FLOAT32_BYTES * sum(int(np.prod(shape)) for shape in shapes.values())
-        self.capacity = budget_bytes // self.slot_bytes
+        each_bytes = self.slot_bytes + beside_bytes
+        self.capacity = budget_bytes // each_bytes
         if self.capacity < FEWEST_SLOTS:
             raise ValueError(
-                f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {self.slot_bytes} bytes "
-                f"need {FEWEST_SLOTS * self.slot_bytes}"
+                f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {each_bytes} bytes "
+                f"need {FEWEST_SLOTS * each_bytes}"
             )
         self.memory = memory(shapes, self.capacity)
         self.users = array("i", bytes(4 * RESERVED))  # number of users of each slot that was ever used

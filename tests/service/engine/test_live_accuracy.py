@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
-from wane.service.engine.live_accuracy import SNAPSHOTS, SPAN_S, LiveAccuracy, LiveCounts
+from wane.service.engine.live_accuracy import LIST_BYTES, SNAPSHOTS, SPAN_S, TOKEN_BYTES, LiveAccuracy, LiveCounts
 from wane.service.errors import UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.types.answer import Answer
@@ -74,7 +75,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", [{}, {"state_budget_bytes": 4096}, {"puts_out_top": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"state_budget_bytes": 1 << 13}, {"puts_out_top": False}], ids=str)
 async def test_the_counts_equal_those_of_the_client(make_harness: MakeHarness, changes: dict[str, Any]) -> None:
     harness = make_harness(live_accuracy=K, certified=True, **changes)
     client, random = Client(harness), Random(1)
@@ -178,6 +179,26 @@ async def test_an_answer_to_removed_tokens_judges_nothing(make_harness: MakeHarn
     await engine.submit(StepRequest("a", (9,)))
     assert counts(harness)["judged"] == before["judged"]
     assert counts(harness)["unjudged"] == before["unjudged"] + 1
+
+
+async def test_the_kept_answers_count_against_the_budget_of_states(make_harness: MakeHarness) -> None:
+    pools = [make_harness(live_accuracy=k, state_budget_bytes=1 << 16).engine.state_cache for k in (0, 1, 101)]
+    bytes_a_state = [(1 << 16) / pool.capacity for pool in pools]
+    assert bytes_a_state[0] == pytest.approx(pools[0].slot_bytes, rel=0.1)
+    assert bytes_a_state[1] > bytes_a_state[0] + LIST_BYTES
+    assert bytes_a_state[2] - bytes_a_state[1] == pytest.approx(100 * TOKEN_BYTES, rel=0.1)
+
+
+def test_the_memory_of_the_kept_answers_is_what_is_counted() -> None:
+    found, _ = live(20, most=10_000)
+    names, ids = [f"s{number}" for number in range(8000)], [[*range(first, first + 20)] for first in range(300, 400)]
+    tracemalloc.start()
+    try:
+        found.keep((name, at, ids[at % 100]) for at, name in enumerate(names))
+        kept = tracemalloc.get_traced_memory()[0] / len(names)
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * (LIST_BYTES + 20 * TOKEN_BYTES) < kept <= LIST_BYTES + 20 * TOKEN_BYTES
 
 
 async def test_nothing_is_kept_without_the_setting(harness: EngineHarness) -> None:

@@ -21,6 +21,7 @@ def make_slab(slots: int = 8) -> StatePool:
 def test_the_budget_sets_the_number_of_slots() -> None:
     pool = StatePool(STATE, 4, 10 * SLOT_BYTES + SLOT_BYTES - 1)
     assert (pool.slot_bytes, pool.capacity) == (SLOT_BYTES, 10)
+    assert StatePool(STATE, 4, 10 * SLOT_BYTES, beside_bytes=SLOT_BYTES // 4).capacity == 8
 
 
 def test_a_budget_for_too_few_states_is_refused_with_the_needed_bytes() -> None:
