@@ -11,19 +11,20 @@ from __future__ import annotations
 import asyncio
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from secrets import token_urlsafe
-from typing import TypeVar
+from typing import TypeVar, cast
 from zlib import crc32
 
 import msgspec
 from msgspec import Raw, Struct
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wane.service.api import encode
-from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, uncompressed
+from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, reader, uncompressed
 from wane.service.api.cost import admit_body
 from wane.service.api.exchange import (
     PART,
@@ -82,6 +83,15 @@ class _Steps(Struct):
     format: Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+def _read(kind: type[T], body: bytes) -> T:
+    """Decodes a body. If a member is given several times, its last value counts, as in the API. Raises ValueError."""
+    try:
+        decoded: T = reader(cast(Hashable, kind)).decode(body)
+        return decoded
+    except msgspec.ValidationError:
+        return msgspec.convert(from_json(body), kind)
+
+
 class Placement:
     """The ASGI application of a worker. Passes requests of other workers' sessions on."""
 
@@ -94,10 +104,7 @@ class Placement:
         self._most_steps = app.settings.max_batch_inputs
         self._policy: RequestPolicy = app.state.policy
         self._divides_sessions = app.settings.store == IN_MEMORY
-        self._named = msgspec.json.Decoder(_Named).decode
-        self._fields = msgspec.json.Decoder(dict[str, Raw]).decode
         self._steps = msgspec.json.Decoder(_Steps).decode
-        self._checked = msgspec.json.Decoder(StepsBody).decode
 
     def worker_of(self, session: str) -> int:
         """Returns the number of the worker that has the session with this id."""
@@ -174,7 +181,7 @@ class Placement:
             return
         path = scope["path"]
         if path == MANY:
-            checked = await self._decoded(self._checked, body)
+            checked = await self._checked(body)
             parts = None if checked is None else self._cut(checked)
             if checked is None or parts is None:
                 await self._app(scope, receive, send)
@@ -187,16 +194,24 @@ class Placement:
             scope, receive, content = renewed(scope, named)
         await self._answer(await self._worker_of_body(path, scope, body), scope, receive, send, content)
 
-    async def _decoded(self, decode: Callable[[bytes], T], body: bytes) -> T | None:
+    async def _checked(self, body: bytes) -> StepsBody | None:
+        """Returns a call with steps of many sessions as the API reads it, or None if it is invalid."""
+        decoder: Decoder = self._app.state.decoder
+        try:
+            return await decoder.decode(body, StepsBody)
+        except WaneError:
+            return None
+
+    async def _decoded(self, kind: type[T], body: bytes) -> T | None:
         """Returns a decoded body, or None if it is invalid. Decodes a large one on the decoder's thread."""
         decoder: Decoder = self._app.state.decoder
 
         def large() -> T | None:
-            return None if excess(body, decoder.most) is not None else decode(body)
+            return None if excess(body, decoder.most) is not None else _read(kind, body)
 
         try:
-            return decode(body) if len(body) <= LARGE_BYTES else await decoder.run(large)
-        except (msgspec.DecodeError, WaneError, RecursionError):
+            return _read(kind, body) if len(body) <= LARGE_BYTES else await decoder.run(large)
+        except (ValueError, WaneError, RecursionError):
             return None
 
     async def _answer(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes) -> None:
@@ -254,7 +269,7 @@ class Placement:
         if match is not None:
             length = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), b"")
             body = body[: int(length)] if length.isdigit() else body
-        named = await self._decoded(self._named, body)
+        named = await self._decoded(_Named, body)
         if named is None:  # this worker answers with the error
             return self._me
         if match is None:
@@ -265,7 +280,7 @@ class Placement:
     async def _with_id(self, body: bytes, worker: int) -> bytes | None:
         """Returns the body of a request for a new session with a random id of a session of `worker`. Returns None if
         the body has an id, or is invalid."""
-        fields = await self._decoded(self._fields, body or b"{}")
+        fields = await self._decoded(dict[str, Raw], body or b"{}")
         if fields is None or fields.get("session", NULL) != NULL:
             return None
         while self.worker_of(session := token_urlsafe(ID_BYTES)) != worker:

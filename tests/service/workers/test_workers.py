@@ -161,6 +161,20 @@ def test_an_invalid_call_for_many_sessions_changes_no_session(http: httpx.Client
         assert [http.get(f"/v1/sessions/{name}").status_code for name in names] == [httpx.codes.NOT_FOUND] * 2
 
 
+def test_nulls_and_repeated_members_put_no_step_on_another_worker(http: httpx.Client) -> None:
+    names = [of_worker(0, "n"), of_worker(1, "n")]
+    for position, member in enumerate(("format", "top_k", "prove", "exclude_seen"), 1):
+        steps = [{"session": name, "tokens": [5], "create": True} for name in names]
+        body: dict[str, Any] = {"steps": steps}
+        (body if member == "format" else steps[0])[member] = None
+        answer = http.post("/v1/sessions/tokens", json=body)
+        assert [step["position"] for step in answer.json()["results"]] == [position] * 2, answer.text
+    for name in names:
+        repeated = f'{{"session": 5, "session": "{name}", "max_tokens": 1, "temperature": 0}}'
+        answer = http.post("/v1/generate", content=repeated, headers={"content-type": "application/json"})
+        assert answer.status_code == httpx.codes.OK, answer.text
+
+
 def test_compressed_and_chunked_bodies_reach_the_session(http: httpx.Client) -> None:
     for worker in range(WORKERS):
         name = of_worker(worker, "z")
