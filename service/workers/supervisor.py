@@ -1,8 +1,9 @@
 """Runs the workers of a server, and starts a worker again that has ended.
 
 The supervisor opens one listening socket for each worker, all on the same port (SO_REUSEPORT), and keeps them, so that
-the kernel queues the connections of a worker that is starting again. On systems other than Linux all workers share one
-socket.
+the kernel queues the connections of a worker that is starting again. If the worker then cannot start, its next socket
+listens only when the worker does, so that the other workers get the connections. On systems other than Linux all
+workers share one socket.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -30,10 +32,11 @@ from wane.service.settings import Settings
 from wane.service.types.request import MAX_POSITION, id_of
 from wane.service.workers.placement import worker_of
 from wane.service.workers.shared import SharedTable
-from wane.service.workers.worker import Place, part_of
+from wane.service.workers.worker import FAILED_FILE, Place, part_of
 
 BACKLOG = 2048  # uvicorn's default
 RESTART_S = 1.0  # the shortest time between two starts of a worker
+MOST_RESTART_S = 30.0  # the same, for a worker that could not start several times
 LOOK_S = 0.05
 
 
@@ -52,16 +55,21 @@ def run(settings: Settings, arguments: Sequence[str], workers: int) -> int:
 
 @dataclass(slots=True)
 class Process:
-    """A worker's process. `ready` is the file descriptor that tells whether it has been ready."""
+    """A worker's process. `ready` is the file descriptor that tells whether it has been ready. `restart_s` is the
+    shortest time from its start to the next one. `is_first` is false if an earlier process of this worker was ready.
+    `has_ended` says whether the supervisor has noticed its end."""
 
     started_s: float
     process: subprocess.Popen[bytes]
     ready: int
+    restart_s: float
+    is_first: bool
     has_been_ready: bool = False
+    has_ended: bool = False
 
     def look(self) -> None:
         """Reads whether the worker is ready."""
-        if not self.has_been_ready:
+        if not self.has_been_ready and not self.has_ended:
             try:
                 self.has_been_ready = bool(os.read(self.ready, 1))
             except BlockingIOError:
@@ -92,7 +100,7 @@ class Supervisor:
             signal.signal(stop, self._stop)
         if self._has_key_file:  # without one, the hang-up of a terminal ends the server
             signal.signal(signal.SIGHUP, lambda *_: self._send(signal.SIGHUP))
-        self._processes = [self._start(number) for number in range(self._workers)]
+        self._processes = [self._start(number, RESTART_S, is_first=True) for number in range(self._workers)]
         status = 0
         while not self._signals and not status:
             time.sleep(LOOK_S)
@@ -101,10 +109,13 @@ class Supervisor:
                 ended = worker.process.poll()
                 if ended is None:
                     continue
-                if not worker.has_been_ready:  # it cannot start, so another one could not either
+                if worker.is_first and not worker.has_been_ready:  # it cannot start, so another one could not either
                     status = ended if ended > 0 else 1
                     break
-                self._restart(number, worker, ended)
+                if not worker.has_ended:
+                    self._after(number, worker, ended)
+                elif time.monotonic() >= worker.started_s + worker.restart_s:
+                    self._processes[number] = self._start(number, worker.restart_s, is_first=False)
             self._announce()
         for listener in self._sockets:  # so that the port is closed when the workers have closed theirs
             listener.close()
@@ -114,11 +125,13 @@ class Supervisor:
             end = worker.process.wait()
             if end < 0:  # a signal has killed it; before it was ready, that may be the signal to stop
                 end = int(worker.has_been_ready)
+            elif worker.has_ended:  # before the signal to stop
+                end = 0
             status = max(status, end)
         return status
 
-    def _start(self, number: int) -> Process:
-        """Starts a worker."""
+    def _start(self, number: int, restart_s: float, *, is_first: bool) -> Process:
+        """Starts a worker. The arguments are those of `Process`."""
         ready, says_ready = os.pipe()
         os.set_blocking(ready, False)
         listener = self._sockets[number % len(self._sockets)].fileno()
@@ -131,14 +144,20 @@ class Supervisor:
         )
         signal.signal(signal.SIGHUP, before)
         os.close(says_ready)
-        return Process(time.monotonic(), process, ready)
+        return Process(time.monotonic(), process, ready, restart_s, is_first)
 
-    def _restart(self, number: int, worker: Process, ended: int) -> None:
-        SERVICE.error("worker %d has ended with status %d, and is started again", number, ended)
+    def _after(self, number: int, worker: Process, ended: int) -> None:
+        """Prepares the next start of a worker that has ended with the status `ended`."""
+        worker.has_ended = True
         os.close(worker.ready)
         self._table.forget(number)
-        time.sleep(max(0.0, worker.started_s + RESTART_S - time.monotonic()))
-        self._processes[number] = self._start(number)
+        Path(self._folder, FAILED_FILE).unlink(missing_ok=True)
+        worker.restart_s = RESTART_S if worker.has_been_ready else min(2 * worker.restart_s, MOST_RESTART_S)
+        if not worker.has_been_ready and len(self._sockets) > 1:
+            before = self._sockets[number]
+            self._sockets[number] = bound(before.family, before.getsockname())
+            before.close()
+        SERVICE.error("worker %d has ended with status %d, and is started again", number, ended)
 
     def _announce(self) -> None:
         """Prints `ready` when all workers are ready, if the output is a terminal."""
@@ -161,6 +180,17 @@ class Supervisor:
                 worker.process.send_signal(number)
 
 
+def bound(family: int, address: Any) -> socket.socket:
+    """Returns a socket at an address, which does not listen. On Linux several sockets can have the same address. Raises
+    OSError."""
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform == "linux":
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(address)
+    return made
+
+
 def listeners(settings: Settings, workers: int) -> list[socket.socket]:
     """Returns the listening sockets. Raises OSError if the port is in use."""
     found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
@@ -168,11 +198,7 @@ def listeners(settings: Settings, workers: int) -> list[socket.socket]:
     is_shared = sys.platform != "linux"
     sockets: list[socket.socket] = []
     for _ in range(1 if is_shared else workers):
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if not is_shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
+        listener = bound(family, address)
         address = listener.getsockname()  # the first socket chooses the port if it is 0
         listener.listen(BACKLOG)
         sockets.append(listener)

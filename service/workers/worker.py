@@ -25,6 +25,7 @@ from wane.service.workers.links import Peers
 from wane.service.workers.placement import Placement
 from wane.service.workers.shared import KEY_BYTES, SharedBucket, SharedSessions, SharedTable
 
+FAILED_FILE = "failed"  # in the workers' folder, made by the first one that fails
 ANSWER_S = 5  # the time beyond a request's deadline in which another worker can answer it
 
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run(place, arguments[1:])
     except (*server.FAILURES, UnsavedSessions) as error:
-        with suppress(FileExistsError), Path(place.folder, "failed").open("x"):  # all workers fail for one reason
+        with suppress(FileExistsError), Path(place.folder, FAILED_FILE).open("x"):  # all workers fail for one reason
             print(printable(f"error: {error}"), file=sys.stderr)  # noqa: T201
         return server.UNSAVED if isinstance(error, UnsavedSessions) else FAILED
     return 0

@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -408,6 +409,31 @@ def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions() -> 
                 http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5], "create": True}).json()["position"]
                 == 1
             )
+        assert running.stop() == 0
+
+
+def test_a_worker_that_cannot_start_again_is_tried_again_and_the_other_serves(tmp_path: Path) -> None:
+    bundle, aside = tmp_path / "rnn-stable", tmp_path / "aside"
+    shutil.copytree(BUNDLE, bundle)
+    with live_server("--workers", str(WORKERS), "--bundles", str(bundle)) as running:
+        running.read_until("ready", workers=WORKERS)
+        name = of_worker(0, "stays")
+        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
+            http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
+            bundle.rename(aside)
+            os.kill(workers_of(running)[1], signal.SIGKILL)
+            failed = f"worker 1 has ended with status {FAILED}, and is started again"
+            for _ in range(2):
+                running.read_until(failed)
+                for _ in range(12):  # no connection waits for the worker that cannot start
+                    answer = http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5]})
+                    assert answer.status_code == httpx.codes.OK, answer.text
+            aside.rename(bundle)
+            deadline = time.monotonic() + 60
+            while http.get("/readyz").status_code != httpx.codes.OK and time.monotonic() < deadline:
+                time.sleep(0.1)
+            http.get("/readyz").raise_for_status()
+            assert http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5]}).json()["position"] == 26
         assert running.stop() == 0
 
 
