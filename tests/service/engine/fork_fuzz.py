@@ -1,5 +1,6 @@
-"""Steps, forks, continues, rewinds and deletes sessions at random, in an engine with room for few states. Compares
-every distribution with a run of the same tokens that was never interrupted.
+"""Steps, forks, continues, rewinds and deletes sessions at random, in an engine with room for few states. Between them,
+two owners predict, generate and score prompts that begin like earlier ones. Compares every distribution with a run of
+the same tokens that was never interrupted.
 
     python -m tests.service.engine.fork_fuzz --operations 1000000
 """
@@ -10,18 +11,33 @@ import argparse
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tests.service.engine_harness import EngineHarness, name_vocabulary
+from tests.service.engine_harness import HIDDEN, EngineHarness, name_vocabulary
 from wane.service.engine.agreement import FLOAT32_ROUNDING
 from wane.service.engine.logits import log_softmax
 from wane.service.errors import InvalidRequest, SessionExists
+from wane.service.state import prefixes
+from wane.service.state.prefixes import BLOCK
 from wane.service.types.answer import Answer
-from wane.service.types.request import ContinuationsRequest, Filter, StepRequest
+from wane.service.types.common import Mode
+from wane.service.types.request import (
+    ContinuationsRequest,
+    Filter,
+    GenerateRequest,
+    PredictRequest,
+    ScoreMethod,
+    ScoreRequest,
+    StepRequest,
+)
+from wane.service.types.text import GeneratedToken
 
 EOS = 0
 SLOTS = 14
@@ -29,20 +45,29 @@ SESSIONS = 8
 EPISODE = 2_000  # the number of operations on one engine
 NAMES = tuple(f"t{index}" for index in range(8))
 ALL = Filter(include_end=True, include_unknown=True)
-OPERATIONS = ("step", "step", "step", "fork", "fork", "continue", "rewind", "evict", "delete", "together")
+SESSION_OPERATIONS = ("step", "step", "step", "fork", "fork", "continue", "rewind", "evict", "delete", "together")
+PROMPT_OPERATIONS = ("predict", "predict", "generate", "score")
+OPERATIONS = (*SESSION_OPERATIONS, *PROMPT_OPERATIONS)
+OWNERS = ("ann", "bob")
+LOGPROB_ROUNDING = 1e-4
+LONGEST = 4 * BLOCK  # the longest prompt
+PROMPTS = 4  # the number of earlier prompts of an owner that a prompt may begin like
 
 
 class Episode:
-    """One random history of the sessions of one engine. `tokens` has all tokens of each session, and `earliest` the
-    earliest position to which each can be rewound."""
+    """One random history of the sessions of one engine. `tokens` has all tokens of each session, and `prompts` the
+    prompts of each owner."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.random = Random(f"{seed}.{number}")
         vocabulary = name_vocabulary(names=NAMES)
         slot_bytes = EngineHarness(vocabulary=vocabulary).engine.state_cache.slot_bytes
-        self.harness = EngineHarness(vocabulary=vocabulary, certified=True, state_budget_bytes=SLOTS * slot_bytes)
+        with patch.object(prefixes, "ENTRY_BYTES", slot_bytes):  # half of the slots may hold states of prompts
+            self.harness = EngineHarness(vocabulary=vocabulary, certified=True, state_budget_bytes=SLOTS * slot_bytes)
         self.engine = self.harness.engine
         self.tokens: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[tuple[int, ...]]] = {owner: [] for owner in OWNERS}
+        self.cells: dict[tuple[int, ...], NDArray[np.float32]] = {(): np.zeros(HIDDEN, np.float32)}
         self.counted: Counter[str] = Counter()
         self.made = 0
 
@@ -53,13 +78,27 @@ class Episode:
         self.made += 1
         return f"s{self.made}"
 
+    def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Returns the log-probabilities after a never-interrupted run of the fake runner's model over the start token
+        and `tokens`: (V). Keeps the cell after each token, so that a token is computed once after each beginning."""
+        runner, read = self.harness.runner, (EOS, *tokens)
+        known = len(read)
+        while read[:known] not in self.cells:
+            known -= 1
+        cell = self.cells[read[:known]]
+        for end in range(known, len(read)):
+            cell = runner.decay * cell + runner.embedding[read[end]]
+            self.cells[read[: end + 1]] = cell
+        found: NDArray[np.float32] = log_softmax(runner.head @ np.tanh(cell))
+        return found
+
     def check(self, tokens: list[int], answer: Answer) -> None:
         """Compares an answer with the never-interrupted run over `tokens`."""
-        truth = np.exp(log_softmax(self.harness.runner.logits([EOS, *tokens])))
+        truth = np.exp(self.logprobs(tokens))
         found = np.zeros(len(truth))
         for one in answer.predictions:
             found[one.token_id] = one.probability
-        assert answer.position == len(tokens)
+        assert answer.position in {len(tokens), None}  # None: a prompt's
         assert answer.error_bound is not None
         assert np.abs(found - truth).sum() / 2 <= answer.error_bound + FLOAT32_ROUNDING
         self.counted["exact" if not answer.error_bound else "bounded"] += 1
@@ -97,8 +136,7 @@ class Episode:
         for one, more in zip((await self.engine.continuations(request)).results, each, strict=True):
             self.check([*self.tokens[session], *more], one)
             for index, (token, logprob, bound) in enumerate(zip(more, one.logprobs, one.error_bounds, strict=True)):
-                known = [EOS, *self.tokens[session], *more[:index]]
-                truth = np.exp(log_softmax(self.harness.runner.logits(known))[token])
+                truth = np.exp(self.logprobs([*self.tokens[session], *more[:index]])[token])
                 assert bound is not None
                 assert abs(np.exp(logprob) - truth) <= bound + FLOAT32_ROUNDING
 
@@ -111,7 +149,12 @@ class Episode:
             await self.delete(self.random.choice([*self.tokens]))
         operation, session = self.random.choice(OPERATIONS), self.random.choice([*self.tokens])
         self.counted[operation] += 1
-        if operation == "step":
+        if operation in PROMPT_OPERATIONS:
+            owner = self.random.choice(OWNERS)
+            prompted = {"predict": self.predict, "generate": self.generate, "score": self.score}[operation]
+            for _ in range(self.random.randint(1, 3)):
+                await prompted(owner, self.prompt(owner))
+        elif operation == "step":
             await self.step(session, self.some(4))
         elif operation == "fork":
             await self.fork(session)
@@ -130,6 +173,51 @@ class Episode:
             others = [one for one in self.tokens if one != session][:3]
             await asyncio.gather(*(self.step(one, self.some(2)) for one in others))
             await asyncio.gather(self.fork(session), self.continuations(session))
+
+    def prompt(self, owner: str) -> tuple[int, ...]:
+        """Returns a new prompt of an owner, or a beginning of an earlier prompt of either owner with new tokens."""
+        earlier = self.prompts[self.random.choice([owner, owner, owner, *OWNERS])]
+        if not earlier or self.random.random() < 0.1:
+            return tuple(self.random.choices(range(2, 2 + len(NAMES)), k=self.random.randint(BLOCK // 2, 2 * BLOCK)))
+        begin = self.random.choice(earlier[-PROMPTS:])
+        cut = self.random.choice([len(begin), len(begin), self.random.randint(min(BLOCK, len(begin)), len(begin))])
+        return (begin[:cut] + self.random.choice([(), self.some(4), self.some(20)]))[-LONGEST:]
+
+    def remember(self, owner: str, tokens: tuple[int, ...], cached: int) -> None:
+        """Checks that a prompt with `cached` tokens from a kept state begins like a prompt of the same owner."""
+        self.counted["hits"] += bool(cached)
+        if cached:
+            begun = any(one[:cached] == tokens[:cached] for one in self.prompts[owner])
+            assert begun, "a prompt continued a state that no prompt of its owner has left"
+        self.prompts[owner].append(tokens)
+
+    async def predict(self, owner: str, tokens: tuple[int, ...]) -> None:
+        request = PredictRequest(tokens, mode=Mode.RECURRENT, owner=owner, top_k=len(NAMES) + 2, filter=ALL)
+        answer = await self.engine.submit(request)
+        self.check([*tokens], answer)
+        self.remember(owner, tokens, answer.cached_tokens or 0)
+
+    async def generate(self, owner: str, tokens: tuple[int, ...]) -> None:
+        request = GenerateRequest(tokens, max_tokens=self.random.randint(1, 3), owner=owner, seed=1)
+        async with aclosing(await self.engine.generate(request)) as stream:
+            items = [item async for item in stream]
+        drawn = [item for item in items if isinstance(item, GeneratedToken)]
+        all_tokens = (*tokens, *(one.token_id for one in drawn))
+        self.check_logprobs(all_tokens, len(tokens), [one.logprob for one in drawn])
+        self.remember(owner, tokens, getattr(items[-1], "cached_tokens", None) or 0)
+        self.remember(owner, all_tokens, 0)
+
+    async def score(self, owner: str, tokens: tuple[int, ...]) -> None:
+        request = ScoreRequest(tokens, method=ScoreMethod.SEQUENTIAL, owner=owner)
+        self.check_logprobs(tokens, 0, (await self.engine.score(request)).logprobs)
+        self.remember(owner, tokens[:-1], 0)
+
+    def check_logprobs(self, tokens: tuple[int, ...], first: int, found: Sequence[float | None]) -> None:
+        """Compares the log-probabilities of the tokens from index `first` on with the never-interrupted run."""
+        assert len(found) == len(tokens) - first
+        for index, value in enumerate(found, first):
+            assert value is not None
+            assert abs(value - self.logprobs(tokens[:index])[tokens[index]]) <= LOGPROB_ROUNDING
 
     async def delete(self, session: str) -> None:
         await self.engine.delete_session(session)
