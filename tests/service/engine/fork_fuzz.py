@@ -28,12 +28,12 @@ from wane.service.state import prefixes
 from wane.service.state.prefixes import BLOCK
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
+from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import (
     ContinuationsRequest,
     Filter,
     GenerateRequest,
     PredictRequest,
-    ScoreMethod,
     ScoreRequest,
     StepRequest,
 )
@@ -78,7 +78,7 @@ class Episode:
         self.made += 1
         return f"s{self.made}"
 
-    def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Returns the log-probabilities after a never-interrupted run of the fake runner's model over the start token
         and `tokens`: (V). Keeps the cell after each token, so that a token is computed once after each beginning."""
         runner, read = self.harness.runner, (EOS, *tokens)
@@ -89,8 +89,7 @@ class Episode:
         for end in range(known, len(read)):
             cell = runner.decay * cell + runner.embedding[read[end]]
             self.cells[read[: end + 1]] = cell
-        found: NDArray[np.float32] = log_softmax(runner.head @ np.tanh(cell))
-        return found
+        return log_softmax(runner.head @ np.tanh(cell))
 
     def check(self, tokens: list[int], answer: Answer) -> None:
         """Compares an answer with the never-interrupted run over `tokens`."""
