@@ -116,13 +116,18 @@ def note_answer(scope: Scope, answer: Answer | Finish) -> None:
     """Adds an answer's mode, state and latency to the fields of the request's access log line and span."""
     if not ACCESS.isEnabledFor(INFO) and CURRENT.get() is None:
         return
-    context(scope).fields.update(
-        mode=answer.mode.value,
-        state=answer.state.value,
-        queue_ms=round(answer.latency.queue_ms, 3),
-        compute_ms=round(answer.latency.compute_ms, 3),
-        batch_items=answer.latency.batch_items,
-    )
+    context(scope).fields |= fields_of(answer)
+
+
+def fields_of(answer: Answer | Finish) -> dict[str, object]:
+    """Returns an answer's mode, state and latency."""
+    return {
+        "mode": answer.mode.value,
+        "state": answer.state.value,
+        "queue_ms": round(answer.latency.queue_ms, 3),
+        "compute_ms": round(answer.latency.compute_ms, 3),
+        "batch_items": answer.latency.batch_items,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ that arrive together cost one system call.
 
 Numbers are little-endian. `length` is the payload's number of bytes. `number` names the request on its link. The worker
 that passes a request on connects the link, and sends BEGIN, EVENT, LEFT and TAKEN. The other worker answers with EVENT,
-TAKEN and END.
+TAKEN and END. A plain step (`steps.py`) is sent as one STEP, and answered with one END.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,7 +32,12 @@ from wane.service.net.limits import Limits, ReceiveShare
 from wane.service.observability.logs import SERVICE
 
 HEAD = struct.Struct("<IQB")
-BEGIN, EVENT, LEFT, TAKEN, END = range(5)
+BEGIN, EVENT, LEFT, TAKEN, END, STEP = range(6)
+LOST = (
+    "the worker of this session has ended; it may have made the step before: repeat the request with the same "
+    "expected_position or idempotency key"
+)
+LATE = "the worker of this session did not answer in time"
 WINDOW_BYTES = 1 << 18
 """The largest number of bytes of an answer's events that the client has not taken yet. An event that crosses this limit
 is sent, and the next one waits."""
@@ -188,7 +194,7 @@ class Call:
         self._link.send(self._number, EVENT, (event,))
 
     def late(self) -> None:
-        self.answer.end(DeadlineExceeded("the worker of this session did not answer in time"))
+        self.answer.end(DeadlineExceeded(LATE))
 
 
 class OutgoingLink(Link):
@@ -197,7 +203,21 @@ class OutgoingLink(Link):
     def __init__(self) -> None:
         super().__init__()
         self._calls: dict[int, Call] = {}
+        self._steps: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
+
+    async def step(self, asked: object, timeout_s: float) -> Any:
+        """Passes a plain step on, and returns its outcome (see `steps.py`). Raises Unavailable and DeadlineExceeded."""
+        number = next(self._numbers)
+        outcome = self._steps[number] = self._loop.create_future()
+        self.send(number, STEP, asked)
+        timer = self._loop.call_later(timeout_s, _fail, outcome, DeadlineExceeded, LATE)
+        try:
+            return await outcome
+        finally:
+            timer.cancel()
+            if self._steps.pop(number, None) is not None:
+                self.send(number, LEFT, None)
 
     def begin(self, scope: Scope, content: bytes | None, marks: Mapping[str, object]) -> Call:
         """Passes a request on. `content` is its whole body. If it is None, the request's events are sent one by one.
@@ -215,8 +235,10 @@ class OutgoingLink(Link):
     def on_frame(self, number: int, kind: int, payload: Any) -> None:
         call = self._calls.get(number)
         if call is None:
-            return
-        if kind == EVENT:
+            outcome = self._steps.pop(number, None)
+            if outcome is not None and not outcome.done():
+                outcome.set_result(payload)
+        elif kind == EVENT:
             call.answer.put(*payload)
         elif kind == TAKEN:
             call.window.take_back(payload)
@@ -229,12 +251,15 @@ class OutgoingLink(Link):
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.window.close()
-            call.answer.end(
-                Unavailable(
-                    "the worker of this session has ended; it may have made the step before: repeat the request with "
-                    "the same expected_position or idempotency key"
-                )
-            )
+            call.answer.end(Unavailable(LOST))
+        steps, self._steps = self._steps, {}
+        for outcome in steps.values():
+            _fail(outcome, Unavailable, LOST)
+
+
+def _fail(outcome: asyncio.Future[Any], kind: type[Exception], why: str) -> None:
+    if not outcome.done():
+        outcome.set_exception(kind(why))
 
 
 class IncomingRequest:
@@ -308,35 +333,51 @@ class IncomingRequest:
             self._link.end(self._number, failure)
 
 
+class Leaves(Protocol):
+    """A plain step, whose client may leave."""
+
+    def leave(self) -> None:
+        """The client has left."""
+
+
+RunStep = Callable[[Callable[[object], None], Any], Leaves]
+"""Starts a plain step. The first argument is called with its outcome, and the second one is what was asked."""
+
+
 class IncomingLink(Link):
     """A link whose requests come from another worker."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, run_step: RunStep) -> None:
         super().__init__()
         self._app = app
+        self._run_step = run_step
         self.limits = limits
-        self._requests: dict[int, IncomingRequest] = {}
+        self._requests: dict[int, IncomingRequest | Leaves] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_frame(self, number: int, kind: int, payload: Any) -> None:
-        if kind == BEGIN:
+        if kind == STEP:
+            self._requests[number] = self._run_step(partial(self.end, number), payload)
+        elif kind == BEGIN:
             scope, content = payload
             request = self._requests[number] = IncomingRequest(self, number, content)
             task = self._loop.create_task(request.run(self._app, scope))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif (asked := self._requests.get(number)) is not None:
+        elif (asked := self._requests.get(number)) is None:
+            return
+        elif kind == LEFT:
+            asked.leave()
+        elif isinstance(asked, IncomingRequest):
             if kind == EVENT:
                 asked.events.put(*payload)
-            elif kind == TAKEN:
-                asked.window.take_back(payload)
             else:
-                asked.leave()
+                asked.window.take_back(payload)
 
-    def end(self, number: int, failure: str | None) -> None:
-        """The request has been answered."""
+    def end(self, number: int, outcome: object) -> None:
+        """The request has been answered. `outcome` is the failure of a whole request, or the outcome of a step."""
         self._requests.pop(number, None)
-        self.send(number, END, failure)
+        self.send(number, END, outcome)
 
     def on_lost(self) -> None:
         requests, self._requests = self._requests, {}
@@ -347,23 +388,28 @@ class IncomingLink(Link):
 class Peers:
     """The other workers of this server. `paths[i]` is the Unix socket of worker i, and `me` this worker's number."""
 
-    def __init__(self, paths: list[str], me: int, limits: Limits, timeout_s: float, app: ASGIApp) -> None:
-        """`app` answers the requests that other workers pass on. A request whose answer does not begin within
-        `timeout_s` fails."""
+    def __init__(
+        self, paths: list[str], me: int, limits: Limits, timeout_s: float, app: ASGIApp, run_step: RunStep
+    ) -> None:
+        """`app` answers the requests that other workers pass on, and `run_step` their plain steps. A request whose
+        answer does not begin within `timeout_s` fails."""
         self._app = app
+        self._run_step = run_step
         self._paths = paths
         self._me = me
         self._limits = limits
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._links: dict[int, OutgoingLink] = {}
         self._connecting: dict[int, asyncio.Task[OutgoingLink]] = {}
 
     async def listen(self) -> asyncio.Server:
         """Accepts links from the other workers."""
         path = self._paths[self._me]
-        return await asyncio.get_running_loop().create_unix_server(lambda: IncomingLink(self._app, self._limits), path)
+        return await asyncio.get_running_loop().create_unix_server(
+            lambda: IncomingLink(self._app, self._limits, self._run_step), path
+        )
 
-    async def _link(self, worker: int) -> OutgoingLink:
+    async def link(self, worker: int) -> OutgoingLink:
         """Returns the link to a worker. Connects it if necessary. Raises Unavailable."""
         link = self._links.get(worker)
         if link is not None and not link.is_lost:
@@ -397,9 +443,7 @@ class Peers:
         None if it must be read with `receive`. `marks` are further parts of the scope that the other worker gets.
 
         Raises Unavailable and DeadlineExceeded, before any part of the answer is sent, and RuntimeError after that."""
-        link = self._links.get(worker)
-        if link is None or link.is_lost:
-            link = await self._link(worker)
+        link = await self.link(worker)
         connection = connection_of(scope)
         call = link.begin(scope, content, marks)
         connection.on_lost = call.leave
@@ -409,7 +453,7 @@ class Peers:
         if content is None:
             pump = asyncio.create_task(_pump(receive, call))
         else:
-            timer = asyncio.get_running_loop().call_later(self._timeout_s, call.late)
+            timer = asyncio.get_running_loop().call_later(self.timeout_s, call.late)
         try:
             while (event := await call.answer.take()) is not None:
                 if timer is not None:

@@ -13,6 +13,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from secrets import token_urlsafe
 from typing import TypeVar, cast
 from zlib import crc32
@@ -42,7 +43,8 @@ from wane.service.net.connection import CONNECTION, Connection
 from wane.service.sessions.sessions import ID_BYTES
 from wane.service.settings import IN_MEMORY
 from wane.service.workers import totals
-from wane.service.workers.links import Peers, connection_of
+from wane.service.workers.links import Peers, RunStep, connection_of
+from wane.service.workers.steps import PassedSteps, Step
 from wane.service.workers.totals import Answered
 
 OF_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?").fullmatch
@@ -95,9 +97,12 @@ def _read(kind: type[T], body: bytes) -> T:
 class Placement:
     """The ASGI application of a worker. Passes requests of other workers' sessions on."""
 
-    def __init__(self, app: Application, make_peers: Callable[[ASGIApp], Peers], me: int, workers: int) -> None:
+    def __init__(
+        self, app: Application, make_peers: Callable[[ASGIApp, RunStep], Peers], me: int, workers: int
+    ) -> None:
         self._app = app
-        self._peers = make_peers(app)
+        self._peers = make_peers(app, partial(Step, app))
+        self._passed_steps = PassedSteps(app, self._peers, app.state.policy)
         self._me = me
         self._workers = workers
         self._most_bytes = app.settings.max_body_bytes
@@ -129,6 +134,8 @@ class Placement:
             worker = self.worker_of(match[1])
             if worker == self._me:
                 await self._app(scope, receive, send)
+            elif posts and self._passed_steps.takes(scope, worker):
+                await self._passed_steps(scope, receive, send)
             else:
                 await self._pass_on(worker, scope, receive, send, connection_of(scope).content)
         elif posts and (path == MANY or path in WITH_SESSION or OF_SEQUENCE(path) is not None):

@@ -27,6 +27,7 @@ from wane.service.settings import Settings
 from wane.service.types.request import StepRequest
 from wane.service.workers.links import Peers
 from wane.service.workers.placement import Placement
+from wane.service.workers.steps import Step
 
 PREDICT = "/v1/predict"
 STEP = "/v1/sessions/a/tokens"
@@ -73,7 +74,7 @@ class OtherWorker(Placement):
         """`folder` is for the workers' sockets."""
         paths = [str(folder / str(number)) for number in range(2)]
         super().__init__(app, partial(Peers, paths, 0, limits, ANSWER_S), 0, 2)
-        self.second = Peers(paths, 1, limits, ANSWER_S, app)
+        self.second = Peers(paths, 1, limits, ANSWER_S, app, partial(Step, app))
 
     def worker_of(self, session: str) -> int:
         """Returns the number of the second worker."""

@@ -110,6 +110,27 @@ def test_a_batch_links_to_the_requests_of_all_its_clients() -> None:
     assert {link for span in of_others for link in span.links} == {batch.id for batch in shared}
 
 
+def test_a_step_is_one_trace_also_if_another_worker_makes_it() -> None:
+    """Each connection is new, so both workers accept some, and pass on half of the steps."""
+    steps = 16
+    with receiver() as collector, live_server("--workers", "2", **variables(collector)) as server:
+        server.read_until("ready", workers=2)
+        with httpx.Client(base_url=server.url, headers={"connection": "close"}, timeout=TIMEOUT_S) as client:
+            for number in range(steps):
+                trace = {"traceparent": f"00-{number + 1:032x}-{SPAN}-01"}
+                path = f"/v1/sessions/trace-{number}/tokens"
+                made = client.post("/v1/sessions", json={"session": f"trace-{number}"}, headers=parent(1, "00"))
+                assert made.status_code == httpx.codes.CREATED, made.text
+                assert client.post(path, json={"tokens": [5]}, headers=trace).status_code == httpx.codes.OK
+        spans = ended(server, collector)
+    for number in range(steps):
+        found = {span.name: span for span in spans if span.trace == f"{number + 1:032x}"}
+        request, queue, batch, run = (found.pop(name) for name in (STEP, "queue", "batch", "run"))
+        assert (request.parent, queue.parent, batch.parent, run.parent) == (SPAN, request.id, request.id, batch.id)
+        assert not found
+    assert len(spans) == 4 * steps
+
+
 def test_requests_of_the_command_continue_the_trace_of_its_caller() -> None:
     with receiver() as collector, live_server(**variables(collector)) as server:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}

@@ -12,7 +12,9 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from select import select
 from typing import Any
 
 import httpx
@@ -247,6 +249,77 @@ def test_websockets_step_the_sessions_of_both_workers(server: LiveServer, http: 
             socket_.send('{"rewind": 3}')
             assert json.loads(socket_.recv())["position"] == 3
         assert http.get(f"/v1/sessions/w{name}").json()["position"] == 3
+
+
+def test_a_plain_step_of_another_worker_fails_counts_and_logs_like_an_own_one() -> None:
+    """Each connection is new, so each worker accepts about half of the requests to each session."""
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        running.read_until("ready", workers=WORKERS)
+        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
+            wrong: Sequence[tuple[dict[str, Any], dict[str, str], int]] = (
+                ({"tokens": [5], "expected_position": 9}, {}, 409),
+                ({"tokens": [5]}, {"x-wane-position": "9"}, 409),
+                ({"tokens": [99999]}, {}, 422),
+                ({"tokens": [5], "expected_position": -1}, {}, 422),
+                ({"tokens": [5]}, {"x-request-timeout-ms": "x"}, 422),
+            )
+            for name in NAMES[:4]:
+                path = f"/v1/sessions/plain-{name}/tokens"
+                answers = [http.post(path, json={"tokens": [5]}, headers={"x-request-id": "same"}) for _ in range(6)]
+                assert {answer.status_code for answer in answers} == {httpx.codes.NOT_FOUND}
+                assert len({answer.text for answer in answers}) == 1
+                assert {answer.headers["content-type"] for answer in answers} == {"application/problem+json"}
+                http.post("/v1/sessions", json={"session": f"plain-{name}"}).raise_for_status()
+                for position in range(8):
+                    given = {"tokens": [5]} | ({"expected_position": position} if position % 2 else {})
+                    answer = http.post(path, json=given, headers={"x-request-id": f"{name}-{position}"})
+                    assert answer.json()["position"] == position + 1, answer.text
+                    assert answer.headers["x-request-id"] == f"{name}-{position}"
+                for body, headers, status in wrong:
+                    answers = [http.post(path, json=body, headers={"x-request-id": "same"} | headers) for _ in range(6)]
+                    assert {answer.status_code for answer in answers} == {status}, answers[0].text
+                    assert len({answer.text for answer in answers}) == 1
+                assert http.get(f"/v1/sessions/plain-{name}").json()["position"] == 8
+            counted = http.get("/metrics").text
+        assert running.stop() == 0
+    lines = [json.loads(line) for line in running.said if '"/v1/sessions/plain-' in line and '"POST"' in line]
+    made = [line for line in lines if line["status"] == httpx.codes.OK]
+    assert len(made) == 4 * 8
+    assert {frozenset(line) for line in made} == {frozenset(made[0])}
+    assert made[0].keys() >= {"model", "mode", "state", "queue_ms", "compute_ms", "batch_items", "bytes", "client"}
+    assert 'route="/v1/sessions/{session}/tokens",status="200"} 32.0' in counted
+    assert 'route="/v1/sessions/{session}/tokens",status="404"} 24.0' in counted
+    assert 'route="/v1/sessions/{session}/tokens",status="409"} 48.0' in counted
+
+
+def test_a_plain_step_whose_worker_ends_is_answered_and_may_have_been_made(http: httpx.Client) -> None:
+    del http
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        running.read_until("ready", workers=WORKERS)
+        name = of_worker(1, "ends")
+        pid = workers_of(running)[1]
+        with httpx.Client(base_url=running.url, timeout=30) as http:
+            http.post("/v1/sessions", json={"session": name}).raise_for_status()
+        os.kill(pid, signal.SIGSTOP)
+        host, port = running.url.removeprefix("http://").split(":")
+        head = f"POST /v1/sessions/{name}/tokens HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n"
+        clients = [socket.create_connection((host, int(port)), timeout=30) for _ in range(12)]
+        for client in clients:
+            client.sendall(head.encode() + b'{"tokens": [5]}')
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        running.read_until("worker 1 has ended with status -9, and is started again")
+        answers: list[bytes] = []
+        while clients and not any(b"may have made the step" in answer for answer in answers):
+            for client in select(clients, [], [], 60)[0]:  # some wait until the killed worker is back
+                clients.remove(client)
+                with client, suppress(ConnectionError):
+                    answers.append(client.recv(2000))
+        told = [answer for answer in answers if b"may have made the step" in answer]
+        assert told and all(answer.startswith(b"HTTP/1.1 503") for answer in told), answers
+        for client in clients:
+            client.close()
+        assert running.stop() == 0
 
 
 def test_sequences_of_the_open_inference_protocol_keep_their_worker(http: httpx.Client) -> None:
