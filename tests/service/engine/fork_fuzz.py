@@ -37,7 +37,7 @@ from wane.service.types.request import (
     ScoreRequest,
     StepRequest,
 )
-from wane.service.types.text import GeneratedToken
+from wane.service.types.text import Finish, GeneratedToken
 
 EOS = 0
 SLOTS = 14
@@ -78,7 +78,7 @@ class Episode:
         self.made += 1
         return f"s{self.made}"
 
-    def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Returns the log-probabilities after a never-interrupted run of the fake runner's model over the start token
         and `tokens`: (V). Keeps the cell after each token, so that a token is computed once after each beginning."""
         runner, read = self.harness.runner, (EOS, *tokens)
@@ -89,8 +89,7 @@ class Episode:
         for end in range(known, len(read)):
             cell = runner.decay * cell + runner.embedding[read[end]]
             self.cells[read[: end + 1]] = cell
-        found: NDArray[np.float32] = log_softmax(runner.head @ np.tanh(cell))
-        return found
+        return log_softmax(runner.head @ np.tanh(cell))
 
     def check(self, tokens: list[int], answer: Answer) -> None:
         """Compares an answer with the never-interrupted run over `tokens`."""
@@ -195,7 +194,7 @@ class Episode:
         request = PredictRequest(tokens, mode=Mode.RECURRENT, owner=owner, top_k=len(NAMES) + 2, filter=ALL)
         answer = await self.engine.submit(request)
         self.check([*tokens], answer)
-        self.remember(owner, tokens, answer.cached_tokens or 0)
+        self.remember(owner, tokens, answer.cached_tokens)
 
     async def generate(self, owner: str, tokens: tuple[int, ...]) -> None:
         request = GenerateRequest(tokens, max_tokens=self.random.randint(1, 3), owner=owner, seed=1)
@@ -204,13 +203,16 @@ class Episode:
         drawn = [item for item in items if isinstance(item, GeneratedToken)]
         all_tokens = (*tokens, *(one.token_id for one in drawn))
         self.check_logprobs(all_tokens, len(tokens), [one.logprob for one in drawn])
-        self.remember(owner, tokens, getattr(items[-1], "cached_tokens", None) or 0)
+        assert isinstance(items[-1], Finish)
+        self.remember(owner, tokens, items[-1].cached_tokens)
         self.remember(owner, all_tokens, 0)
 
     async def score(self, owner: str, tokens: tuple[int, ...]) -> None:
-        request = ScoreRequest(tokens, method=ScoreMethod.SEQUENTIAL, owner=owner)
-        self.check_logprobs(tokens, 0, (await self.engine.score(request)).logprobs)
-        self.remember(owner, tokens[:-1], 0)
+        method, top_k = self.random.choice([*ScoreMethod]), self.random.choice([None, 1])
+        scored = await self.engine.score(ScoreRequest(tokens, method=method, owner=owner, top_k=top_k))
+        self.check_logprobs(tokens, 0, scored.logprobs)
+        self.counted["hits of scores"] += bool(scored.cached_tokens)
+        self.remember(owner, tokens[:-1], scored.cached_tokens)
 
     def check_logprobs(self, tokens: tuple[int, ...], first: int, found: Sequence[float | None]) -> None:
         """Compares the log-probabilities of the tokens from index `first` on with the never-interrupted run."""
