@@ -204,8 +204,7 @@ class Engine:
             has_hiddens=HIDDENS in runner.outputs("scan"),
             start_tokens=len(manifest.start_tokens),
         )
-        keep = self.forward.keep
-        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, keep, cache)
+        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, self.forward, cache)
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
         if shadow_runner is not None:

@@ -221,7 +221,7 @@ class Forward:
         if path is None:
             return await self.full(tokens, ticket, write=write), 0
         pool = self._pool
-        read, cached, branch = pool.prefixes.find(path)
+        read, cached, branch, _ = pool.prefixes.find(path)
         with ExitStack() as held:
             held.enter_context(pool.hold(read))
             done = cached

@@ -21,7 +21,8 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -35,12 +36,14 @@ from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner, ChunkPlan, Piece
+from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner, ChunkPlan, Judge, Piece
 from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
-from wane.service.engine.forward import sequence
+from wane.service.engine.forward import Forward, sequence
+from wane.service.engine.logits import log_softmax
 from wane.service.engine.top_places import TopPlaces
 from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.prefixes import Found, Scores
 from wane.service.types.answer import Prediction
 from wane.service.types.common import Identity, StateSource
 from wane.service.types.predict import ScoreMethod
@@ -57,6 +60,10 @@ LARGEST_EXPONENT = 700.0  # exp of a larger value overflows float64
 
 Item = ScoreProgress | ScoredTokens | ScoreSummary
 T = TypeVar("T")
+
+Scored = tuple[Piece, Sequence[tuple[Prediction, ...]] | None, NDArray[np.float32] | None]
+"""A piece of a run; the lists at its tokens, if they are known; and the output layer's inputs that predicted them,
+float32 (n, H), if the graph outputs them."""
 
 
 class Places:
@@ -114,6 +121,26 @@ class MixedScore:
         ]
 
 
+class Scoring:
+    """What a score has computed so far: the network's log-probabilities, and the lists. `cached`: the number of the
+    model's input tokens that did not run."""
+
+    def __init__(self, request: ScoreRequest) -> None:
+        self.logprobs: list[NDArray[np.float64]] = []
+        self.lists: list[tuple[Prediction, ...]] = []
+        self.cached = 0
+        self.asked = (request.top_k, request.cache, request.include_unknown)
+
+    def accepts(self, scores: Scores) -> bool:
+        """Returns whether the scores that an earlier request has left have the lists that this request asks for."""
+        return self.asked[0] is None or scores.asked == self.asked
+
+    def until(self, tokens: int) -> Scores:
+        """Returns the scores to keep beside the state after the first `tokens` input tokens."""
+        found = np.concatenate(self.logprobs)[: tokens - 1]
+        return Scores(found) if self.asked[0] is None else Scores(found, (*self.lists[: tokens - 1],), self.asked)
+
+
 class Scorer:
     """Scores texts with one model."""
 
@@ -125,13 +152,13 @@ class Scorer:
         cost_model: CostModel,
         executor: Executor,
         places: TopPlaces,
-        keep: Callable[[NDArray[np.int64], str | None, int], None],
+        forward: Forward,
         cache: CacheMixture | None = None,
     ) -> None:
         """`executor` runs computations that would block the event loop. `places` lists the most probable tokens at each
-        position of a text. `keep`: see `Forward.keep`. `cache` is the model's cache, if it has one."""
+        position of a text. `cache` is the model's cache, if it has one."""
         self._places = places
-        self._keep = keep
+        self._forward = forward
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self.parallel = parallel
@@ -171,13 +198,13 @@ class Scorer:
         places = Places(count, request.skipped)
         settled, predicted, total, plan = 0, 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
-        with self._pool.lease() as slot:
-            inputs, targets = input_ids[:-1], input_ids[1:]
-            pieces = self.parallel.run("scan", inputs, targets, ticket, limit, judge, read=ZERO, write=slot)
-            if not len(inputs):  # the request has no token, or its only token has no prediction
+        scoring = Scoring(request)
+        with ExitStack() as held:
+            pieces = self._pieces(request, input_ids, ticket, limit, judge, scoring, held)
+            if len(input_ids) < 2:  # the request has no token, or its only token has no prediction
                 pieces = _nothing()
             async with aclosing(pieces):
-                async for piece in pieces:
+                async for piece, kept, hiddens in pieces:
                     plan, done = piece.plan, piece.done + len(unpredicted)
                     share.progress(piece.done / max(count, 1))
                     if piece.logprobs is not None:
@@ -191,9 +218,12 @@ class Scorer:
                             cut_off = [*before, *cut_off]
                         listed: list[tuple[Prediction, ...] | None] | None = None
                         if request.top_k is not None:
-                            hiddens = piece.hiddens
-                            lists = await self._places.find(request, input_ids, predicted, hiddens, found, ticket)
+                            lists = kept
+                            if lists is None:
+                                lists = await self._places.find(request, input_ids, predicted, hiddens, found, ticket)
                             listed = [*before, *lists]
+                            scoring.lists += lists
+                        scoring.logprobs.append(piece.logprobs)
                         yield ScoredTokens(
                             places.before(settled),
                             places.spread(settled, end, request.tokens[settled:end]) or (),
@@ -203,8 +233,6 @@ class Scorer:
                         )
                         settled, predicted, total = end, predicted + len(found), total + float(found.sum())
                     yield ScoreProgress(done, count)
-            if not plan.residual:
-                self._keep(inputs, request.owner, slot)
         share.progress(1)
         yield ScoreSummary(
             *identity,
@@ -218,7 +246,54 @@ class Scorer:
             latency=ticket.latency(),
             cache_tokens=None if mixed is None else min(mixed.cache.length, count),
             unknown=request.unknown_names or None,
+            cached_tokens=max(scoring.cached - (len(input_ids) - count), 0),
         )
+
+    async def _pieces(
+        self,
+        request: ScoreRequest,
+        input_ids: NDArray[np.int64],
+        ticket: Ticket,
+        limit: float | None,
+        judge: Judge | None,
+        scoring: Scoring,
+        held: ExitStack,
+    ) -> AsyncGenerator[Scored, None]:
+        """Yields the pieces of a score. The first come from the kept state and the kept scores of the longest beginning
+        that have them; the rest runs. Keeps states and scores. The caller must store a piece in `scoring` before it
+        takes the next one. The slots are held until the end of `held`."""
+        inputs, targets = input_ids[:-1], input_ids[1:]
+        slot = held.enter_context(self._pool.lease())
+        path = self._forward.path(inputs, request.owner)
+        prefixes, found = self._pool.prefixes, Found(ZERO, 0, 0)
+        if path is not None and not request.truncated:  # the bound of a truncated text needs the norms at each token
+            found = prefixes.find(path, scoring.accepts)
+        read, start = found.slot, found.length
+        held.enter_context(self._pool.hold(read))
+        if found.scores is not None:
+            scoring.cached = start
+            yield Piece(start - 1, ChunkPlan(), found.scores.logprobs), found.scores.lists, None
+            result = await self._forward.again(read, ticket)
+            logprob = log_softmax(result.network_logits)[targets[start - 1 : start]].astype(np.float64)
+            yield Piece(start, ChunkPlan(), logprob), None, result.hidden[None]
+        ends = [(len(inputs), slot)]
+        if found.branch and limit is None:
+            between = held.enter_context(self._pool.spare())
+            ends = ends if between is None else [(found.branch, between), *ends]
+        for end, write in ends:
+            if start == end:
+                continue
+            residual, part = 0.0, slice(start, end)
+            pieces = self.parallel.run(
+                "scan", inputs[part], targets[part], ticket, limit, judge, read=read, write=write
+            )
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    residual = piece.plan.residual
+                    yield replace(piece, done=start + piece.done), None, piece.hiddens
+            if path is not None and not residual:
+                prefixes.keep(path, end, write, None if request.truncated else scoring.until(end))
+            read, start = write, end
 
     async def _aside(self, call: Callable[[], T]) -> T:
         """Runs a computation outside of the event loop's thread."""
@@ -309,6 +384,6 @@ class Scorer:
         return self.propagation.mixed(plan.joints, tokens, self._certificate.readout.gate)
 
 
-async def _nothing() -> AsyncGenerator[Piece, None]:
+async def _nothing() -> AsyncGenerator[Scored, None]:
     """Yields the result of a run without tokens."""
-    yield Piece(0, ChunkPlan(), np.empty(0))
+    yield Piece(0, ChunkPlan(), np.empty(0)), None, None

@@ -6,6 +6,8 @@ also kept where a sequence leaves an earlier one, at the multiple of BLOCK token
 sequences may leave there (after a common system prompt, for example). Sequences of fewer than BLOCK tokens are neither
 looked up nor kept.
 
+A score also leaves the log-probabilities of the tokens that a state has read, so that a later score need not run them.
+
 The states take slots of the pool that also holds the sessions' states. They are evicted before any session's state. All
 states of the pool come from one version of one model, so a new version never finds a state of an earlier one.
 """
@@ -16,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,12 @@ ENTRY_BYTES: Final = 1024
 
 BLOCKS_SEEN: Final = 16_384
 """The largest number of blocks that are remembered without a state: about 4 MB."""
+
+SCORES_BYTES: Final = 16 << 20
+"""The largest memory of all kept scores. The least recently used ones are dropped, and their states stay."""
+
+LISTED_BYTES: Final = 192
+"""The memory of one token in a list of a score (`Prediction`)."""
 
 Key = tuple[str, bytes]
 """The owner's name, and the hash of all tokens that a state has read."""
@@ -73,14 +81,30 @@ class Path:
         return self._after(block, length - rest, length) if rest else self.blocks[block]
 
 
+class Scores(NamedTuple):
+    """What a score has computed for all tokens but the first that a state has read. `logprobs`: float64 (n), the
+    network's log-probability of each. `lists`: the most probable tokens at the position of each, as the options
+    `asked` want them. Both are empty if the score has no lists."""
+
+    logprobs: NDArray[np.float64]
+    lists: tuple[tuple[Any, ...], ...] = ()
+    asked: tuple[Any, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the scores, about."""
+        return self.logprobs.nbytes + LISTED_BYTES * sum(map(len, self.lists))
+
+
 class Found(NamedTuple):
     """The slot of a state that has read a sequence's first `length` tokens. If no state is kept, it is the slot of the
     zero state, and `length` is 0. `branch` is a larger number of tokens after which an earlier sequence went on in
-    another way; 0: there is none."""
+    another way; 0: there is none. `scores`: those that an earlier score has left beside the state."""
 
     slot: int
     length: int
     branch: int
+    scores: Scores | None = None
 
 
 @dataclass(slots=True)
@@ -104,32 +128,39 @@ class PrefixStates:
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._rests: dict[Key, Counter[int]] = {}  # for each block, how many states have read so many tokens after it
         self._seen: OrderedDict[Key, None] = OrderedDict()
+        self._scores: OrderedDict[Key, Scores] = OrderedDict()
+        self._scores_bytes = 0
 
     def __len__(self) -> int:
         """Returns the number of kept states."""
         return len(self._kept)
 
-    def find(self, path: Path) -> Found:
+    def find(self, path: Path, scored: Callable[[Scores], bool] | None = None) -> Found:
         """Returns the state of the longest beginning whose state is kept. Counts as a use of the state. The caller must
-        hold its slot before the event loop runs anything else."""
+        hold its slot before the event loop runs anything else. With `scored`, looks only for states beside whose scores
+        it accepts."""
         branch = 0
         for block in range(path.length // BLOCK, 0, -1):
             start = BLOCK * block
             at = path.blocks[block]
             for rest in sorted(self._rests.get(at, ()), reverse=True):
-                kept = self._kept.get(path.key(start + rest)) if start + rest <= path.length else None
-                if kept is not None:
-                    self._touch(path.key(start + rest), kept)
-                    self._count(start + rest)
-                    return Found(kept.slot, start + rest, branch if branch > start + rest else 0)
+                length = start + rest
+                if length > path.length:
+                    continue
+                key = path.key(length)
+                kept, scores = self._kept.get(key), self._scores.get(key)
+                if kept is not None and (scored is None or (scores is not None and scored(scores))):
+                    self._touch(key, kept)
+                    self._count(length)
+                    return Found(kept.slot, length, branch if branch > length else 0, scores)
             if not branch and at in self._seen and start < path.length:
                 branch = start
         self._count(0)
         return Found(self._zero, 0, branch)
 
-    def keep(self, path: Path, length: int, slot: int) -> None:
-        """Keeps the state in `slot`, which has read the first `length` tokens of a sequence, and retains the slot. Does
-        nothing if such a state is kept already."""
+    def keep(self, path: Path, length: int, slot: int, scores: Scores | None = None) -> None:
+        """Keeps the state in `slot`, which has read the first `length` tokens of a sequence, and retains the slot. If
+        such a state is kept already, keeps only the `scores`."""
         if length < BLOCK:
             return
         if length == path.length:
@@ -144,9 +175,15 @@ class PrefixStates:
             self._pool.retain(slot)
             kept = self._kept[key] = _Kept(slot, path.blocks[length // BLOCK], length % BLOCK, 0.0)
             self._rests.setdefault(kept.block, Counter())[kept.rest] += 1
+        if scores is not None:
+            self._forget(key)
+            self._scores[key] = scores
+            self._scores_bytes += scores.bytes
         self._touch(key, kept)
         while len(self._kept) > self._most:
             self._drop(next(iter(self._kept)))
+        while self._scores_bytes > SCORES_BYTES:
+            self._forget(next(iter(self._scores)))
 
     def evict(self) -> bool:
         """Frees the slot of the least recently used state that no request uses. Returns False if there is none."""
@@ -167,8 +204,16 @@ class PrefixStates:
     def _touch(self, key: Key, kept: _Kept) -> None:
         kept.touched_s = self._clock()
         self._kept.move_to_end(key)
+        if key in self._scores:
+            self._scores.move_to_end(key)
+
+    def _forget(self, key: Key) -> None:
+        """Drops the scores beside a state, if there are any."""
+        scores = self._scores.pop(key, None)
+        self._scores_bytes -= 0 if scores is None else scores.bytes
 
     def _drop(self, key: Key) -> None:
+        self._forget(key)
         kept = self._kept.pop(key)
         rests = self._rests[kept.block]
         rests[kept.rest] -= 1
@@ -187,6 +232,8 @@ class PrefixStates:
             "a slot holds two kept states": len({*slots}) < len(slots),
             "a slot with a kept state is free": any(not self._pool.users[slot] for slot in slots),
             "the index of the kept states is wrong": rests != indexed,
+            "scores are kept without a state": not self._scores.keys() <= self._kept.keys(),
+            "the memory of the scores is wrong": self._scores_bytes != sum(one.bytes for one in self._scores.values()),
             "too many states are kept": len(slots) > self._most,
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]

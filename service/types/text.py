@@ -53,7 +53,7 @@ class ScoredTokens(Result):
     predictions: Places = None
 
 
-class ScoreSummary(Served):
+class ScoreSummary(ServedPrompt):
     """How a text was scored. Each chunk that ran in parallel started at least `warm_up` tokens before its first scored
     token. If `max_residual` is 0, the result is bit for bit that of a sequential run."""
 

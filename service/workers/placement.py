@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from secrets import token_urlsafe
 from typing import TypeVar, cast
+from urllib.parse import quote
 from zlib import crc32
 
 import msgspec
@@ -28,13 +29,13 @@ from wane.service.api import encode
 from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, reader, uncompressed
 from wane.service.api.cost import admit_body
 from wane.service.api.exchange import (
+    HISTORY,
     PART,
     TIMEOUT_HEADER_BYTES,
     HttpExchange,
     RequestContext,
     RequestPolicy,
 )
-from wane.service.api.routes.sessions import HISTORY
 from wane.service.api.schemas.sessions import StepsBody
 from wane.service.app import Application
 from wane.service.auth.guard import FREE
@@ -71,6 +72,8 @@ NULL = Raw(b"null")
 
 class _Parameters(Struct):
     sequence_id: str | int | None = None
+    fork_of: str | int | None = None
+    expected_position: int | None = None
 
 
 class _Named(Struct):
@@ -163,10 +166,18 @@ class Placement:
         finally:
             exchange.finish()
 
-    async def _pass_on(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes | None) -> None:
+    async def _pass_on(
+        self,
+        worker: int,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        content: bytes | None,
+        marks: Mapping[str, object] | None = None,
+    ) -> None:
         """Passes a request on. Answers it with an error if its worker does not."""
         try:
-            await self._peers.pass_on(worker, scope, receive, send, content, {})
+            await self._peers.pass_on(worker, scope, receive, send, content, marks or {})
         except WaneError as error:
             if scope["type"] == "http":
                 await self._fail(error, scope, send)
@@ -199,7 +210,27 @@ class Placement:
             return
         if path == CREATE and (named := await self._with_id(body, self._me)) is not None:
             scope, receive, content = renewed(scope, named)
-        await self._answer(await self._worker_of_body(path, scope, body), scope, receive, send, content)
+        names = await self._names(path, scope, body)
+        worker = self._worker_of_names(path, names)
+        marks = {} if names is None else await self._forked(worker, path, names, scope)
+        await self._answer(worker, scope, receive, send, content, marks)
+
+    async def _forked(self, worker: int, path: str, named: _Named, scope: Scope) -> dict[str, object]:
+        """If an inference starts a sequence of `worker` from another worker's sequence, returns the mark with that
+        sequence's history."""
+        match, asked = OF_SEQUENCE(path), named.parameters
+        if match is None or asked is None or not asked.fork_of or not asked.sequence_id or not self._divides_sessions:
+            return {}
+        source = f"{match[1]}:{asked.fork_of}"
+        if self.worker_of(source) == worker:
+            return {}
+        connection, path = connection_of(scope), f"{CREATE}/{source}/fork"
+        body = {"session": f"{match[1]}:{asked.sequence_id}", "position": asked.expected_position}
+        part = Part(connection, msgspec.json.encode(body))
+        forks = {**scope, "path": path, "raw_path": quote(path).encode()}
+        with together(connection, [part]):
+            answer = await self._ask(self.worker_of(source), forks, part, {HISTORY: True, PART: True, FREE: True})
+        return {HISTORY: (answer.status, answer.body)}
 
     async def _checked(self, body: bytes) -> StepsBody | None:
         """Returns a call with steps of many sessions as the API reads it, or None if it is invalid."""
@@ -221,11 +252,19 @@ class Placement:
         except (ValueError, WaneError, RecursionError):
             return None
 
-    async def _answer(self, worker: int, scope: Scope, receive: Receive, send: Send, content: bytes) -> None:
+    async def _answer(
+        self,
+        worker: int,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        content: bytes,
+        marks: Mapping[str, object] | None = None,
+    ) -> None:
         if worker == self._me:
-            await self._app(scope, receive, send)
+            await self._app({**scope, **marks} if marks else scope, receive, send)
         else:
-            await self._pass_on(worker, scope, receive, send, content)
+            await self._pass_on(worker, scope, receive, send, content, marks)
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
         """Reads a body. Returns it, or None if it is too long or the client has left, and a function that receives it
@@ -270,13 +309,16 @@ class Placement:
                 return None
         return content.removeprefix(BOM_UTF8)
 
-    async def _worker_of_body(self, path: str, scope: Scope, body: bytes) -> int:
-        """Returns the worker of the session that a body names, or this worker."""
-        match = OF_SEQUENCE(path)
-        if match is not None:
+    async def _names(self, path: str, scope: Scope, body: bytes) -> _Named | None:
+        """Returns the parts of a body that name a session, or None if the body is invalid."""
+        if OF_SEQUENCE(path) is not None:
             length = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), b"")
             body = body[: int(length)] if length.isdigit() else body
-        named = await self._decoded(_Named, body)
+        return await self._decoded(_Named, body)
+
+    def _worker_of_names(self, path: str, named: _Named | None) -> int:
+        """Returns the worker of the session that a body names, or this worker."""
+        match = OF_SEQUENCE(path)
         if named is None:  # this worker answers with the error
             return self._me
         if match is None:
@@ -307,7 +349,7 @@ class Placement:
             return
         if (named := await self._with_id(body, worker)) is not None:
             scope, receive, content = renewed(scope, named)
-        other = await self._worker_of_body(CREATE, scope, body)
+        other = self._worker_of_names(CREATE, await self._names(CREATE, scope, body))
         if named is not None or other == worker or not self._divides_sessions:
             await self._answer(worker, scope, receive, send, content)
             return

@@ -460,6 +460,33 @@ def test_sequence_start_makes_a_sequence_anew(client: Client) -> None:
     np.testing.assert_array_equal(first.as_numpy("top_logprobs"), again.as_numpy("top_logprobs"))
 
 
+def test_a_sequence_starts_from_the_tokens_of_another_one(client: Client, native_of_both: httpx.Client) -> None:
+    source, whole, early = next(ids), next(ids), next(ids)
+    infer(client, [[5, 6, 7]], sequence_id=source, sequence_start=True)
+    step(client, whole, 9, sequence_start=True)  # is dropped
+    options: list[tuple[int, dict[str, Any], list[int]]] = [
+        (whole, {"fork_of": source}, [5, 6, 7, 8]),
+        (whole, {"fork_of": str(source)}, [5, 6, 7, 8]),
+        (early, {"fork_of": source, "expected_position": 2}, [5, 6, 8]),
+    ]
+    for sequence, parameters, tokens in options:
+        result = step(client, sequence, 8, sequence_start=True, parameters=parameters)
+        assert_equals_native(result, [predicted(native_of_both, tokens=tokens, mode="recurrent")])
+        assert result.as_numpy("position").tolist() == [len(tokens)]
+    assert native_of_both.get(f"/v1/sessions/{TEXT_MODEL}:{source}").json()["position"] == 3
+    refused: list[tuple[dict[str, Any], bool, str]] = [
+        ({"fork_of": 4711}, True, "'4711'"),
+        ({"fork_of": source, "expected_position": 4}, True, "position"),
+        ({"fork_of": source}, False, "sequence_start"),
+        ({"fork_of": whole}, True, "itself"),
+        ({"fork_of": -1}, True, "fork_of"),
+    ]
+    for parameters, starts, message in refused:
+        with pytest.raises(InferenceServerException, match=message):
+            step(client, whole, 8, sequence_start=starts, parameters=parameters)
+        assert native_of_both.get(f"/v1/sessions/{TEXT_MODEL}:{whole}").json()["position"] == 4
+
+
 def test_sequence_end_deletes_the_sequence_after_the_answer(client: Client, native_of_both: httpx.Client) -> None:
     sequence = next(ids)
     step(client, sequence, 5, sequence_start=True)

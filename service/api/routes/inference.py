@@ -43,6 +43,7 @@ from wane.service.api.schemas.inference import (
 from wane.service.api.schemas.models import ReadyModel
 from wane.service.api.sequences import (
     delete_sequence,
+    fork_of,
     no_sequence,
     sequence_engine,
     sequence_id,
@@ -345,7 +346,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
     sequence = sequence_id(parameters)
     if sequence is not None:
         return await _step(request, engine, asked, sequence)
-    for name in ("expected_position", "sequence_start", "sequence_end", "continuations"):
+    for name in ("expected_position", "sequence_start", "sequence_end", "fork_of", "continuations"):
         if is_given(parameters, name):
             raise InvalidRequest(f"{name} is given without a sequence_id", name)
     if not asked.is_predicted:
@@ -452,14 +453,20 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
             raise InvalidRequest(
                 f"{name} is given with a sequence_id, but is only for requests without a sequence_id", name
             )
-    start = bool(parameters.sequence_start)
-    if start and parameters.expected_position:
+    start, source = bool(parameters.sequence_start), sequence_id(parameters, "fork_of")
+    if source is not None and (not start or source == sequence):
+        why = "is the sequence itself" if start else "is given without sequence_start"
+        raise InvalidRequest(f"fork_of {why}", "fork_of")
+    if start and parameters.expected_position and source is None:
         raise InvalidRequest(
             f"expected_position is {parameters.expected_position}, but sequence_start starts at position 0",
             "expected_position",
         )
     key, limits = sequence_key(request, engine, sequence), settings(request)
-    if not start:
+    begin = None
+    if source is not None:
+        engine, begin = await fork_of(request, engine, key, parameters, source)
+    elif not start:
         engine = await sequence_engine(request, engine, key, sequence)
     if parameters.continuations:
         for name in ("mode", "expected_position", "sequence_start", "sequence_end"):
@@ -483,7 +490,7 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
     )
     if start:
         with until_hangup(request):
-            await start_sequence(request, engine, key)
+            await start_sequence(request, engine, key, begin)
     results = InferResults(engine, rows, time.perf_counter())
     try:
         results.answers = [await engine.submit(wanted)]

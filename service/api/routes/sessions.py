@@ -30,7 +30,7 @@ from wane.service.api.body import (
 from wane.service.api.cost import Cost, admit, length_of, of_continuations
 from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
-from wane.service.api.exchange import context, note_answer, registry
+from wane.service.api.exchange import HISTORY, context, note_answer, registry
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.sessions import (
@@ -96,9 +96,6 @@ LINKS = {
 }
 """The links from a created session to its routes, for the OpenAPI description."""
 
-HISTORY = "wane.history"
-"""The key of a scope whose request for a fork is answered with the body of a request that creates the new session,
-because another worker has it."""
 STEPS_AT_ONCE = 16  # of a call with many steps, in one iteration of the event loop
 TOP_K = ONE_TOKEN.top_k  # the value of `top_k` for a step without `top_k`
 

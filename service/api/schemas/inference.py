@@ -92,6 +92,13 @@ class InferParameters(Body, kw_only=True):
         bool | None, says("true: start the sequence at position 0, and drop an existing sequence with this id")
     ] = None
     sequence_end: Annotated[bool | None, says("true: delete the sequence after the answer")] = None
+    fork_of: Annotated[
+        SequenceId | None,
+        says(
+            "with `sequence_start`: the id of the sequence whose tokens the new sequence starts from, up to "
+            "`expected_position`, by default all"
+        ),
+    ] = None
     continuations: Annotated[
         bool | None,
         says("true: each row is a continuation of the sequence, which does not change; see /v1/sessions"),

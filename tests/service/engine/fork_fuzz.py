@@ -37,7 +37,7 @@ from wane.service.types.request import (
     ScoreRequest,
     StepRequest,
 )
-from wane.service.types.text import GeneratedToken
+from wane.service.types.text import Finish, GeneratedToken
 
 EOS = 0
 SLOTS = 14
@@ -194,7 +194,7 @@ class Episode:
         request = PredictRequest(tokens, mode=Mode.RECURRENT, owner=owner, top_k=len(NAMES) + 2, filter=ALL)
         answer = await self.engine.submit(request)
         self.check([*tokens], answer)
-        self.remember(owner, tokens, answer.cached_tokens or 0)
+        self.remember(owner, tokens, answer.cached_tokens)
 
     async def generate(self, owner: str, tokens: tuple[int, ...]) -> None:
         request = GenerateRequest(tokens, max_tokens=self.random.randint(1, 3), owner=owner, seed=1)
@@ -203,13 +203,16 @@ class Episode:
         drawn = [item for item in items if isinstance(item, GeneratedToken)]
         all_tokens = (*tokens, *(one.token_id for one in drawn))
         self.check_logprobs(all_tokens, len(tokens), [one.logprob for one in drawn])
-        self.remember(owner, tokens, getattr(items[-1], "cached_tokens", None) or 0)
+        assert isinstance(items[-1], Finish)
+        self.remember(owner, tokens, items[-1].cached_tokens)
         self.remember(owner, all_tokens, 0)
 
     async def score(self, owner: str, tokens: tuple[int, ...]) -> None:
-        request = ScoreRequest(tokens, method=ScoreMethod.SEQUENTIAL, owner=owner)
-        self.check_logprobs(tokens, 0, (await self.engine.score(request)).logprobs)
-        self.remember(owner, tokens[:-1], 0)
+        method, top_k = self.random.choice([*ScoreMethod]), self.random.choice([None, 1])
+        scored = await self.engine.score(ScoreRequest(tokens, method=method, owner=owner, top_k=top_k))
+        self.check_logprobs(tokens, 0, scored.logprobs)
+        self.counted["hits of scores"] += bool(scored.cached_tokens)
+        self.remember(owner, tokens[:-1], scored.cached_tokens)
 
     def check_logprobs(self, tokens: tuple[int, ...], first: int, found: Sequence[float | None]) -> None:
         """Compares the log-probabilities of the tokens from index `first` on with the never-interrupted run."""

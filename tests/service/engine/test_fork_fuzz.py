@@ -12,7 +12,7 @@ from wane.service.state.prefixes import Path
 
 async def test_random_forks_continuations_and_rewinds_are_within_their_bounds() -> None:
     counted = await run(400, 1)
-    kinds = {*OPERATIONS, "exact", "bounded", "refused", "taken", "evictions", "hits"}
+    kinds = {*OPERATIONS, "exact", "bounded", "refused", "taken", "evictions", "hits", "hits of scores"}
     assert [kind for kind in kinds if not counted[kind]] == []
 
 

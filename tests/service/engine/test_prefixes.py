@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.models.caches import RandomTables, random_cache
-from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, listed, name_vocabulary
+from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, known, listed, name_vocabulary
 from tests.service.shipped import each_bundle
 from wane.models.manifest import Certificate
 from wane.service.engine.forward import PIECE_TOKENS
@@ -25,7 +25,7 @@ from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
-from wane.service.types.text import Finish, GeneratedToken
+from wane.service.types.text import Finish, GeneratedToken, Score
 
 EOS = 0
 TEXT = tuple(2 + index * 7 % 200 for index in range(3000))
@@ -223,6 +223,102 @@ async def test_a_score_leaves_the_state_before_its_last_token(harness: EngineHar
     assert_equal(answer, await predict(harness, TEXT[:120], None))
 
 
+async def score(harness: EngineHarness, tokens: tuple[int, ...], owner: str | None = "", **asked: Any) -> Score:
+    return await harness.engine.score(ScoreRequest(tokens, owner=owner, **asked))
+
+
+def assert_same_score(one: Score, other: Score) -> None:
+    """Compares a score from a kept state with one from all tokens, like `assert_equal`."""
+    assert known(one.logprobs[1:]) == pytest.approx(known(other.logprobs[1:]), abs=1e-5)
+    assert one.logprobs[:1] == other.logprobs[:1]
+    assert (one.tokens, one.error_bound, one.error_bounds) == (other.tokens, other.error_bound, other.error_bounds)
+    assert one.perplexity == pytest.approx(other.perplexity)
+    assert (one.predictions is None) == (other.predictions is None)
+    for found, expected in zip(one.predictions or (), other.predictions or (), strict=True):
+        assert [item.token_id for item in found or ()] == [item.token_id for item in expected or ()]
+
+
+async def test_a_score_runs_only_the_tokens_after_those_of_an_earlier_score(harness: EngineHarness) -> None:
+    assert (await score(harness, TEXT[:100])).cached_tokens == 0
+    assert ran(harness) == [100]
+    found = await score(harness, TEXT[:100] + OTHER[:30])
+    assert ran(harness) == [0, 30]
+    assert found.cached_tokens == 99
+    assert_same_score(found, await score(harness, TEXT[:100] + OTHER[:30], None))
+
+
+async def test_the_same_score_runs_no_token(harness: EngineHarness) -> None:
+    first = await score(harness, TEXT[:100])
+    ran(harness)
+    second = await score(harness, TEXT[:100])
+    assert ran(harness) == [0]
+    assert second.cached_tokens == 99
+    assert_same_score(second, first)
+
+
+async def test_scores_of_continuations_share_their_context_from_the_third_on(harness: EngineHarness) -> None:
+    for index, cached in enumerate((0, 0, 383, 383)):  # 384 tokens with the start token
+        text = TEXT[:400] + OTHER[37 * index : 37 * index + 50]
+        found = await score(harness, text)
+        assert found.cached_tokens == cached
+        assert_same_score(found, await score(harness, text, None))
+
+
+@pytest.mark.parametrize("method", ScoreMethod)
+async def test_scores_of_both_methods_share_states(make_harness: MakeHarness, method: ScoreMethod) -> None:
+    harness = make_harness(throughput=FixedProfile({0.0: 200}))
+    await score(harness, TEXT[:300], method=method)
+    for other in ScoreMethod:
+        found = await score(harness, TEXT, method=other)
+        assert found.cached_tokens >= 299
+        assert_same_score(found, await score(harness, TEXT, None, method=ScoreMethod.SEQUENTIAL))
+
+
+async def test_a_state_without_scores_does_not_serve_a_score(harness: EngineHarness) -> None:
+    await predict(harness, TEXT[:100])
+    assert (await score(harness, TEXT[:120])).cached_tokens == 0
+    assert (await score(harness, TEXT[:130])).cached_tokens == 119
+    assert (await score(harness, TEXT[:130], truncated=True)).cached_tokens == 0
+
+
+async def test_scores_of_other_owners_are_not_read(harness: EngineHarness) -> None:
+    await score(harness, TEXT[:200], "ann")
+    for owner in ("bob", "", "ann ", None):
+        assert (await score(harness, TEXT[:200], owner)).cached_tokens == 0
+    assert (await score(harness, TEXT[:200], "ann")).cached_tokens == 199
+
+
+async def test_lists_are_kept_for_scores_with_the_same_options(harness: EngineHarness) -> None:
+    await score(harness, TEXT[:100], top_k=2)
+    text = TEXT[:100] + OTHER[:30]
+    assert (await score(harness, text, top_k=1)).cached_tokens == 0
+    assert (await score(harness, text, top_k=2, include_unknown=True)).cached_tokens == 0
+    found = await score(harness, TEXT[:100] + OTHER[:20], top_k=2)
+    assert found.cached_tokens == 99
+    assert_same_score(found, await score(harness, TEXT[:100] + OTHER[:20], None, top_k=2))
+    assert (await score(harness, text)).cached_tokens == 129
+
+
+async def test_scores_are_dropped_beyond_their_memory(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wane.service.state.prefixes.SCORES_BYTES", 8 * 150)
+    await score(harness, TEXT[:100])
+    await score(harness, OTHER[:100])
+    harness.engine.state_cache.check_integrity(idle=True)
+    assert (await score(harness, OTHER[:100])).cached_tokens == 99
+    assert (await score(harness, TEXT[:100])).cached_tokens == 0
+    assert (await predict(harness, TEXT[:120])).cached_tokens == 99
+
+
+@pytest.mark.parametrize("start", ["token", "zero"])
+@pytest.mark.parametrize("top_k", [None, 2])
+async def test_a_score_with_a_cache_continues(make_harness: MakeHarness, start: str, top_k: int | None) -> None:
+    harness = make_harness(cache=random_cache(random.Random(5), 50), start=start, certified=True)
+    await score(harness, TEXT[:100], top_k=top_k)
+    found = await score(harness, TEXT[:140], top_k=top_k)
+    assert found.cached_tokens == 99
+    assert_same_score(found, await score(harness, TEXT[:140], None, top_k=top_k))
+
+
 async def test_a_score_whose_joints_differ_leaves_no_state(make_harness: MakeHarness) -> None:
     harness = make_harness(throughput=FixedProfile({1e-5: 100}))
     found = await harness.engine.score(ScoreRequest(TEXT, method=ScoreMethod.PARALLEL, owner=""))
@@ -342,6 +438,29 @@ async def test_a_shipped_model_answers_with_the_same_bits_from_a_kept_state(
         assert kept.logits.tobytes() == whole.logits.tobytes()
         assert kept.predictions == whole.predictions
         assert (kept.error_bound, kept.top1_proved) == (whole.error_bound, whole.top1_proved)
+    await registry.close()
+
+
+@each_bundle
+async def test_a_shipped_model_scores_the_same_from_a_kept_state(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token after the kept ones is predicted by the graph `head`, and may differ by its rounding. All other
+    log-probabilities have the same bits."""
+    monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
+    registry = ModelRegistry(Settings(bundles=path, device="cpu"), Metrics())
+    await registry.load()
+    engine, draw = registry.get(), np.random.default_rng(3)
+    tokens = tuple(draw.integers(2, engine.vocabulary.size, 700).tolist())
+    junctions = set[int]()  # the places of the tokens that followed kept tokens; their values are kept in turn
+    for stop, cached in ((70, 0), (71, 69), (300, 70), (300, 299), (700, 299)):
+        asked = ScoreRequest(tokens[:stop], owner="")
+        kept, whole = await engine.score(asked), await engine.score(replace(asked, owner=None))
+        assert kept.cached_tokens == cached
+        assert kept.error_bound == whole.error_bound
+        differing = [at for at in range(stop) if kept.logprobs[at] != whole.logprobs[at]]
+        junctions.add(cached)
+        assert set(differing) <= junctions
+        for at in differing:
+            assert kept.logprobs[at] == pytest.approx(whole.logprobs[at], abs=2e-6)
     await registry.close()
 
 

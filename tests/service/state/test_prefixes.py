@@ -66,17 +66,17 @@ def test_another_owner_finds_nothing() -> None:
     cache = make_cache()
     leave(cache, Path("ann", tokens(100)))
     for owner in ("", "bob", "an", "annn", "ann\0"):
-        assert cache.prefixes.find(Path(owner, tokens(100))) == (ZERO, 0, 0)
+        assert cache.prefixes.find(Path(owner, tokens(100)))[:3] == (ZERO, 0, 0)
 
 
 def test_a_sequence_that_leaves_an_earlier_one_branches_at_the_last_common_block() -> None:
     cache = make_cache()
     leave(cache, Path("", tokens(300)))
     other = np.append(tokens(200), tokens(150, first=99))
-    assert cache.prefixes.find(Path("", other)) == (ZERO, 0, 192)
+    assert cache.prefixes.find(Path("", other))[:3] == (ZERO, 0, 192)
     slot = leave(cache, Path("", other), 192)
-    assert cache.prefixes.find(Path("", other)) == (slot, 192, 0)
-    assert cache.prefixes.find(Path("bob", other)) == (ZERO, 0, 0)
+    assert cache.prefixes.find(Path("", other))[:3] == (slot, 192, 0)
+    assert cache.prefixes.find(Path("bob", other))[:3] == (ZERO, 0, 0)
 
 
 def test_states_of_prefixes_are_evicted_least_recently_used_first() -> None:

@@ -333,6 +333,35 @@ def test_sequences_of_the_open_inference_protocol_keep_their_worker(http: httpx.
         assert http.get(f"/v1/sessions/{model}:{sequence}").json()["position"] == position
 
 
+def test_a_sequence_starts_from_a_sequence_of_another_worker(http: httpx.Client) -> None:
+    model = http.get("/v1/models").json()["data"][0]["id"]
+
+    def infer(tokens: list[int], **parameters: Any) -> httpx.Response:
+        inputs = [{"name": "tokens", "shape": [1, len(tokens)], "datatype": "INT64", "data": tokens}]
+        return http.post(f"/v2/models/{model}/infer", json={"inputs": inputs, "parameters": parameters})
+
+    def name(worker: int, prefix: str) -> str:
+        return of_worker(worker, f"{model}:{prefix}").removeprefix(f"{model}:")
+
+    for worker in range(WORKERS):
+        source = name(worker, f"source{worker}")
+        assert infer([5, 6, 7], sequence_id=source, sequence_start=True).is_success
+        for target in (name(0, f"of{worker}"), name(1, f"of{worker}")):
+            for position, left in ((3, {}), (2, {"expected_position": 2})):
+                asked = {"sequence_id": target, "sequence_start": True, "fork_of": source, **left}
+                forked = infer([9], **asked)
+                assert forked.status_code == httpx.codes.OK, forked.text
+                plain = infer([*[5, 6, 7][:position], 9])
+                found, expected = (
+                    {one["name"]: one["data"] for one in answer.json()["outputs"]} for answer in (forked, plain)
+                )
+                assert (found["position"], found["top_ids"]) == ([position + 1], expected["top_ids"])
+            for wrong, message in (({"fork_of": "none"}, "'none'"), ({"expected_position": 4}, "position")):
+                refused = infer([9], **(asked | wrong))
+                assert (refused.status_code, message in refused.text) == (400, True), refused.text
+            assert http.get(f"/v1/sessions/{model}:{target}").json()["position"] == 3
+
+
 def test_a_stream_of_a_sessions_tokens_passes_through(http: httpx.Client) -> None:
     for worker in range(WORKERS):
         name = of_worker(worker, "g")
