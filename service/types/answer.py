@@ -37,7 +37,7 @@ from wane.service.types.common import (
 from wane.service.types.request import Latency
 
 
-class Prediction(Result):
+class Prediction(Result, gc=False):  # is in no reference cycle, and answers have many
     """A candidate for the next token."""
 
     token_id: TokenId
