@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from wane.models.manifest import Unknown
@@ -42,8 +43,9 @@ ROWS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A decoded request. `body` is its JSON. `inputs` has its input tensors by name. `wanted` are the formats of the
-    requested outputs, and `names` their names. `deadline` is in seconds on the event loop's clock."""
+    """A decoded request. `body` is its JSON without the inputs. `inputs` has its input tensors by name. `wanted` are
+    the formats of the requested outputs, and `names` their names. `deadline` is in seconds on the event loop's clock.
+    """
 
     body: InferBody
     inputs: dict[str, Tensor]
@@ -100,6 +102,7 @@ async def decoded_call(request: Request) -> InferCall:
             raise DeadlineExceeded(TOO_LATE)
     if parameters.priority is not None and parameters.priority < 0:
         raise InvalidRequest(f"priority is {parameters.priority}, but must be at least 0", "priority")
+    body = replace(body, inputs=[])  # the garbage collector would visit each of its values while the request runs
     return InferCall(body, inputs, tuple(wanted), frozenset(output.name for output in wanted), until)
 
 

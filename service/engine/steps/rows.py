@@ -81,6 +81,13 @@ class StepRow(Pending[Answer]):
         """Whether the row asks that some tokens are not listed."""
         return self.request is not None and self.request.filter is not NO_FILTER
 
+    @property
+    def filter_tokens(self) -> int:
+        """The number of tokens in the lists of the row's filter."""
+        if self.request is None:
+            return 0
+        return len(self.request.filter.exclude) + len(self.request.filter.candidates or ())
+
     def is_of_arrays(self, most_predictions: int) -> bool:
         """Returns whether the row may be answered by arrays: it asks nothing, or only that some tokens are not listed.
         `most_predictions`: the largest top_k of rows that are answered by arrays."""

@@ -16,6 +16,7 @@ from tests.service.server_harness import start_sessions
 from wane.models.manifest import Role
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
+from wane.service.engine.steps import columns
 from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
 from wane.service.errors import (
     DeadlineExceeded,
@@ -80,6 +81,18 @@ async def test_steps_of_one_turn_are_one_batch_in_columns(started: EngineHarness
     assert started.runner.calls == [("step", [[6], [7], [8]])]
     assert [answer.position for answer in answers] == [2, 2, 2]
     assert [answer.latency.batch_items for answer in answers] == [3] * 3
+
+
+async def test_the_filters_of_one_batch_have_a_limited_number_of_tokens(
+    started: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "FILTERED_AT_ONCE", 4)
+    filters = [Filter(exclude=(7, 8)), Filter(exclude=(7,), candidates=(7, 9)), Filter(exclude=(7, 8))]
+    asked = zip("abc", filters, strict=True)
+    pending = [started.engine.submit(StepRequest(name, (6,), filter=wanted)) for name, wanted in asked]
+    answers = [{item.token_id for item in (await one).predictions} for one in pending]
+    assert [len(rows) for _, rows in started.runner.calls] == [1, 1, 1]
+    assert [answers[1], *(one & {7, 8} for one in answers)] == [{9}, set(), set(), set()]
 
 
 async def test_a_batch_that_starts_before_the_previous_answers_releases_its_slots(started: EngineHarness) -> None:

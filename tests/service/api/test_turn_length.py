@@ -1,0 +1,117 @@
+"""Tests that requests to a model with 100,000 events, which once held the event loop, no longer do.
+
+The figure is the processor time of the event loop's thread in one turn of the event loop, which hardly depends on how
+busy the machine is. `benchmarks/stall.py` measures the largest requests to all routes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.service import engine_harness
+from tests.service.engine_harness import FakeRunner, MakeHarness, name_vocabulary
+from tests.service.server_harness import served
+from wane.models.vocabulary import Vocabulary
+from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
+from wane.service.settings import Settings
+
+NAMES = [f"item/{index}" for index in range(100_000)]
+LIMITS = Settings()
+SIZES = {
+    name: getattr(LIMITS, name) for name in ("max_batch_size", "max_batch_inputs", "top_k_limit", "state_budget_bytes")
+}
+
+Body = dict[str, Any]
+
+
+class QuickRunner(FakeRunner):
+    """A runner that takes hardly any time: every distribution is the same."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__(vocabulary_size)
+        row = self.head[:, 0]
+        ids = np.argsort(-row, kind="stable")[: self.top]
+        total = np.asarray(np.log(np.exp(row).sum()))
+        self._top: dict[str, Array] = {TOP_IDS: ids, TOP_LOGITS: row[ids], LOG_SUM_EXP: total}
+
+    def _logits(self, hidden: Array) -> NDArray[np.float32]:
+        return np.repeat(self.head[None, :, 0], len(hidden), 0)
+
+    def _with_top(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        rows = len(outputs["logits"])
+        return outputs | {name: np.repeat(value[None], rows, 0) for name, value in self._top.items()}
+
+
+def inference(rows: int) -> Body:
+    tensor = {"name": "tokens", "shape": [rows, 1], "datatype": "INT64", "data": [[5]] * rows}
+    return {"inputs": [tensor], "outputs": [{"name": "logits"}]}
+
+
+REQUESTS: dict[str, Callable[[str], tuple[str, Body]]] = {
+    "a completion of 64 samples": lambda model: (
+        "/v1/completions",
+        {"model": model, "prompt": [5], "n": 64, "max_tokens": 1, "logprobs": 5},
+    ),
+    "256 inputs with filters": lambda _: (
+        "/v1/predict",
+        {"inputs": [[5]] * 256, "candidates": NAMES[:9999], "exclude": NAMES[:9999]},
+    ),
+    "logits as JSON": lambda model: (f"/v2/models/{model}/infer", inference(32)),
+}
+"""Requests, by the model's name."""
+
+MOST_MS = {"a completion of 64 samples": 12, "256 inputs with filters": 40, "logits as JSON": 40}
+"""The longest accepted turn: at least three times as long as it takes now, and shorter than it once took."""
+
+
+@cache
+def events() -> Vocabulary:
+    return name_vocabulary("events", NAMES)
+
+
+@pytest.fixture
+def turns_ms(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Returns a list to which each turn of the event loop appends its processor time in milliseconds."""
+    run_once, found = asyncio.BaseEventLoop._run_once, list[float]()  # type: ignore[attr-defined]
+
+    def measured(loop: asyncio.BaseEventLoop) -> None:
+        begun_s = time.thread_time()
+        run_once(loop)
+        found.append(1e3 * (time.thread_time() - begun_s))
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "_run_once", measured)
+    return found
+
+
+def send(url: str, path: str, body: Body) -> int:
+    with httpx.Client(base_url=url, trust_env=False, timeout=120) as client:
+        return client.post(path, json=body).status_code
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_large_request_does_not_hold_the_event_loop(
+    make_harness: MakeHarness, turns_ms: list[float], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(engine_harness, "FakeRunner", QuickRunner)
+    harness = make_harness(vocabulary=events(), **SIZES)
+    path, body = REQUESTS[name](harness.engine.name)
+    async with served(harness, request_timeout_ms=60_000) as server:
+        gc.collect()
+        gc.freeze()  # as the server does: the objects that exist before the first request are not collected
+        try:
+            await asyncio.sleep(0)  # the turn of this test's own work ends
+            turns_ms.clear()
+            answered = await asyncio.to_thread(send, server.url, path, body)
+        finally:
+            gc.unfreeze()
+    assert answered == 200
+    assert max(turns_ms) <= MOST_MS[name]
