@@ -55,7 +55,8 @@ class Columns(Protocol):
         ...
 
     def begin(self, most: int) -> ColumnBatch | None:
-        """Returns the next batch of at most `most` steps. Returns None if no queued step can run."""
+        """Returns the next batch of at most `most` steps. Returns None if no queued step can run. Calls
+        `Batcher.queue_columns` if further steps are queued."""
         ...
 
     def hold(self, running: ColumnBatch) -> None:
@@ -267,7 +268,9 @@ class Batcher:
                 break
             columns: ColumnBatch | None = None
             if items[0] is self._columns_item:
-                columns = self._begin_columns()
+                assert self.columns is not None, "steps in columns are queued, but `columns` is None: this is a bug"
+                self._columns_queued = False
+                columns = self.columns.begin(self._max_batch)
                 if columns is None:
                     continue
             if not self._quick(items[0].work.role, len(items if columns is None else columns.tokens)):
@@ -293,17 +296,6 @@ class Batcher:
         if not self._starting:
             self._starting = True
             asyncio.get_running_loop().call_soon(self._start)
-
-    def _begin_columns(self) -> ColumnBatch | None:
-        """Returns the next batch of steps in columns. Queues the item that stands for these steps again if steps
-        remain."""
-        assert self.columns is not None, "steps in columns are queued, but `columns` is None: this is a bug"
-        self._columns_queued = False
-        found = self.columns.begin(self._max_batch)
-        if len(self.columns) and not self._columns_queued and self._columns_item is not None:
-            self._columns_queued = True
-            self._queue.put(self._columns_item)
-        return found
 
     def _quick(self, role: Role, count: int) -> bool:
         """Returns whether a batch should run on the event loop's thread."""

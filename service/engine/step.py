@@ -95,7 +95,7 @@ class SessionSteps:
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
-        if not is_locked and not sessions.locks.take(request.session):
+        if not is_locked:
             await sessions.locks.wait(request.session)
         try:
             while ticket.conflicts <= RETRIES:

@@ -65,8 +65,6 @@ class SessionLocks:
 
         Raises Overloaded if MOST_WAITERS requests already wait for the lock.
         """
-        if self.take(session):
-            return
         place = self.reserve(session)
         if place is None:
             raise Overloaded(f"{MOST_WAITERS} requests are already waiting for session {id_of(session)!r}")

@@ -219,6 +219,8 @@ class StepColumns:
         waiting, self._rows = self._rows[:most], self._rows[most:]
         if not waiting:
             return None
+        if self._rows:
+            self._queue_columns()
         batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
         if batch.may_wait or True in map(IS_DONE, waiting) or batch.deadline <= now_s:
