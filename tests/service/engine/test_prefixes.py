@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.models.caches import RandomTables, random_cache
 from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, known, listed, name_vocabulary

@@ -48,7 +48,7 @@ async def test_it_continues_the_session_and_does_not_change_it(harness: EngineHa
 
 async def test_it_is_that_of_the_same_tokens_without_a_session(harness: EngineHarness) -> None:
     await session(harness, *TOKENS)
-    for changes in ({"temperature": 1.0, "seed": 3}, {"logit_bias": Bias({9: 100.0})}, {"frequency_penalty": 2.0}):
+    for changes in ({"temperature": 1.0, "seed": 3}, {"bias": Bias({9: 100.0})}, {"frequency_penalty": 2.0}):
         _, here = await generate(harness, request(**changes))
         _, apart = await generate(harness, request(**changes, session=None, tokens=TOKENS))
         assert here.tokens == apart.tokens
@@ -127,8 +127,8 @@ def test_a_bias_out_of_range_is_refused(value: float) -> None:
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("logit_bias", {"logit_bias": Bias({9999: 1.0})}),
-        ("logit_bias", {"logit_bias": Bias(dict.fromkeys(range(258), -100.0))}),
+        ("logit_bias", {"bias": Bias({9999: 1.0})}),
+        ("logit_bias", {"bias": Bias(dict.fromkeys(range(258), -100.0))}),
         ("top_logprobs", {"top_logprobs": 101}),
     ],
     ids=["a token that is not in the vocabulary", "no token may be drawn", "too many listed tokens"],
