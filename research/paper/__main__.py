@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,14 @@ class Paper:
             return {"records": self.train(name, advance)}
         if name == "memory":
             return {"records": {task: self.train(task, advance) for task in self.tasks}}
-        self.train("words", advance)
-        runs = [run for run in self.tasks["words"].runs() if run.window is None]
+        done = [record["run"] for record in self.train("words", advance)]
+        runs = [run for run in self.tasks["words"].runs() if run.window is None and asdict(run) in done]
         if name == "gradients":
             corpus = self.corpus("words")
             return {"norms": {_label(run): gradient_norms(self._network(run), corpus) for run in runs}}
         (window,) = self.tasks["words"].windows
-        return {"distances": {_label(run): self._distances(run, replace(run, window=window)) for run in runs}}
+        pairs = [(run, replace(run, window=window)) for run in runs]
+        return {"distances": {_label(run): self._distances(run, cut) for run, cut in pairs if asdict(cut) in done}}
 
     def _network(self, run: Run) -> PaperNetwork:
         task = self.tasks[run.task]

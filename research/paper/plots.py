@@ -44,7 +44,7 @@ def plot_gradients(norms: Mapping[str, Sequence[float]], path: Path) -> None:
     axes = figure.subplots()
     for name, values in norms.items():
         axes.plot(range(len(values)), [max(value, 1e-12) for value in values], color=COLOURS[name], label=name, lw=1.2)
-    axes.set(yscale="log", xlabel="lag, words", ylabel="norm of the loss's gradient by the earlier embedding")
+    axes.set(yscale="log", xlabel="lag, words", ylabel="norm of the gradient by an embedding")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
