@@ -137,21 +137,23 @@ class Sessions:
         model: str,
         version: str,
         vocabulary: str,
+        vocabulary_size: int,
         state_ttl_s: float,
         empty: TokenHistory,
         model_fingerprint: bytes = b"",
         state_checkpoint_interval_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`vocabulary` identifies the tokenizer. `state_ttl_s`: idle time in seconds after which a state is dropped.
-        `empty`: the history of a sequence without tokens. `state_checkpoint_interval_tokens`: number of tokens between
-        two snapshots in the store; None: no snapshots. `model_fingerprint` identifies the weights and graphs that
-        compute the states. `clock` returns seconds."""
+        """`vocabulary` identifies the tokenizer, which has `vocabulary_size` tokens. `state_ttl_s`: idle time in
+        seconds after which a state is dropped. `empty`: the history of a sequence without tokens.
+        `state_checkpoint_interval_tokens`: number of tokens between two snapshots in the store; None: no snapshots.
+        `model_fingerprint` identifies the weights and graphs that compute the states. `clock` returns seconds."""
         self._store = store
         self._state_cache = state_cache
         self._model = model
         self._version = version
         self._vocabulary = vocabulary
+        store.vocabulary_sizes[vocabulary] = vocabulary_size
         self._state_ttl_s = state_ttl_s
         self._empty = empty
         self.model_fingerprint = model_fingerprint
