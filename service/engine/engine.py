@@ -181,6 +181,7 @@ class Engine:
             model=name,
             version=self.version,
             vocabulary=self.tokenizer,
+            vocabulary_size=vocabulary.size,
             state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
             empty=empty,
             model_fingerprint=model_fingerprint(manifest, bits),

@@ -142,21 +142,23 @@ class Sessions:
         model: str,
         version: str,
         vocabulary: str,
+        vocabulary_size: int,
         state_ttl_s: float,
         empty: TokenHistory,
         model_fingerprint: bytes = b"",
         state_checkpoint_interval_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`vocabulary` identifies the tokenizer. `state_ttl_s`: idle time in seconds after which a state is dropped.
-        `empty`: the history of a sequence without tokens. `state_checkpoint_interval_tokens`: number of tokens between
-        two snapshots in the store; None: no snapshots. `model_fingerprint` identifies the weights and graphs that
-        compute the states. `clock` returns seconds."""
+        """`vocabulary` identifies the tokenizer, which has `vocabulary_size` tokens. `state_ttl_s`: idle time in
+        seconds after which a state is dropped. `empty`: the history of a sequence without tokens.
+        `state_checkpoint_interval_tokens`: number of tokens between two snapshots in the store; None: no snapshots.
+        `model_fingerprint` identifies the weights and graphs that compute the states. `clock` returns seconds."""
         self._store = store
         self._state_cache = state_cache
         self._model = model
         self._version = version
         self._vocabulary = vocabulary
+        store.vocabulary_sizes[vocabulary] = vocabulary_size
         self._state_ttl_s = state_ttl_s
         self._empty = empty
         self.model_fingerprint = model_fingerprint
@@ -295,11 +297,13 @@ class Sessions:
         return record, classify_step(record, request)
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
-        """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for `record`.
+        """Returns the resident state of the session in `record`, or None.
 
         If `behind` is true, the state may be at an earlier position, provided that `record` holds all later tokens. If
-        `use` is true, the state becomes the most recently used. A session without tokens always has a state: all such
-        sessions share one.
+        `use` is true, the state becomes the most recently used, or is dropped if it is valid neither for `record` nor
+        for a session that has appended to `record`. If `use` is false, no state is dropped: the caller may not hold the
+        session's lock, so that a step or a rewind may have changed the session after `record` was read. A session
+        without tokens always has a state: all such sessions share one.
         """
         if record.position == 0:
             return CachedState(START, record.revision, 0, 0)
@@ -307,10 +311,11 @@ class Sessions:
         cached = self._state_cache.find(session, self._clock()) if use else self._state_cache.peek(session)
         if cached is None or (cached.revision == record.revision and cached.position == record.position):
             return cached
-        if not (follows(record.revision, cached.revision) and _reaches(record, cached.position)):
+        if follows(record.revision, cached.revision) and _reaches(record, cached.position):
+            return cached if behind else None
+        if use and not follows(cached.revision, record.revision):
             self._state_cache.drop(session)
-            return None
-        return cached if behind else None
+        return None
 
     def norms(self, cached: CachedState) -> list[float] | None:
         """Returns the LayerNorms after the last token of a resident state (see `Row`). Returns None if the graphs do

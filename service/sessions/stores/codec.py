@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from functools import lru_cache
 from random import getrandbits
 
@@ -45,6 +46,7 @@ from wane.service.types.request import id_of
 FORMAT = 2
 NO_STEP = -1
 STAMP_BITS = 64
+FARTHEST = 2**53  # the scripts of a store count exactly up to this position
 IDENTITIES = 4096  # size of the cache of identities: above the number of versions and modes of all loaded models
 REVISION = struct.Struct(">Q")
 _FIELDS = f"Qq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p"
@@ -127,8 +129,11 @@ def write(record: SessionRecord) -> bytes:
     return REVISION.pack(record.revision) + bytes(_HEAD_AT - _RUN_AT) + head(record) + record.tail.data
 
 
-def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
-    """Decodes a session with its latest `keep` tokens. Raises Unreadable."""
+def read(
+    session: str, data: bytes, keep: int, idle_s: float = 0.0, vocabulary_sizes: Mapping[str, int] | None = None
+) -> SessionRecord:
+    """Decodes a session with its latest `keep` tokens. `vocabulary_sizes` has the number of tokens of vocabularies. The
+    ids of a session are checked if its vocabulary is among them. Raises Unreadable."""
     if len(data) > _HEAD_AT and data[_HEAD_AT] != FORMAT:
         raise Unreadable(
             f"session {id_of(session)!r} is not written in format {FORMAT}, which is the only one this version reads"
@@ -146,6 +151,16 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
             f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, but should take {size}, in tokens of "
             f"{width} bytes"
         )
+    tail = TokenHistory(ids, width)
+    # A tail is the whole sequence with <eos>, or lacks at least one of the sequence's tokens.
+    if position > FARTHEST or (position != len(tail) - 1 and position <= len(tail)):
+        raise Unreadable(f"session {id_of(session)!r} cannot have {len(tail)} stored tokens at position {position}")
+    if not NO_STEP <= start <= position:
+        raise Unreadable(f"session {id_of(session)!r} is at position {position}, but its last step starts at {start}")
+    size = (vocabulary_sizes or {}).get(vocabulary, 1 << 8 * width)
+    largest = int(tail.ids().max())
+    if largest >= size:
+        raise Unreadable(f"session {id_of(session)!r} has the token {largest}, but its vocabulary has {size} tokens")
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
     tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
     return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)

@@ -78,6 +78,7 @@ class MemoryStore:
         sessions of each owner, by default those of this store."""
         self.session_history_tokens = session_history_tokens
         self.most_buffered_bytes = budget_bytes
+        self.vocabulary_sizes: dict[str, int] = {}
         self.sessions = PackedSessions(ttl_s, budget_bytes, clock, self._unbuffer, self._on_forget)
         self._on_memory_eviction = on_memory_eviction
         self._file = file

@@ -90,6 +90,7 @@ class RedisStore:
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
         self.most_buffered_bytes = 0  # other processes must see each step
+        self.vocabulary_sizes: dict[str, int] = {}
         self._ttl_ms = max(1, round(1000 * ttl_s))
         self._remembered = PackedSessions(ttl_s, budget_bytes, clock)
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
@@ -312,7 +313,8 @@ class RedisStore:
         if data is None:
             return None
         try:
-            return codec.read(session, data, self.session_history_tokens, idle_s)._replace(durable=True)
+            record = codec.read(session, data, self.session_history_tokens, idle_s, self.vocabulary_sizes)
+            return record._replace(durable=True)
         except codec.Unreadable as error:
             self._forget(session)
             raise DamagedSession(f"{error}: is a replica of another version running?") from error

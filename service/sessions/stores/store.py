@@ -231,10 +231,12 @@ class Store(Protocol):
 
     `session_history_tokens`: the number of latest tokens that a session keeps. If this number is increased, the
     histories of existing sessions grow with their next tokens. `most_buffered_bytes`: the most memory that the tokens
-    of sessions in buffers (`buffer`) may use together; 0 if the store leaves none to a buffer."""
+    of sessions in buffers (`buffer`) may use together; 0 if the store leaves none to a buffer. `vocabulary_sizes`: the
+    number of tokens of each vocabulary that a model has. A shared store checks the token ids that it reads."""
 
     session_history_tokens: int
     most_buffered_bytes: int
+    vocabulary_sizes: dict[str, int]
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         """Adds a new session, with its snapshot if the store keeps states, and returns it with its revision. Returns

@@ -13,6 +13,7 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.oracle import ROUNDING, Small
 from wane.models.layer_registry import FADING, Kind
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
+from wane.service.sessions.stores.store import SessionRecord
 from wane.service.types.answer import NewSession, SessionView
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import History, Owner, PredictRequest, StepRequest
@@ -185,6 +186,33 @@ async def test_a_repeated_creation_does_not_count_against_the_quota(harness: Eng
     assert isinstance(await harness.engine.create_session("s", owner=bob), NewSession)
     with pytest.raises(QuotaExceeded):
         await harness.engine.create_session("t", owner=ann)
+
+
+@pytest.mark.parametrize("rewinds", [False, True])
+async def test_a_read_that_a_step_overtakes_keeps_the_state_after_the_step(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, rewinds: bool
+) -> None:
+    engine = harness.engine
+    await engine.create_session("s", history=History((5, 6), 2))
+    await engine.submit(StepRequest("s", (7,)))
+    read = engine.sessions.read
+
+    async def overtaken(session: str) -> SessionRecord:
+        record = await read(session)
+        with monkeypatch.context() as undone:
+            undone.setattr(engine.sessions, "read", read)
+            if rewinds:
+                await engine.rewind(session, 2)
+            await engine.submit(StepRequest(session, (8,)))
+        return record
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.sessions, "read", overtaken)
+        assert (await engine.get_session("s")).position == 3
+    answer = await engine.submit(StepRequest("s", (9,)))
+    assert (answer.position, answer.state) == (4 if rewinds else 5, StateSource.RESIDENT)
+    known = [5, 6, 8, 9] if rewinds else [5, 6, 7, 8, 9]
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, known)
 
 
 async def test_a_session_does_not_continue_from_the_state_of_an_earlier_session_of_the_same_id(

@@ -43,6 +43,7 @@ def test_only_the_latest_tokens_are_read() -> None:
 
 def invalid_records() -> dict[str, bytes]:
     data = codec.write(PLAIN)
+    whole = PLAIN._replace(position=3, tail=PLAIN.tail.append((5, 6, 7), 3, 300), last=LastStep(1, b"t", None))
     return {
         "nothing": b"",
         "a beginning": data[:10],
@@ -52,13 +53,21 @@ def invalid_records() -> dict[str, bytes]:
         "no identity": data.replace(b'["m"', b'("m"'),
         "another mode": data.replace(b"auto", b"none"),
         "another width": data.replace(b", 2, ", b", 3, "),
+        "a position that scripts cannot count": codec.write(whole._replace(position=2**53 + 1)),
+        "a position over int64": codec.write(whole._replace(position=2**63 + 5)),
+        "fewer positions than tokens": codec.write(whole._replace(position=2, last=None)),
+        "no position": codec.write(whole._replace(position=0, last=None)),
+        "as many positions as tokens and <eos>": codec.write(whole._replace(position=4)),
+        "a last step after the end": codec.write(whole._replace(last=LastStep(4, b"t", None))),
+        "a last step before the start": codec.write(whole._replace(last=LastStep(-9, b"t", None))),
+        "a token outside the vocabulary": codec.write(whole)[:-2] + (300).to_bytes(2, "little"),
     }
 
 
 @pytest.mark.parametrize("name", invalid_records())
 def test_invalid_bytes_are_unreadable(name: str) -> None:
     with pytest.raises(codec.Unreadable, match="'s'"):
-        codec.read("s", invalid_records()[name], 300)
+        codec.read("s", invalid_records()[name], 300, vocabulary_sizes={"": 300})
 
 
 IDENTITY = b'["m", "1", "auto", 2, ""]'

@@ -580,6 +580,33 @@ async def test_a_damaged_session_has_the_same_error_on_every_route(
         await engine.get_session("s")
 
 
+async def test_a_token_outside_the_vocabulary_damages_only_its_own_session(
+    common: RedisServer, make_store: MakeStore, make_harness: MakeHarness
+) -> None:
+    store = await make_store(common.url)
+    harness = make_harness(store=store)
+    engine = harness.engine
+    for session in ("s", "sound"):
+        await engine.create_session(session, None)
+        await engine.submit(StepRequest(session, (1, 2, 3)))
+    async with Redis.from_url(common.url) as redis:
+        key = store.keys("s")[0]
+        await redis.set(key, (await redis.get(key))[:-2] + b"\xff\xff", px=100_000)
+    other = make_harness(store=await make_store(common.url)).engine  # has neither a copy nor a state of the session
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: other.get_session("s"),
+        lambda: other.session_state("s"),
+        lambda: other.submit(StepRequest("s", (4,))),
+        lambda: other.rewind("s", 1),
+        lambda: other.fork("s"),
+    ]
+    for call in calls:
+        with pytest.raises(DamagedSession, match="'s' has the token 65535, but its vocabulary has 258 tokens"):
+            await call()
+    assert (await other.submit(StepRequest("sound", (4,)))).position == 4
+    await other.delete_session("s")
+
+
 async def test_a_damaged_session_can_be_deleted(
     common: RedisServer, make_store: MakeStore, make_harness: MakeHarness
 ) -> None:
