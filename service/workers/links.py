@@ -385,6 +385,10 @@ class IncomingLink(Link):
             request.leave()
 
 
+class EndedEarly(RuntimeError):
+    """The worker that answers a request ended after the answer had begun."""
+
+
 class Peers:
     """The other workers of this server. `paths[i]` is the Unix socket of worker i, and `me` this worker's number."""
 
@@ -442,7 +446,7 @@ class Peers:
         """Passes a request to another worker, and its answer to the client. `content` is the request's whole body, or
         None if it must be read with `receive`. `marks` are further parts of the scope that the other worker gets.
 
-        Raises Unavailable and DeadlineExceeded, before any part of the answer is sent, and RuntimeError after that."""
+        Raises Unavailable and DeadlineExceeded, before any part of the answer is sent, and EndedEarly after that."""
         link = await self.link(worker)
         connection = connection_of(scope)
         call = link.begin(scope, content, marks)
@@ -466,7 +470,7 @@ class Peers:
                     untaken = 0
         except (Unavailable, DeadlineExceeded) as error:
             if has_begun:
-                raise RuntimeError("the answer ended too early") from error
+                raise EndedEarly("the worker of this session ended before the whole answer was sent") from error
             raise
         finally:
             connection.on_lost = None

@@ -44,7 +44,7 @@ from wane.service.net.connection import CONNECTION, Connection
 from wane.service.sessions.sessions import ID_BYTES
 from wane.service.settings import IN_MEMORY
 from wane.service.workers import totals
-from wane.service.workers.links import Peers, RunStep, connection_of
+from wane.service.workers.links import EndedEarly, Peers, RunStep, connection_of
 from wane.service.workers.steps import PassedSteps, Step
 from wane.service.workers.totals import Answered
 
@@ -182,9 +182,12 @@ class Placement:
             if scope["type"] == "http":
                 await self._fail(error, scope, send)
                 return
-            await receive()  # receives `websocket.connect`
             await send({"type": "websocket.accept"})
             await send({"type": "websocket.close", "code": RESTART, "reason": error.code})
+        except EndedEarly:
+            if scope["type"] == "http":
+                raise
+            await send({"type": "websocket.close", "code": RESTART, "reason": Unavailable.code})
 
     async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request whose body names sessions. This worker answers an invalid body."""

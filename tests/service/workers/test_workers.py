@@ -20,6 +20,9 @@ from typing import Any
 import httpx
 import pytest
 import websockets.sync.client as websockets
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 
 from tests.service.live_server import BUNDLE, LiveServer, live_server, run
 from wane.arguments import FAILED
@@ -383,6 +386,43 @@ def test_a_client_that_leaves_does_not_disturb_the_others(server: LiveServer, ht
     for known in NAMES:
         answer = http.post(f"/v1/sessions/after-{known}/tokens", json={"tokens": [5], "create": True})
         assert answer.json()["position"] == 1
+
+
+def test_web_sockets_of_a_killed_worker_are_closed() -> None:
+    """Those that another worker accepted get the code 1012, those of the killed worker itself end without a code."""
+    count = 16
+
+    async def code_of(url: str, opened: asyncio.Event, patience_s: float) -> int | None:
+        """Returns the code with which a WebSocket ends, or None if it is open `patience_s` after its first answer."""
+        async with connect(url, open_timeout=60) as client:
+            try:
+                await client.send('{"tokens": [5]}')
+                await asyncio.wait_for(client.recv(), 60)
+                opened.set()
+                await asyncio.wait_for(client.wait_closed(), patience_s)
+            except ConnectionClosed:
+                pass
+            except TimeoutError:
+                return None
+            return client.close_code
+
+    async def killed(server: LiveServer, process: int) -> tuple[set[int | None], set[int | None]]:
+        url = f"{server.url.replace('http:', 'ws:')}/v1/sessions/{of_worker(1)}/stream"
+        opened = [asyncio.Event() for _ in range(count)]
+        early = [asyncio.create_task(code_of(url, one, 60)) for one in opened]
+        await asyncio.gather(*(one.wait() for one in opened))
+        os.kill(process, signal.SIGSTOP)  # later handshakes wait for it
+        late = [asyncio.create_task(code_of(url, asyncio.Event(), 0.1)) for _ in range(count)]
+        await asyncio.sleep(1)
+        os.kill(process, signal.SIGKILL)
+        return set(await asyncio.gather(*early)), set(await asyncio.gather(*late))
+
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        running.read_until("ready", workers=WORKERS)
+        httpx.post(f"{running.url}/v1/sessions", json={"session": of_worker(1)}).raise_for_status()
+        early, late = asyncio.run(killed(running, workers_of(running)[1]))
+    assert early == {CloseCode.SERVICE_RESTART, CloseCode.ABNORMAL_CLOSURE}
+    assert CloseCode.SERVICE_RESTART in late
 
 
 def test_reports_and_metrics_are_of_all_workers(alone: LiveServer) -> None:
