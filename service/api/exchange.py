@@ -49,9 +49,9 @@ TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
 PART = "wane.part"
 """The key of a scope whose request is one worker's part of a request, which another worker counts and logs."""
 HISTORY = "wane.history"
-"""The key of a scope whose request is one half of a fork between two workers. A request for a fork is answered with the
-body of a request that creates the new session. An inference that starts a sequence gets that answer: its status, and
-its body."""
+"""The key of a scope whose request is one half of a fork between two workers. A request for a fork is answered with a
+`CopiedSession`. A request for a new session gets that answer's body, and an inference that starts a sequence its status
+and its body."""
 HUNG_UP = 499  # the status of a request whose client disconnected before a response began
 LOGGED_CHARACTERS = 256  # the largest number of characters of a path in a log line; every route's path is shorter
 # The response to a POST does not have these headers. Browsers do not cache such a response, and do not load it as a

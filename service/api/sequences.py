@@ -16,7 +16,7 @@ from starlette.requests import Request
 from wane.service.api.deps import deadline, note_model, owner, session_engine, session_key
 from wane.service.api.exchange import HISTORY, registry
 from wane.service.api.schemas.inference import LARGEST_ID, InferParameters
-from wane.service.api.schemas.sessions import SessionBody
+from wane.service.api.schemas.sessions import CopiedSession
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
     InvalidRequest,
@@ -26,7 +26,7 @@ from wane.service.errors import (
     UnknownSession,
     truncate_repr,
 )
-from wane.service.types.request import SESSION_RULE, History, id_of
+from wane.service.types.request import SESSION_RULE, id_of
 
 STARTS = 3
 """The number of attempts to start a sequence that other clients start at the same time."""
@@ -100,9 +100,9 @@ async def fork_of(
     function that starts it. Raises InvalidRequest if there is no such sequence, or if its stored tokens do not reach
     back to the position."""
     until, position = deadline(request), parameters.expected_position
-    copied: tuple[int, bytes] | None = request.scope.get(HISTORY)
-    if copied is not None:  # another worker has the sequence
-        status, content = copied
+    answer: tuple[int, bytes] | None = request.scope.get(HISTORY)
+    if answer is not None:  # another worker has the sequence
+        status, content = answer
         if status == HTTPStatus.NOT_FOUND:
             raise no_sequence(sequence, "fork_of")
         if status != HTTPStatus.OK:
@@ -110,9 +110,8 @@ async def fork_of(
             if status == HTTPStatus.UNPROCESSABLE_ENTITY:
                 raise InvalidRequest(detail, "expected_position")
             raise Unavailable(detail)
-        body = msgspec.json.decode(content, type=SessionBody)
-        past = History(tuple(body.history or ()), body.position or 0)
-        return engine, partial(engine.create_session, id_of(key), body.mode, owner(request), past)
+        copied = msgspec.json.decode(content, type=CopiedSession)
+        return engine, partial(engine.create_session, id_of(key), copied.mode, owner(request), copied.history)
     source = sequence_key(request, engine, sequence)
     try:
         engine = await sequence_engine(request, engine, source, sequence)

@@ -617,7 +617,7 @@ class Engine:
         Raises SessionExists, InvalidRequest, TooLarge, QuotaExceeded.
         """
         if history is not None:
-            await self._check_tokens(history.tokens, "history")
+            await self._check_tokens(history.tokens, "history", document=history.snapshot is not None)
         with self.admission.admitted():
             record, created = await self.sessions.create(session, mode, owner, history)
             if created and self._live is not None:

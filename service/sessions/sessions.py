@@ -28,6 +28,7 @@ from wane.service.errors import (
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
+from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
@@ -184,7 +185,12 @@ class Sessions:
         if history is not None:
             position = history.position
             tail = tail.ending(history.tokens, position, self._store.session_history_tokens)
-        return await self._create(given, self._new(session, mode)._replace(position=position, tail=tail), owner)
+        new = self._new(session, mode)._replace(position=position, tail=tail)
+        record, created = await self._create(given, new, owner)
+        if created and history is not None and history.snapshot:
+            with suppress(Overloaded):
+                self.restore(record._replace(snapshot=read_snapshot(history.snapshot)))
+        return record, created
 
     async def fork(
         self, session: str, given: str | None, position: int | None, owner: Owner
@@ -201,14 +207,9 @@ class Sessions:
         position = record.position if position is None else position
         _check_reach(record, position, "forked at")
         await self.touch(session)
-        cache, base, snapshot = self._state_cache, self.cached(record, behind=True), self.kept(record)
-        if base is not None and not 0 < base.position <= position:
-            base = None
-        if base is not None and self._checkpoint_interval_tokens is not None:
-            packed = cache.pack(base.slot)
-            snapshot = Snapshot(base.position, base.dropped_tokens, self.model_fingerprint, packed)
-        if snapshot is not None and snapshot.position > position:
-            snapshot = None
+        cache, base = self._state_cache, self._resident_until(record, position)
+        pack = self._checkpoint_interval_tokens is not None
+        snapshot = self._snapshot_until(record, position, base if pack else None)
         tail = record.tail.without_last(record.position - position)
         new = self._new(name, record.mode)._replace(position=position, tail=tail, snapshot=snapshot)
         with cache.hold(START if base is None else base.slot):
@@ -219,13 +220,30 @@ class Sessions:
                     cache.put(forked.session, base._replace(slot=slot, revision=forked.revision), self._clock())
         return forked, created
 
+    def _resident_until(self, record: SessionRecord, position: int) -> CachedState | None:
+        """Returns the session's resident state if it has read tokens, and none after `position`."""
+        base = self.cached(record, behind=True)
+        return base if base is not None and 0 < base.position <= position else None
+
+    def _snapshot_until(self, record: SessionRecord, position: int, base: CachedState | None) -> Snapshot | None:
+        """Returns `base`, a resident state, as a snapshot. If it is None, returns the store's snapshot if that has read
+        no token after `position`."""
+        if base is not None:
+            packed = self._state_cache.pack(base.slot)
+            return Snapshot(base.position, base.dropped_tokens, self.model_fingerprint, packed)
+        snapshot = self.kept(record)
+        return snapshot if snapshot is not None and snapshot.position <= position else None
+
     async def history(self, session: str, position: int | None) -> tuple[SessionRecord, History]:
-        """Returns a session, and its history up to `position`, by default all. Raises the errors of `fork`."""
+        """Returns a session, and its history up to `position`, by default all, with its state if it has read no later
+        token. Raises the errors of `fork`."""
         record = await self.read(session)
         position = record.position if position is None else position
         _check_reach(record, position, "forked at")
         tokens = record.tail.without_last(record.position - position).ids().tolist()
-        return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position)
+        snapshot = self._snapshot_until(record, position, self._resident_until(record, position))
+        state = b"" if snapshot is None else write_snapshot(snapshot)
+        return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position, state)
 
     async def _create(self, given: str | None, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:
         """Adds a new session to the store: see `create`."""

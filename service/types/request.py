@@ -145,10 +145,14 @@ class History:
 
     If there are `position` tokens, they are the whole sequence, and the start token is fed before them. If there are
     fewer tokens, they are the end of the sequence.
+
+    If they are the tokens of another worker's session, `snapshot` is its state, encoded by `codec.write_snapshot`, or
+    empty if it has none.
     """
 
     tokens: tuple[int, ...]
     position: int
+    snapshot: bytes | None = None
 
     def __post_init__(self) -> None:
         _within("position", self.position, 0, MAX_POSITION)

@@ -340,7 +340,8 @@ class Placement:
         return msgspec.json.encode(fields | {"session": session})
 
     async def _fork(self, worker: int, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forks a session of `worker`. The new session may be another worker's, which gets the session's history."""
+        """Forks a session of `worker`. The new session may be another worker's, which gets the session's history and
+        its state."""
         try:
             content, receive = await self._read(scope, receive)
         except WaneError as error:
@@ -362,9 +363,9 @@ class Placement:
             answer = await self._ask(worker, scope, part, {HISTORY: True})
         if answer.is_success:
             created = {**scope, "path": CREATE, "raw_path": CREATE.encode()}
-            part = Part(connection, answer.body)
+            part = Part(connection, b"{}")
             with together(connection, [part]):
-                answer = await self._ask(other, created, part, {PART: True, FREE: True})
+                answer = await self._ask(other, created, part, {PART: True, FREE: True, HISTORY: answer.body})
         await answer.send(send)
 
     # Calls with steps of many sessions

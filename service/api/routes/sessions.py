@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import msgspec
 from fastapi import APIRouter, Path
 from msgspec.structs import replace
 from starlette.requests import HTTPConnection, Request
@@ -35,6 +36,7 @@ from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.sessions import (
     ContinuationsBody,
+    CopiedSession,
     ForkBody,
     RewindBody,
     SessionBody,
@@ -118,6 +120,11 @@ async def create(request: Request) -> Response:
 
     Answers 200 with the session if the client sends the same request again before the first step.
     """
+    if (content := request.scope.get(HISTORY)) is not None:
+        copied = msgspec.json.decode(content, type=CopiedSession)
+        engine = await model_engine(request, copied.model)
+        view = await engine.create_session(copied.session, copied.mode, owner(request), copied.history)
+        return _session_reply(view)
     body = await decode(request, SessionBody)
     engine = await model_engine(request, body.model)
     with until_hangup(request):
@@ -317,10 +324,10 @@ async def fork(request: Request, session: SessionId) -> Response:
     engine = await session_engine(request, name)
     if HISTORY in request.scope:
         view, history = await engine.history(name, body.position, deadline(request))
-        copied = SessionBody(
-            session=body.session, model=engine.name, mode=view.mode, history=history.tokens, position=history.position
+        packed = history.snapshot or b""
+        return encode.reply(
+            CopiedSession(body.session, engine.name, view.mode, history.tokens, history.position, packed)
         )
-        return encode.reply(copied)
     with until_hangup(request):
         view = await engine.fork(name, body.session, body.position, owner(request), deadline(request))
     return _session_reply(view)

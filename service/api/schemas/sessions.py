@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from wane.service.types.body import (
     HISTORY,
@@ -30,7 +30,7 @@ from wane.service.types.body import (
     present,
 )
 from wane.service.types.common import Mode, says
-from wane.service.types.request import MAX_POSITION
+from wane.service.types.request import MAX_POSITION, History
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
 """The JSON schema rule of a body that continues a history. The body's `position` is at least 1."""
@@ -172,6 +172,22 @@ class StreamBody(StepBody, kw_only=True):
 
     rewind: Annotated[Natural | None, says("drop the tokens after this position")] = None
     idempotency_key: Annotated[IdempotencyKey | None, says(IDEMPOTENCY)] = None
+
+
+class CopiedSession(Struct):
+    """What one worker tells another one of a session that is forked: the id of the new session, and the model, the mode
+    and the `History` of the old one."""
+
+    session: str | None
+    model: str
+    mode: Mode
+    tokens: tuple[int, ...]
+    position: int
+    snapshot: bytes
+
+    @property
+    def history(self) -> History:
+        return History(self.tokens, self.position, self.snapshot)
 
 
 class ForkBody(Body, kw_only=True):

@@ -138,6 +138,23 @@ def test_a_session_is_forked_from_one_worker_to_another(http: httpx.Client) -> N
         assert taken["position"] == 4
 
 
+def test_a_fork_takes_the_state_to_another_worker(http: httpx.Client) -> None:
+    """The stored tokens do not reach back to the start, so that only the state is exact."""
+    for worker in range(WORKERS):
+        source, count = of_worker(worker, "long"), 10_000
+        tokens = [number % 250 for number in range(count)]
+        http.post(f"/v1/sessions/{source}/tokens", json={"tokens": tokens, "create": True}).raise_for_status()
+        names = [source]
+        for to in range(WORKERS):
+            names.append(of_worker(to, f"of-long-{worker}"))
+            http.post(f"/v1/sessions/{source}/fork", json={"session": names[-1]}).raise_for_status()
+        steps = [http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [9]}).json() for name in names]
+        assert [step["position"] for step in steps] == [count + 1] * 3
+        assert [step["state"] for step in steps] == ["resident"] * 3
+        assert steps[0]["predictions"] == steps[1]["predictions"] == steps[2]["predictions"]
+        assert len({step["error_bound"] for step in steps}) == 1
+
+
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_call_for_many_sessions_is_cut_and_joined(http: httpx.Client, alone: LiveServer, columns: bool) -> None:
     prefix = "c" if columns else "d"
