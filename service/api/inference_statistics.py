@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from wane.service.api.schemas.inference import ModelStatisticsDocument, TimedDocument
+from wane.service.api.schemas.inference import InferStatisticsDocument, ModelStatisticsDocument, TimedDocument
 from wane.service.engine.engine import Engine
 from wane.service.types.request import Latency
 
@@ -29,7 +29,7 @@ class Timed:
 
     def document(self) -> TimedDocument:
         """Returns the number of requests, and the sum of their durations in nanoseconds."""
-        return {"count": self.count, "ns": round(1e9 * self.seconds)}
+        return TimedDocument(self.count, round(1e9 * self.seconds))
 
 
 @dataclass(slots=True)
@@ -60,25 +60,25 @@ class InferenceStatistics:
     def document(self, engine: Engine) -> ModelStatisticsDocument:
         """Returns the statistics in the protocol's format. The counts of cache hits and misses are 0, because Wane has
         no response cache."""
-        nothing: TimedDocument = {"count": 0, "ns": 0}
-        return {
-            "name": engine.name,
-            "version": engine.version,
-            "last_inference": self.last_ms,
-            "inference_count": self.sequences,
-            "execution_count": self.success.count,
-            "inference_stats": {
-                "success": self.success.document(),
-                "fail": self.fail.document(),
-                "queue": self.queue.document(),
-                "compute_input": self.compute_input.document(),
-                "compute_infer": self.compute_infer.document(),
-                "compute_output": self.compute_output.document(),
-                "cache_hit": nothing,
-                "cache_miss": nothing,
-            },
-            "batch_stats": [],
-        }
+        nothing = TimedDocument(0, 0)
+        return ModelStatisticsDocument(
+            name=engine.name,
+            version=engine.version,
+            last_inference=self.last_ms,
+            inference_count=self.sequences,
+            execution_count=self.success.count,
+            inference_stats=InferStatisticsDocument(
+                success=self.success.document(),
+                fail=self.fail.document(),
+                queue=self.queue.document(),
+                compute_input=self.compute_input.document(),
+                compute_infer=self.compute_infer.document(),
+                compute_output=self.compute_output.document(),
+                cache_hit=nothing,
+                cache_miss=nothing,
+            ),
+            batch_stats=[],
+        )
 
 
 class InferenceCounter(WeakKeyDictionary[Engine, InferenceStatistics]):

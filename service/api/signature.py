@@ -12,7 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from wane.service.api.schemas.inference import ModelConfigDocument, ModelMetadataDocument
+from wane.service.api.schemas.inference import (
+    ConfiguredInputDocument,
+    ConfiguredOutputDocument,
+    ControlDocument,
+    ControlInputDocument,
+    InstanceGroupDocument,
+    ModelConfigDocument,
+    ModelMetadataDocument,
+    SequenceBatchingDocument,
+    TensorDocument,
+    TextDocument,
+    VersionPolicyDocument,
+    VersionsDocument,
+)
 from wane.service.api.tensors import TensorSpec
 from wane.service.engine.engine import Engine
 from wane.service.settings import Settings
@@ -76,48 +89,46 @@ OUTPUTS = frozenset({TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS, ERROR_BOUND,
 def metadata(engine: Engine, settings: Settings) -> ModelMetadataDocument:
     """Returns the document with the model's name, version and signature."""
     inputs, results = INPUTS.items(), outputs(engine, settings).items()
-    return {
-        "name": engine.name,
-        "versions": [engine.version],
-        "platform": PLATFORM,
-        "inputs": [{"name": name, "datatype": tensor.datatype, "shape": [*tensor.shape]} for name, tensor in inputs],
-        "outputs": [{"name": name, "datatype": tensor.datatype, "shape": [*tensor.shape]} for name, tensor in results],
-    }
+    return ModelMetadataDocument(
+        name=engine.name,
+        versions=[engine.version],
+        platform=PLATFORM,
+        inputs=[TensorDocument(name, *tensor) for name, tensor in inputs],
+        outputs=[TensorDocument(name, *tensor) for name, tensor in results],
+    )
 
 
 def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
     """Returns Triton's configuration of the model. Unlike Triton, a request does not need a sequence."""
     inputs, results = INPUTS.items(), outputs(engine, settings).items()
     manifest = engine.manifest
-    return {
-        "name": engine.name,
-        "platform": PLATFORM,
-        "backend": PLATFORM,
-        "version_policy": {"specific": {"versions": [int(engine.version)]}},
-        "max_batch_size": 0,
-        "input": [
-            {"name": name, "data_type": TYPES[tensor.datatype], "dims": [*tensor.shape], "optional": True}
+    return ModelConfigDocument(
+        name=engine.name,
+        platform=PLATFORM,
+        backend=PLATFORM,
+        version_policy=VersionPolicyDocument(VersionsDocument([int(engine.version)])),
+        max_batch_size=0,
+        input=[
+            ConfiguredInputDocument(name, TYPES[tensor.datatype], tensor.shape, optional=True)
             for name, tensor in inputs
         ],
-        "output": [
-            {"name": name, "data_type": TYPES[tensor.datatype], "dims": [*tensor.shape]} for name, tensor in results
-        ],
-        "instance_group": [
-            {"name": engine.name, "kind": "KIND_CPU" if engine.device == "cpu" else "KIND_GPU", "count": 1}
-        ],
-        "sequence_batching": {
-            "max_sequence_idle_microseconds": round(settings.session_ttl_s * 1e6),
-            "control_input": [
-                {"name": "sequence_start", "control": [{"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}]},
-                {"name": "sequence_end", "control": [{"kind": "CONTROL_SEQUENCE_END", "fp32_false_true": [0, 1]}]},
-                {"name": "sequence_id", "control": [{"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_UINT64"}]},
+        output=[ConfiguredOutputDocument(name, TYPES[tensor.datatype], tensor.shape) for name, tensor in results],
+        instance_group=[InstanceGroupDocument(engine.name, "KIND_CPU" if engine.device == "cpu" else "KIND_GPU", 1)],
+        sequence_batching=SequenceBatchingDocument(
+            max_sequence_idle_microseconds=round(settings.session_ttl_s * 1e6),
+            control_input=[
+                ControlInputDocument("sequence_start", [ControlDocument("CONTROL_SEQUENCE_START", [0, 1])]),
+                ControlInputDocument("sequence_end", [ControlDocument("CONTROL_SEQUENCE_END", [0, 1])]),
+                ControlInputDocument(
+                    "sequence_id", [ControlDocument("CONTROL_SEQUENCE_CORRID", data_type="TYPE_UINT64")]
+                ),
             ],
+        ),
+        parameters={
+            "family": TextDocument(manifest.architecture.family),
+            "vocabulary": TextDocument(manifest.vocabulary.kind),
+            "window": TextDocument(str(manifest.window)),
+            "certified": TextDocument(str(manifest.certificate.certified).lower()),
+            "max_batch_inputs": TextDocument(str(settings.max_batch_inputs)),
         },
-        "parameters": {
-            "family": {"string_value": manifest.architecture.family},
-            "vocabulary": {"string_value": manifest.vocabulary.kind},
-            "window": {"string_value": str(manifest.window)},
-            "certified": {"string_value": str(manifest.certificate.certified).lower()},
-            "max_batch_inputs": {"string_value": str(settings.max_batch_inputs)},
-        },
-    }
+    )

@@ -37,8 +37,8 @@ from wane.service.types.common import (
 from wane.service.types.request import Latency
 
 
-class Prediction(Result, gc=False):
-    """A candidate for the next token. It cannot be part of a reference cycle, so the garbage collector skips it."""
+class Prediction(Result, gc=False):  # is in no reference cycle, and answers have many
+    """A candidate for the next token."""
 
     token_id: TokenId
     token: Annotated[str, says("the token's text, or the event's name")]

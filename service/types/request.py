@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, NamedTuple, Self
 from unicodedata import is_normalized
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from wane.service.errors import InvalidRequest, truncate_repr
@@ -169,8 +170,7 @@ class History:
             )
 
 
-@dataclass(slots=True)
-class StepRequest:
+class StepRequest(Struct):
     """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `PredictRequest`
     describes `prove`, `cache`, `logits`, `filter` and `unknown_names`. A step whose events were all skipped has no
     tokens and appends nothing. If `token_logprobs`, the answer has the log-probability of each token. If the session
@@ -214,8 +214,7 @@ class StepRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ContinuationsRequest:
+class ContinuationsRequest(Struct):
     """Score each of `continuations` as the next tokens of `session`, and predict the token after it, in mode recurrent.
     The session does not change. `unknown_names` are the names of each continuation's events that the vocabulary lacks.
     `PredictRequest` describes the other fields."""

@@ -101,7 +101,7 @@ router = APIRouter(prefix="/v2", tags=["inference"], responses=FAILURE)
 @router.get("/health/live", response_model=None, responses=openapi.answers(ServerLiveDocument))
 async def live() -> Response:
     """Answers 200 while the process is alive."""
-    return encode.reply({"live": True})
+    return encode.reply(ServerLiveDocument(True))
 
 
 @router.head("/health/ready", include_in_schema=False)
@@ -114,7 +114,7 @@ async def server_ready(request: Request) -> Response:
         raise Unavailable(f"the server is {models.status}")
     if models.store is None or not models.store.reachable:
         raise Unavailable("the session store cannot be reached")
-    return encode.reply({"ready": True})
+    return encode.reply(ServerReadyDocument(True))
 
 
 # Metadata
@@ -124,12 +124,7 @@ async def server_ready(request: Request) -> Response:
 @router.get("", response_model=None, responses=openapi.answers(ServerDocument))
 async def server(request: Request) -> Response:
     """Returns the server's name, the server's version, and the protocol extensions that the server supports."""
-    document: ServerDocument = {
-        "name": "wane",
-        "version": request.app.version,
-        "extensions": [*signature.EXTENSIONS],
-    }
-    return encode.reply(document)
+    return encode.reply(ServerDocument("wane", request.app.version, signature.EXTENSIONS))
 
 
 @router.head("/models/stats", include_in_schema=False)
@@ -157,7 +152,7 @@ async def version_statistics(request: Request, name: str, version: Version) -> R
 
 def _statistics(request: Request, engines: Sequence[Engine]) -> Response:
     counter = _counter(request)
-    return encode.reply({"model_stats": [counter.of(engine).document(engine) for engine in engines]})
+    return encode.reply(StatisticsDocument([counter.of(engine).document(engine) for engine in engines]))
 
 
 @router.head("/models/{name}/config", include_in_schema=False)
@@ -184,7 +179,7 @@ async def version_ready(request: Request, name: str, version: Version) -> Respon
     engine = _of_version(models.get(name), version)
     if engine not in models.served:
         raise Unavailable("the server is stopping")
-    return encode.reply({"name": engine.name, "ready": True})
+    return encode.reply(ReadyModel(engine.name, True))
 
 
 @router.head("/models/{name}", include_in_schema=False)

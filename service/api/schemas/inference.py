@@ -15,7 +15,7 @@ from wane.service.types.body import (
     Window,
     keywords,
 )
-from wane.service.types.common import Mode, says
+from wane.service.types.common import Mode, Result, says
 
 LARGEST_ID = 2**64 - 1
 BINARY_DATA = {"type": ["boolean", "null"], "description": "overrides the request's `binary_data_output`"}
@@ -174,35 +174,35 @@ class InferenceDocument(TypedDict):
     outputs: Annotated[list[OutputTensorDocument], says("the requested outputs, in the order of the request")]
 
 
-class ServerDocument(TypedDict):
+class ServerDocument(Result):
     """The server."""
 
     name: Annotated[str, says("the server's name")]
     version: Annotated[str, says("the server's version")]
-    extensions: Annotated[list[str], says("the protocol extensions that the server supports")]
+    extensions: Annotated[tuple[str, ...], says("the protocol extensions that the server supports")]
 
 
-class ServerLiveDocument(TypedDict):
+class ServerLiveDocument(Result):
     """The answer to a liveness probe while the process is alive."""
 
     live: Annotated[bool, says("true")]
 
 
-class ServerReadyDocument(TypedDict):
+class ServerReadyDocument(Result):
     """The answer to a readiness probe while the server is ready."""
 
     ready: Annotated[bool, says("true; `/readyz` describes when the server is ready")]
 
 
-class TensorDocument(TypedDict):
+class TensorDocument(Result):
     """An input or output tensor of a model."""
 
     name: Annotated[str, says("the tensor's name")]
     datatype: Annotated[str, says("the type of the values")]
-    shape: Annotated[list[int], says("the size of each dimension; -1: any size")]
+    shape: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
 
 
-class ModelMetadataDocument(TypedDict):
+class ModelMetadataDocument(Result):
     """A model's name, version, inputs and outputs. Models differ only in the sizes of their outputs."""
 
     name: Annotated[str, says("the model's name")]
@@ -212,36 +212,36 @@ class ModelMetadataDocument(TypedDict):
     outputs: Annotated[list[TensorDocument], says("the outputs that a request may ask for")]
 
 
-class ConfiguredInputDocument(TypedDict):
+class ConfiguredInputDocument(Result):
     """An input in a model's configuration."""
 
     name: Annotated[str, says("the tensor's name")]
     data_type: Annotated[str, says("the type of the values, in Triton's notation")]
-    dims: Annotated[list[int], says("the size of each dimension; -1: any size")]
+    dims: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
     optional: Annotated[bool, says("true: a request need not have the input")]
 
 
-class ConfiguredOutputDocument(TypedDict):
+class ConfiguredOutputDocument(Result):
     """An output in a model's configuration."""
 
     name: Annotated[str, says("the tensor's name")]
     data_type: Annotated[str, says("the type of the values, in Triton's notation")]
-    dims: Annotated[list[int], says("the size of each dimension; -1: any size")]
+    dims: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
 
 
-class VersionsDocument(TypedDict):
+class VersionsDocument(Result):
     """The versions that are served."""
 
     versions: Annotated[list[int], says("the versions")]
 
 
-class VersionPolicyDocument(TypedDict):
+class VersionPolicyDocument(Result):
     """The rule that only the listed versions are served."""
 
     specific: Annotated[VersionsDocument, says("the versions that are served")]
 
 
-class InstanceGroupDocument(TypedDict):
+class InstanceGroupDocument(Result):
     """The kind of device that the model runs on, and the number of model instances."""
 
     name: Annotated[str, says("the model's name")]
@@ -249,35 +249,35 @@ class InstanceGroupDocument(TypedDict):
     count: Annotated[int, says("the number of instances of the model")]
 
 
-class ControlDocument(TypedDict):
+class ControlDocument(Result):
     """A control signal of sequences, and its values for false and true."""
 
     kind: Annotated[str, says("the control signal")]
-    fp32_false_true: NotRequired[Annotated[list[float], says("the values for false and true")]]
-    data_type: NotRequired[Annotated[str, says("the type of the value, if it is neither true nor false")]]
+    fp32_false_true: Annotated[list[float] | None, says("the values for false and true")] = None
+    data_type: Annotated[str | None, says("the type of the value, if it is neither true nor false")] = None
 
 
-class ControlInputDocument(TypedDict):
+class ControlInputDocument(Result):
     """The parameter of a request that carries a control signal of sequences."""
 
     name: Annotated[str, says("the parameter of a request")]
     control: Annotated[list[ControlDocument], says("the control signals that the parameter carries")]
 
 
-class SequenceBatchingDocument(TypedDict):
+class SequenceBatchingDocument(Result):
     """The sequences of a model."""
 
     max_sequence_idle_microseconds: Annotated[int, says("how long an idle sequence is kept, in microseconds")]
     control_input: Annotated[list[ControlInputDocument], says("the control signals of sequences")]
 
 
-class TextDocument(TypedDict):
+class TextDocument(Result):
     """The value of a parameter in a model's configuration."""
 
     string_value: Annotated[str, says("the value")]
 
 
-class ModelConfigDocument(TypedDict):
+class ModelConfigDocument(Result):
     """Triton's model configuration."""
 
     name: Annotated[str, says("the model's name")]
@@ -292,14 +292,14 @@ class ModelConfigDocument(TypedDict):
     parameters: Annotated[dict[str, TextDocument], says("facts of the model and its server")]
 
 
-class TimedDocument(TypedDict):
+class TimedDocument(Result):
     """The number and the duration of requests."""
 
     count: Annotated[int, says("the number of requests")]
     ns: Annotated[int, says("the sum of their durations, in nanoseconds")]
 
 
-class InferStatisticsDocument(TypedDict):
+class InferStatisticsDocument(Result):
     """The number and the duration of requests by outcome, and of the successful requests by phase."""
 
     success: Annotated[TimedDocument, says("the answered requests")]
@@ -312,7 +312,7 @@ class InferStatisticsDocument(TypedDict):
     cache_miss: Annotated[TimedDocument, says("0: the server has no response cache")]
 
 
-class ModelStatisticsDocument(TypedDict):
+class ModelStatisticsDocument(Result):
     """Statistics of the requests to `infer` since the model version was loaded."""
 
     name: Annotated[str, says("the model's name")]
@@ -326,7 +326,7 @@ class ModelStatisticsDocument(TypedDict):
     batch_stats: Annotated[list[dict[str, int]], says("empty")]
 
 
-class StatisticsDocument(TypedDict):
+class StatisticsDocument(Result):
     """The inference statistics of one model or of all models."""
 
     model_stats: Annotated[list[ModelStatisticsDocument], says("the statistics of each model version")]

@@ -25,13 +25,14 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.models.caches import random_cache

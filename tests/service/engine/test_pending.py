@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
 from wane.service.batching.ticket import Ticket
