@@ -1,7 +1,7 @@
 """Runs a soak test: minutes of session churn at 80 % of the server's capacity. The server and the clients each count
 all requests.
 
-    python -m benchmarks.soak [--minutes M] [--load SHARE] [--hostile] [--json FILE] [--figure FILE]
+    python -m benchmarks.soak [--minutes M] [--load SHARE] [--hostile] [--workers N] [--json FILE] [--figure FILE]
 
 Clients of a real server create, step, read, rewind and delete sessions, or leave them to expire. Some clients hang up
 after sending a step and send it again. There are several times more sessions than the state pool has slots, so that
@@ -14,7 +14,8 @@ to hostile clients are checked separately. No request may end in a status of 500
 
 Passes (exit code 0) if all of these are true: every answer was as expected; no request ended in a status of 500 or
 more; the server's counts of requests by route and status equal the clients' counts; the server, which aborts if its
-states are inconsistent, still runs at the end; the server's resident memory grew by at most 1 %.
+states are inconsistent, still runs at the end, and no worker of it has ended; the server's resident memory grew by at
+most 1 %.
 """
 
 from __future__ import annotations
@@ -226,12 +227,13 @@ def main() -> int:
         help="rate of actions as a share of the capacity (default 0.8; 0.5 with --hostile)",
     )
     parser.add_argument("--hostile", action="store_true", help="require keys, and add hostile clients")
+    parser.add_argument("--workers", type=int, default=1, help="the number of the server's processes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="the server's log file")
     arguments = parser.parse_args()
     share = arguments.load or (0.5 if arguments.hostile else 0.8)
-    result = run(arguments.minutes, share, arguments.log, hostile=arguments.hostile)
+    result = run(arguments.minutes, share, arguments.log, hostile=arguments.hostile, workers=arguments.workers)
     show(result)
     if arguments.json is not None:
         write_json(arguments.json, {**provenance("benchmarks.soak", "onnxruntime"), "seed": SEED, **result})
@@ -240,7 +242,9 @@ def main() -> int:
     return 0 if result["passed"] else 1
 
 
-def run(minutes: float, share: float, log: Path, *, hostile: bool, measured_s: float = MEASURED_S) -> dict[str, Any]:
+def run(
+    minutes: float, share: float, log: Path, *, hostile: bool, measured_s: float = MEASURED_S, workers: int = 1
+) -> dict[str, Any]:
     """Runs a server with visitors and, if `hostile`, hostile clients. Returns the result."""
     manifest = Bundle.open(SHIPPED).manifest
     floats = manifest.architecture.hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
@@ -258,7 +262,7 @@ def run(minutes: float, share: float, log: Path, *, hostile: bool, measured_s: f
         if hostile:
             own = stack.enter_context(keys())
             key, settings["api_keys_file"] = own.visitor, own.file
-        server = stack.enter_context(Server(settings, log, key))
+        server = stack.enter_context(Server(settings, log, key, workers))
         if own is not None:
             target = Target(
                 server.port,
@@ -271,10 +275,11 @@ def run(minutes: float, share: float, log: Path, *, hostile: bool, measured_s: f
         before = server.counts()
         result = asyncio.run(soak(server, ledger, minutes, share, key, hostiles, measured_s))
         after = server.counts()
+        ledger.wrong += server.ended_workers
     if hostiles is not None:
         result["hostile"] = {name: dict(told) for name, told in sorted(hostiles.told.items())}
         ledger.wrong += hostiles.wrong
-    return result | {"load": share} | verdict(result, ledger, before, after)
+    return result | {"load": share, "workers": workers} | verdict(result, ledger, before, after)
 
 
 def verdict(

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,14 @@ class Server:
     """Context manager that runs `wane serve` with the given settings. Entry waits until the server is ready. Exit stops
     it."""
 
-    def __init__(self, settings: dict[str, object], log: Path, key: str | None = None) -> None:
-        """key: an admin key, with which the metrics are read; None for a server without keys."""
+    def __init__(self, settings: dict[str, object], log: Path, key: str | None = None, workers: int = 1) -> None:
+        """key: an admin key, with which the metrics are read; None for a server without keys. workers: the number of
+        the server's processes that answer requests."""
+        if workers > 1:
+            settings = settings | {"workers": workers}
+        self.ended_workers: list[str] = []
+        """What the log says about workers that have ended before the server was stopped."""
+        self._ready_fields = {"workers": workers} if workers > 1 else {}
         options = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in settings.items()
         ]
@@ -57,16 +64,24 @@ class Server:
                 entry = json.loads(line) if line.startswith("{") else {"message": line.strip()}
                 if entry["message"] == "listening":
                     self.port = int(entry["url"].rpartition(":")[2])
-                if entry["message"] == "ready":
+                if entry["message"] == "ready" and self._ready_fields.items() <= entry.items():
                     ready.set()
+                if entry["message"].startswith("worker ") and "has ended" in entry["message"]:
+                    self.ended_workers.append(entry["message"])
                 if entry["message"] != "request":
                     log.write(line)
         ready.set()
 
     def resident_bytes(self) -> int:
-        """Returns the server's resident memory, in bytes."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        """Returns the resident memory of all the server's processes, in bytes."""
+        own = self._process.pid
+        workers = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        total = 0
+        for pid in (own, *workers):
+            with suppress(FileNotFoundError):  # the worker has ended
+                status = Path(f"/proc/{pid}/status").read_text()
+                total += sum(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        return total
 
     def counts(self) -> dict[str, float]:
         """Returns the server's Prometheus metrics, with keys such as `wane_x:method=GET:status=200`."""

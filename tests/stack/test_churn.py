@@ -24,9 +24,10 @@ SHARE = 0.4
 GROWTH = 1.1  # resident memory may grow by this factor, because it is not yet constant after half a minute
 
 
-async def test_no_check_of_the_soak_fails_during_attacks(tmp_path: Path, figures: Figures) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_no_check_of_the_soak_fails_during_attacks(tmp_path: Path, figures: Figures, workers: int) -> None:
     log = tmp_path / "log"
-    result = await asyncio.to_thread(run, MINUTES, SHARE, log, hostile=True, measured_s=MEASURED_S)
+    result = await asyncio.to_thread(run, MINUTES, SHARE, log, hostile=True, measured_s=MEASURED_S, workers=workers)
     memory = result["resident_mib"]
     figures(actions=result["actions"], states=result["states"], hostile=result["hostile"], resident_mib=memory)
     assert result["wrong"] == []
