@@ -111,7 +111,7 @@ async def fork_of(
                 raise InvalidRequest(detail, "expected_position")
             raise Unavailable(detail)
         body = msgspec.json.decode(content, type=SessionBody)
-        past = History(tuple(body.history or ()), body.position)
+        past = History(tuple(body.history or ()), body.position or 0)
         return engine, partial(engine.create_session, id_of(key), body.mode, owner(request), past)
     source = sequence_key(request, engine, sequence)
     try:
