@@ -1,6 +1,7 @@
 """Measures generations with and without kept states of prompts (WANE_PREFIX_STATES), side by side.
 
     python -m benchmarks.prompts.prefixes docs/figures/prefixes.json [--rounds N] [--bundle FOLDER]
+    python -m benchmarks.prompts.prefixes docs/figures/prefix_hits.json --workers 2
 
 Two servers of the same bundle run: one keeps the states, one does not. They get the same requests, the first by turns.
 In a *conversation*, each prompt is the one before it with 32 more tokens, from 64 to 4,096. The time at a length is the
@@ -9,6 +10,9 @@ prompts has random prompts of 64 to 2,048 tokens without a common beginning. Eac
 three times of each request, on one connection: `http`, as the client sees it; `engine`, the `total_ms` of its answer,
 without HTTP and JSON; and `processor`, the processor time of all threads of the server, which other work on the machine
 changes least. Linux only.
+
+With `--workers N`, measures only which share of a conversation's tokens need not run, with one worker and with N: if
+all turns use one connection, which stays with its worker, and if each turn uses a new one.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ BUNDLE = Path("models/bundles/gated-stable")
 STATES = ("on", "off")
 FIRST, APPENDED, LAST = 64, 32, 4096
 SHOWN = (512, 1024, 2048, 4096)
+HITS_LAST = 2048
 NEAR = 5
 SINGLE = (64, 256, 512, 1024, 2048)
 SINGLES = 8
@@ -62,6 +67,41 @@ class Subject:
         took_ms = 1e3 * (time.perf_counter() - began)
         found: dict[str, Any] = answer.raise_for_status().json()
         return took_ms, found
+
+
+def hit_share(server: ServerProcess, model: str, seed: int, *, reconnects: bool) -> float:
+    """Has a conversation of up to HITS_LAST tokens. Returns the share of its prompts' tokens that did not run."""
+    draw, tokens, cached, total = random.Random(seed), list[int](), 0, 0
+    with ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, trust_env=False))
+        for length in range(FIRST, HITS_LAST + 1, APPENDED):
+            tokens += [draw.randrange(2, VOCABULARY) for _ in range(length - len(tokens))]
+            body = {"model": model, "tokens": tokens, "max_tokens": 1, "temperature": 0}
+            if reconnects:
+                client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, trust_env=False))
+            answer = client.post("/v1/generate", json=body).raise_for_status().json()
+            cached, total = cached + answer.get("cached_tokens", 0), total + length
+    return cached / total
+
+
+def hits(options: argparse.Namespace) -> dict[str, Spread]:
+    """Returns the share of tokens that did not run, by the number of workers and the kind of the connections."""
+    found: dict[str, Spread] = {}
+    for workers in (1, options.workers):
+        command = ("{bin}/wane", "serve", "--port={ports[0]}", "--bundles={bundle}", f"--workers={workers}")
+        wane = Contender("wane", "Wane", "wane", (*command, "--log-level=warning"))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ServerProcess(wane, options.bundle.resolve(), Path(folder) / "log") as server,
+        ):
+            server.wait_ready("/v1/predict", '{"tokens": [5]}')
+            for reconnects in (False, True):
+                name = f"workers {workers}, {'a new connection each turn' if reconnects else 'one connection'}"
+                first = options.rounds * (2 * workers + reconnects)
+                seeds = range(first, first + options.rounds)
+                shares = [hit_share(server, options.bundle.name, seed, reconnects=reconnects) for seed in seeds]
+                found[name] = Spread.of(shares)
+    return found
 
 
 def side_by_side(subjects: dict[str, Subject], tokens: list[int], turn: int) -> dict[str, float]:
@@ -129,7 +169,15 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="the JSON file to write")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bundle", type=Path, default=BUNDLE)
+    parser.add_argument("--workers", type=int, help="measure only the share of tokens that did not run")
     options = parser.parse_args()
+    if options.workers is not None:
+        shares = hits(options)
+        facts = provenance("benchmarks.prompts.prefixes", "onnxruntime", bundles=[options.bundle.name])
+        write_json(options.output, {**facts, "rounds": options.rounds, "cached_share": shares})
+        for name, one in shares.items():
+            print(f"{name}: {one:.3f} of the tokens did not run")
+        return
     command = ("{bin}/wane", "serve", "--port={ports[0]}", "--bundles={bundle}", "--log-level=warning")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -23,6 +23,9 @@ const here = {
   retry: null,
   generating: null, // the AbortController of a generation
   lost: null, // the answers before and after the state was lost
+  asked: "", // the continuations to compare, one in each line
+  compared: null, // the continuations and the server's results for them, most probable first
+  left: [], // the sessions that were forked: the session, and its text and events
   leaves: false, // whether Tab leaves the text, after Escape
   scrolled: false, // whether the end of the first text was shown
   clicked: false, // whether the text was clicked into
@@ -36,6 +39,12 @@ export function onUnknown(action) {
 
 export function leavePage() {
   here.session?.remove();
+  forget();
+}
+
+// Deletes the sessions that were forked.
+function forget() {
+  for (const one of here.left.splice(0)) one.session.remove();
 }
 
 // ---------------------------------------------------------------- following the text
@@ -88,9 +97,10 @@ async function follow() {
   }
   if (here.session?.model !== model.id) {
     here.session?.remove();
+    forget();
     here.session = new Session(model.id);
     here.session.onLost = () => update();
-    here.lost = null;
+    here.lost = here.compared = null;
   }
   const { tokens, most } = await tokenise(model);
   here.tokens = tokens;
@@ -123,7 +133,7 @@ const predict = () =>
 
 export function typed(text) {
   state.text = text;
-  here.lost = null;
+  here.lost = here.compared = null;
   here.generating?.abort();
   writeAddress();
   update();
@@ -132,7 +142,7 @@ export function typed(text) {
 
 function changeEvents(names) {
   state.events = names;
-  here.lost = null;
+  here.lost = here.compared = null;
   here.generating?.abort();
   writeAddress();
   update();
@@ -228,6 +238,57 @@ async function loseState() {
   update();
 }
 
+// ---------------------------------------------------------------- what if
+
+// Runs an action on the session while nothing follows the text.
+async function alone(action) {
+  if (here.busy) return;
+  here.busy = true;
+  update();
+  await attempt(action);
+  here.busy = false;
+  update();
+}
+
+// The text of a continuation: a space parts it from a word before it.
+const spaced = (line) => (/\S$/.test(state.text) && /^\w/.test(line) ? ` ${line}` : line);
+
+function compare() {
+  const lines = here.asked.split("\n").filter((line) => line.trim());
+  return alone(async () => {
+    const given = lines.map((line) => (isEvents() ? { events: [line.trim()] } : spaced(line)));
+    const body = { continuations: given, top_k: 1 };
+    const { results } = await call(`v1/sessions/${here.session.id}/continuations`, { body });
+    const sum = (one) => one.logprobs.reduce((total, value) => total + value, 0);
+    here.compared = results.map((one, at) => ({ line: lines[at], sum: sum(one), ...one })).sort((a, b) => b.sum - a.sum);
+  });
+}
+
+// Forks the session, and goes on in the fork with a continuation. The forked session is kept.
+async function forkWith({ line }) {
+  const before = { text: state.text, events: state.events };
+  await alone(async () => {
+    const fork = await here.session.fork();
+    here.session.close();
+    here.left.push({ session: here.session, ...before });
+    here.session = fork;
+    fork.onLost = () => update();
+  });
+  if (here.problem) return;
+  if (isEvents()) changeEvents([...before.events, line.trim()]);
+  else typed(before.text + spaced(line));
+}
+
+// Goes back to the session that was forked last, and deletes the fork.
+function goBack() {
+  if (here.busy) return;
+  const { session, text, events } = here.left.pop();
+  here.session.remove();
+  here.session = session;
+  if (isEvents()) changeEvents(events);
+  else replaceBy(text);
+}
+
 // ---------------------------------------------------------------- keys
 
 function keys(event) {
@@ -282,7 +343,7 @@ export function view() {
         ${columns()}
       </section>
     </div>
-    ${here.lost ? recovery(here.lost) : nothing} ${model ? recipes(here.tokens) : nothing}
+    ${here.lost ? recovery(here.lost) : nothing} ${model && here.both ? whatIf() : nothing} ${model ? recipes(here.tokens) : nothing}
   `;
 }
 
@@ -471,6 +532,43 @@ function recovery({ before, after, kept, of }) {
           </tbody>
         </table>
       </div>
+    </section>
+  `;
+}
+
+function whatIf() {
+  const one = isEvents() ? "event" : "continuation";
+  return html`
+    <section class="card what-if" id="what-if" aria-label="What if">
+      <div class="head">
+        <label for="continuations">What if: one ${one} in each line</label>
+        ${here.left.length
+          ? html`<button id="back" ?disabled=${here.busy} @click=${goBack}>Back to the session before the fork (${count(here.left.length)})</button>`
+          : nothing}
+      </div>
+      <textarea id="continuations" rows="3" spellcheck="false" .value=${here.asked}
+        @input=${(event) => { here.asked = event.target.value; update(); }}></textarea>
+      <div class="buttons">
+        <button id="compare" ?disabled=${here.busy || !here.asked.trim()} @click=${compare}
+          title="Scores all of them from the session's state in one batch; the session does not change">Compare</button>
+      </div>
+      ${here.compared
+        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Continuations">
+            <table>
+              <thead><tr><th>Continuation</th><td></td><th class="number">Probability</th><th class="number">Error bound</th><th>Next</th></tr></thead>
+              <tbody>
+                ${here.compared.map((found) => html`<tr data-sum=${found.sum}>
+                  <td>${found.line}</td>
+                  <td><button class="fork" ?disabled=${here.busy} @click=${() => forkWith(found)}
+                    title="Copies the session and its state on the server, and goes on in the copy">Fork</button></td>
+                  <td class="number">${small(Math.exp(found.sum))}</td>
+                  <td class="number">${bound(found.error_bound)}</td>
+                  <td>${found.predictions.length ? token(found.predictions[0]) : nothing}</td>
+                </tr>`)}
+              </tbody>
+            </table>
+          </div>`
+        : nothing}
     </section>
   `;
 }

@@ -284,3 +284,29 @@ def test_events_are_generated_as_chips(console: OpenConsole) -> None:
     expected = page.post("/v1/predict", model=SHOP, events=names, mode="recurrent", top_k=8)
     assert page.shown("recurrent") == listed(expected["predictions"])
     page.check()
+
+
+def test_continuations_are_compared_and_a_fork_goes_on_while_its_session_stays(console: OpenConsole) -> None:
+    page = console()
+    page.type(HISTORY)
+    page.settle()
+    lines = ["of the river", "and the town"]
+    page.page.fill("#continuations", "\n".join(lines))
+    page.page.click("#compare")
+    page.page.wait_for_selector("#what-if tbody tr")
+    sums = [float(one.get_attribute("data-sum")) for one in page.page.query_selector_all("#what-if tbody tr")]
+    begin = len(tokens(console=page, text=HISTORY))
+    scores = [page.post("/v1/score", model=TEXT, input=f"{HISTORY} {line}")["logprobs"] for line in lines]
+    expected = sorted((sum(one[begin:]) for one in scores), reverse=True)
+    assert sums == pytest.approx(expected, abs=1e-4)
+    page.page.click("#what-if tbody tr:first-child .fork")
+    page.page.wait_for_selector("#back")
+    page.settle()
+    assert page.page.input_value("#text").startswith(HISTORY + " ")
+    forked = page.shown("recurrent")
+    page.page.click("#back")
+    page.page.wait_for_selector("#back", state="detached")
+    page.settle()
+    assert page.page.input_value("#text") == HISTORY
+    assert page.shown("recurrent") != forked
+    page.check()
