@@ -43,7 +43,7 @@ GROUPS: dict[str, list[str]] = {
         "Models": "require_all model_poll_interval_s load_timeout_s device threads",
         "Batches and queues": "max_batch_size max_queue inline_batch_max_us",
         "Limits of a request": "request_timeout_ms max_batch_inputs max_input_tokens max_scored_tokens "
-        "max_generated_tokens max_filter_events max_window top_k_limit",
+        "max_generated_tokens max_filter_events max_window top_k_limit max_answer_bytes",
         "Sessions and their states": "session_history_tokens session_ttl_s session_file state_budget_bytes state_ttl_s "
         "prefix_states",
         "The shared store": "store_password_file store_namespace store_timeout_ms store_policy "

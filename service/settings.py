@@ -122,6 +122,12 @@ class Settings(BaseModel):
         "batched request",
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
+    max_answer_bytes: int = Field(
+        default=128 * 2**20,
+        ge=2**20,
+        description="largest answer of an inference; the logits and log-probabilities that it asks for are counted "
+        "before it runs",
+    )
     receive_budget_bytes: int = Field(
         default=256 * 2**20,
         ge=1,

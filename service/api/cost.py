@@ -1,13 +1,14 @@
-"""What a request costs: how many rows it runs, how many tokens it reads, and how many tokens its answer lists.
+"""What a request costs: how many rows it runs, how many tokens it reads, how many tokens its answer lists, and how
+many bytes its answer has.
 
 Every body has its cost here. `decode` computes it before any work, refuses a body whose cost is over a limit, and
 charges the API key for its rows. The number of tokens of a text is known only when it is tokenised, so a route that
-lists tokens of texts then checks the cost again.
+lists tokens of texts then checks the cost again. So does an inference with outputs as wide as the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from starlette.requests import HTTPConnection
@@ -29,7 +30,8 @@ from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
 class Cost(NamedTuple):
     """What a request costs. rows: the inputs, steps or samples, of which each counts as a request of the API key.
     tokens: the tokens that all rows together read. listed: the tokens that the answer lists, unless generated tokens
-    are streamed.
+    are streamed. compared: the modes and models that a comparison measures beside the first, of which each counts as a
+    request of the API key, too. answer_bytes: the largest size of the answer, if it may be over the limit.
     `rows_field` and `listed_fields` are the fields that decide these numbers."""
 
     rows: int = 1
@@ -37,9 +39,11 @@ class Cost(NamedTuple):
     listed: int = 0
     rows_field: str = "inputs"
     listed_fields: str = "top_k"
+    compared: int = 0
+    answer_bytes: int = 0
 
     def check(self, settings: Settings) -> None:
-        """Raises InvalidRequest for too many rows, and TooLarge for too many tokens."""
+        """Raises InvalidRequest for too many rows, and TooLarge for too many tokens or bytes."""
         if not self.rows <= settings.max_batch_inputs:
             raise InvalidRequest(
                 f"{self.rows_field} asks for {self.rows} rows, but at most {settings.max_batch_inputs} are allowed",
@@ -53,6 +57,11 @@ class Cost(NamedTuple):
             )
         if self.tokens > most:
             raise TooLarge(f"all rows have {self.tokens} tokens, but at most {most} are accepted in one request")
+        if self.answer_bytes > settings.max_answer_bytes:
+            raise TooLarge(
+                f"the answer has up to {self.answer_bytes} bytes, but at most {settings.max_answer_bytes} are allowed: "
+                "send fewer rows, or ask for binary outputs"
+            )
 
 
 def length_of(sequence: object) -> int:
@@ -110,6 +119,22 @@ def of_completion(body: CompletionBody, settings: Settings, tokens: int | None =
     return Cost(prompts * samples, tokens * samples, echoed + listed, field, "n, max_tokens or logprobs")
 
 
+def _of_compare(body: CompareBody, _: Settings) -> Cost:
+    models = 1 if body.models is None else len(body.models)
+    return Cost(1, length_of(body.sequence), compared=models * (1 + len(body.windows)) - 1)
+
+
+def of_outputs(rows: int, widths: Iterable[tuple[int, bool]]) -> Cost:
+    """Returns the cost of an inference's answer. widths: for each output, the number of its values in a row, and
+    whether they are binary."""
+    sizes = [width * (BINARY_BYTES if is_binary else JSON_BYTES) for width, is_binary in widths]
+    return Cost(rows, answer_bytes=rows * sum(sizes))
+
+
+BINARY_BYTES, JSON_BYTES = 4, 12
+"""The size of a float32 in an answer. Its shortest JSON has up to about so many bytes, with its comma."""
+
+
 def _of_infer(body: InferBody, _: Settings) -> Cost:
     rows = [tensor.shape[0] for tensor in body.inputs if tensor.shape and type(tensor.shape[0]) is int]
     field = next((tensor.name for tensor in body.inputs), "inputs")
@@ -120,7 +145,7 @@ COSTS: Mapping[type[Body], Callable[[Any, Settings], Cost]] = {
     PredictBody: _of_predict,
     ScoreBody: of_score,
     GenerateBody: _of_generate,
-    CompareBody: lambda body, _: Cost(1, length_of(body.sequence)),
+    CompareBody: _of_compare,
     StepsBody: _of_steps,
     ContinuationsBody: of_continuations,
     StepBody: lambda body, _: Cost(1, length_of(body.sequence)),
@@ -137,8 +162,9 @@ def admit(request: HTTPConnection, cost: Cost) -> None:
     was called. Raises InvalidRequest, TooLarge, RateLimited, Unauthorized."""
     cost.check(request.app.state.settings)
     principal = context(request.scope).principal
-    if principal is not None and cost.rows > 1 and FREE not in request.scope:
-        principal.charge(cost.rows - 1, before=1)
+    count = cost.rows + cost.compared
+    if principal is not None and count > 1 and FREE not in request.scope:
+        principal.charge(count - 1, before=1)
 
 
 def admit_body(request: HTTPConnection, body: Body) -> None:

@@ -44,6 +44,7 @@ def test_every_setting_is_an_option_and_a_variable() -> None:
         "max_body_bytes": "4096",
         "receive_budget_bytes": "8192",
         "max_header_bytes": "4096",
+        "max_answer_bytes": "2097152",
         "store": "memory",
         "store_policy": "tail",
     }

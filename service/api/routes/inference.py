@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode, openapi, signature, tensors
+from wane.service.api.cost import of_outputs
 from wane.service.api.deps import model_engine, owner, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
@@ -350,6 +351,9 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
                 raise InvalidRequest(f"{name} is given, but no requested output is a prediction", name)
     limits = settings(request)
     rows = await rows_of(engine, asked, limits, limits.max_batch_inputs)
+    longest = max(len(row.tokens) + len(row.skipped) for row in rows)
+    widths = {LOGITS: engine.vocabulary.size, TOKEN_LOGPROBS: longest}
+    of_outputs(len(rows), [(widths[one.name], one.binary) for one in asked.wanted if one.name in widths]).check(limits)
     results = InferResults(engine, rows, time.perf_counter())
     if asked.is_predicted:
         results.answers = await _predicted(engine, _predictions(request, engine, asked, rows))

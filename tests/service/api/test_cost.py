@@ -9,7 +9,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.service.problems import assert_problem
-from wane.service.api.cost import COSTS, Cost
+from wane.service.api.cost import COSTS, Cost, of_outputs
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.inference import InferBody, InputTensor
 from wane.service.api.schemas.sessions import ContinuationsBody, SessionStepBody, StepsBody
@@ -18,7 +18,7 @@ from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
 from wane.service.types.body import EventsBody
 from wane.service.types.generate import GenerateBody
-from wane.service.types.predict import PredictBody, ScoreBody
+from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
 
 SETTINGS = Settings()
 
@@ -91,6 +91,29 @@ def test_a_completion_that_would_list_too_many_tokens_is_413(http: httpx.Client,
     long = http.post("/v1/completions", json={"model": "rnn-stable", "prompt": [7] * 1025, "n": 256})
     assert long.status_code == 413 and "262400 tokens" in long.text
     assert http.post("/v1/completions", json=body | {"n": 257}).json()["error"]["param"] == "n"
+
+
+def test_a_comparison_counts_as_each_mode_that_it_measures_of_each_model() -> None:
+    body = CompareBody(tokens=(5, 6), models=("a", "b"), windows=(1, 2))
+    assert COSTS[CompareBody](body, SETTINGS) == Cost(1, 2, compared=5)
+    assert COSTS[CompareBody](CompareBody(tokens=(5, 6), windows=(1, 2)), SETTINGS).compared == 2
+
+
+@pytest.mark.parametrize(("binary", "fits"), [(False, 27_962), (True, 83_886)])
+def test_the_bytes_of_logits_are_refused_over_the_limit(binary: bool, fits: int) -> None:
+    settings = Settings(max_answer_bytes=2**25)
+    of_outputs(100, [(fits, binary)]).check(settings)
+    with pytest.raises(TooLarge, match=r"up to 3355\d+ bytes, but at most 33554432 are allowed: send fewer rows"):
+        of_outputs(100, [(fits + 1, binary)]).check(settings)
+
+
+def test_one_long_row_of_many_that_are_scored_is_413(http: httpx.Client) -> None:
+    """Each row of an answer is as long as the longest."""
+    texts = ["the game " * 30_000, *["the"] * 255]
+    tensor = {"name": "text", "shape": [256], "datatype": "BYTES", "data": texts}
+    body = {"inputs": [tensor], "outputs": [{"name": "token_logprobs"}]}
+    response = http.post("/v2/models/rnn-stable/infer", json=body)
+    assert response.status_code == 413 and "ask for binary outputs" in response.text
 
 
 def test_the_rows_of_an_inference_are_those_of_its_tensor() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +16,8 @@ NAMES = ("open", "read", "close", "write")
 
 MOST = 100
 """The largest number of tokens of a text."""
+
+WAIT_S = 2  # how long the text takes if nothing gives it up
 
 
 @pytest.fixture(params=["words", "events"])
@@ -46,6 +50,26 @@ async def test_a_text_with_too_many_tokens_is_refused(client: httpx.AsyncClient,
     refused = await client.post("/tokenize", json={"prompt": prompt})
     assert refused.status_code == 413
     assert f"at most {MOST} are allowed" in refused.json()["error"]["message"]
+
+
+async def test_a_text_that_takes_long_is_given_up_at_the_deadline(
+    client: httpx.AsyncClient, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    of, name = (
+        (harness.vocabulary, "encode") if harness.vocabulary.kind == "words" else (harness.engine.events, "tokens")
+    )
+    method = getattr(of, name)
+
+    def waits(*arguments: Any) -> Any:
+        is_over.wait(WAIT_S)
+        return method(*arguments)
+
+    monkeypatch.setattr(of, name, waits)
+    headers = {"x-request-timeout-ms": "100"}
+    refused = await client.post("/tokenize", json={"prompt": "open" + " " * 5000}, headers=headers)
+    is_over.set()
+    assert refused.status_code == 504, refused.text
 
 
 async def test_tokens_become_a_text(client: httpx.AsyncClient, harness: EngineHarness) -> None:

@@ -303,6 +303,7 @@ async def test_a_request_over_the_rate_is_429_with_retry_after() -> None:
     [
         ("/v1/predict", {"inputs": [[1], [2], [3]]}),
         ("/v1/sessions/tokens", {"steps": [{"session": name, **STEP} for name in "abc"]}),
+        ("/v1/compare", {"tokens": [1], "windows": [1, 2], "repeat": 1}),
     ],
 )
 async def test_a_batch_counts_each_of_its_items(path: str, body: object) -> None:
