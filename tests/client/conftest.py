@@ -9,24 +9,18 @@ import httpx
 import pytest
 
 from tests.client.alike import Both
-from tests.service.live_server import TIMEOUT_S, live_server
-from tests.service.versions import make_eventful, put
-
-TEXT_MODEL, EVENT_MODEL = "text.1", "clicks"
+from tests.service.live_server import TIMEOUT_S
+from tests.service.versions import server_of_two_models
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of a text model and a model of events."""
-    folder = tmp_path_factory.mktemp("client") / "bundles"
-    folder.mkdir()
-    put(folder, "1", name=TEXT_MODEL)
-    make_eventful(put(folder, "2", name=EVENT_MODEL))
-    with live_server(WANE_BUNDLES=str(folder), WANE_DEFAULT_MODEL=TEXT_MODEL, WANE_TOP_K_LIMIT="2048") as server:
+    with server_of_two_models(tmp_path_factory.mktemp("client"), WANE_TOP_K_LIMIT="2048") as server:
         yield server.url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def http(url: str) -> Iterator[httpx.Client]:
     """A plain client of the same server."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.client.alike import Both
-from tests.client.conftest import EVENT_MODEL, TEXT_MODEL
+from tests.service.versions import EVENT_MODEL, TEXT_MODEL
 from wane.client import Answer, InvalidRequest, Prediction, TooLarge, Unauthorized, UnknownModel, Unreachable
 from wane.client.errors import NotWane
 

@@ -20,8 +20,8 @@ from websockets.exceptions import ConnectionClosedError
 from websockets.frames import Close
 
 from tests.client.alike import Both
-from tests.client.conftest import TEXT_MODEL
 from tests.service.live_server import TIMEOUT_S
+from tests.service.versions import TEXT_MODEL
 from wane.client import AsyncWane, PositionConflict, TooLarge, Unavailable, UnknownSession, Unreachable, Wane
 from wane.client.servers import refused
 

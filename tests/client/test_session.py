@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.client.alike import Both, Lossy
-from tests.client.conftest import EVENT_MODEL, TEXT_MODEL
 from tests.service.live_server import TIMEOUT_S
+from tests.service.versions import EVENT_MODEL, TEXT_MODEL
 from wane.client import InvalidRequest, PositionConflict, SessionExists, UnknownSession, Unreachable
 
 TEXT = "The history of the town"

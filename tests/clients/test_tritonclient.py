@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tritonclient.http import InferenceServerClient as Client
 from tritonclient.utils import InferenceServerException
 
-from tests.clients.conftest import EVENT_MODEL, TEXT_MODEL
+from tests.service.versions import EVENT_MODEL, TEXT_MODEL
 
 INFER = f"/v2/models/{TEXT_MODEL}/infer"
 TOKENS = [[5, 6, 7], [8, 9, 10]]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
 from tests.models.bundles import edit_manifest
+from tests.service.live_server import LiveServer, live_server
 from tests.service.shipped import FOLDER
 from wane.models.vocabulary import EOS, UNK
 
 MODEL = "small"
+TEXT_MODEL, EVENT_MODEL = "text.1", "clicks"
 
 
 def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODEL) -> Path:
@@ -64,3 +67,15 @@ def _edit_digest(path: Path) -> None:
     digest = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
     edit_manifest(path, "files", "tokenizer.json", value=digest)
     edit_manifest(path, "vocabulary", "sha256", value=digest)
+
+
+@contextmanager
+def server_of_two_models(folder: Path, **settings: str) -> Iterator[LiveServer]:
+    """Starts a server of the models TEXT_MODEL, which is the default, and EVENT_MODEL. Puts their bundles into
+    `folder`."""
+    bundles = folder / "bundles"
+    bundles.mkdir()
+    put(bundles, "1", name=TEXT_MODEL)
+    make_eventful(put(bundles, "2", name=EVENT_MODEL))
+    with live_server(WANE_BUNDLES=str(bundles), WANE_DEFAULT_MODEL=TEXT_MODEL, **settings) as server:
+        yield server
