@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,27 @@ async def test_a_store_that_is_unreachable_at_start_is_used_once_it_is_reachable
     server.start()
     await until(lambda: store.standing.reachable)
     assert await store.create(record())
+
+
+async def test_the_log_says_why_redis_is_unreachable_once_for_each_reason(
+    server: RedisServer, make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Redis.from_url(server.url) as redis:
+        await redis.config_set("requirepass", "right")
+    store = await make_store(server.url.replace("//", "//:wrong@"))
+    await asyncio.sleep(3 * PROBE_EVERY_S)
+    assert len(caplog.messages) == 1
+    server.kill()
+    await until(lambda: len(caplog.messages) > 1 and "connecting to" in caplog.messages[-1])
+    server.start()  # without a password
+    await until(lambda: "without any password" in caplog.messages[-1])
+    await asyncio.sleep(3 * PROBE_EVERY_S)
+    assert not store.standing.reachable
+    first, *later = caplog.messages
+    assert first.startswith("the session store is not reachable yet: ") and "password" in first
+    assert all(message.startswith("the session store is still unreachable: ") for message in later)
+    assert all(one != other for one, other in pairwise(caplog.messages))
+    assert "wrong" not in caplog.text.replace("WRONGPASS", "")
 
 
 async def test_connections_that_were_closed_while_idle_are_replaced(common: RedisServer, make_store: MakeStore) -> None:
