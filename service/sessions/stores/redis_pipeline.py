@@ -178,7 +178,8 @@ class RedisPipeline:
         return replies
 
     async def do(self, *command: Argument) -> Any:
-        """Runs a command and returns its reply. Raises Unavailable, Overloaded."""
+        """Runs a command and returns its reply. The reply of a DEL that was sent twice is 1. Raises Unavailable,
+        Overloaded."""
         return await self._ask(command, None)
 
     def tell(self, *command: Argument) -> None:
@@ -289,6 +290,8 @@ class RedisPipeline:
             return
         if isinstance(reply, Exception):
             call.reply.set_exception(self._failure(reply))
+        elif call.again and call.command[0] == "DEL":
+            call.reply.set_result(1)  # the first run may have deleted the keys
         elif call.tells is None:
             call.reply.set_result(reply)
         else:

@@ -565,6 +565,26 @@ async def test_an_append_sent_twice_is_applied_once(
     assert await append(store, after, (6,), STEP)
 
 
+@pytest.mark.parametrize("carried_out", [True, False])
+async def test_a_deletion_sent_twice_is_answered_as_made(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, carried_out: bool
+) -> None:
+    store = await make_store(common.url)
+    await begin(store)
+    send = store.trips.send
+
+    async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        monkeypatch.setattr(store.trips, "send", send)
+        if carried_out:
+            await send(commands)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(store.trips, "send", cut_off)
+    assert await store.delete("s")
+    assert await store.get("s") is None
+    assert not await store.delete("s")
+
+
 @pytest.mark.parametrize("session", ["}", "a}b", "{", "%7D", "a b", "é"], ids=ascii)
 async def test_both_keys_of_a_session_are_in_one_slot(common: RedisServer, make_store: MakeStore, session: str) -> None:
     store = await make_store(common.url)
