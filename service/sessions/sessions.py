@@ -252,8 +252,9 @@ class Sessions:
             there = await self._store.get(session)
             if there is None:  # the session expired or was deleted in the meantime
                 continue
-            if not _is_as_created(there, record):
-                raise SessionExists(f"session {given!r} already exists, and it has other options or has made a step")
+            difference = _difference(there, record)
+            if difference is not None:
+                raise SessionExists(f"session {given!r} already exists, and it {difference}")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
         self._state_cache.drop(session)  # an earlier session with this id may have left its state
@@ -478,11 +479,18 @@ class Sessions:
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 
-def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:
-    """Returns whether the stored session `there` equals the new session `record`. A session that has made a step is not
-    equal."""
-    kept = there.model, there.vocabulary, there.mode, there.position, there.tail
-    return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
+def _difference(there: SessionRecord, record: SessionRecord) -> str | None:
+    """Returns how the stored session `there` differs from the new session `record`, or None if they are equal. A
+    session that has made a step is not equal."""
+    if there.last is not None:
+        return "has made a step"
+    if (there.model, there.vocabulary) != (record.model, record.vocabulary):
+        return "has another model or tokenizer"
+    if there.mode != record.mode:
+        return f"has the mode {there.mode}, not {record.mode}"
+    if there.position != record.position:
+        return f"is at position {there.position}, not {record.position}"
+    return None if there.tail == record.tail else "has another history"
 
 
 def _check_reach(record: SessionRecord, position: int, can_be: str) -> None:

@@ -318,7 +318,8 @@ async def fork(request: Request, session: SessionId) -> Response:
     """Starts a session from this session's tokens, at its position or an earlier one. Runs no token: if this session's
     state is in memory, the new session gets a copy. This session does not change.
 
-    Answers 200 with the new session if the client sends the same request again before its first step."""
+    Answers 200 with the new session if the client sends the same request again before its first step. Such a request
+    must have `position`: without it, it is refused with 409 if this session has made a step in the meantime."""
     body = await decode(request, ForkBody)
     name = session_key(request, session)
     engine = await session_engine(request, name)

@@ -35,6 +35,7 @@ from redis.exceptions import (
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TimeoutError,  # noqa: A004  (of redis)
@@ -55,8 +56,19 @@ Tells = Callable[[Any], bool]
 first run."""
 Row = tuple[Sequence[str], Sequence[Argument]]
 """The keys and the arguments of one change of a script that makes many."""
-AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
+AWAY = (
+    ConnectionError,
+    TimeoutError,
+    BusyLoadingError,
+    ReadOnlyError,
+    MasterDownError,
+    ClusterError,
+    RedisClusterException,
+    OSError,
+)
 """Errors that show that Redis, or the node of a command's key, is unavailable."""
+FAILED = (RedisError, RedisClusterException, OSError)
+"""Errors of a round trip. redis-py's RedisClusterException is no RedisError."""
 
 
 _pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[assignment]  # hiredis types one argument
@@ -108,9 +120,10 @@ class RedisPipeline:
 
     async def open(self) -> None:
         """Checks whether Redis is reachable. If not, starts to probe it."""
-        if not await self._greet():
-            logger.warning("the session store is not reachable yet")
-            self._probing = asyncio.create_task(self._probe())
+        error = await self._greet()
+        if error is not None:
+            logger.warning("the session store is not reachable yet: %s", error)
+            self._probing = asyncio.create_task(self._probe(error))
 
     async def close(self) -> None:
         """Waits for the round trips in flight. No command may be sent afterwards."""
@@ -118,7 +131,7 @@ class RedisPipeline:
             self._probing.cancel()
         while self._under_way:
             await asyncio.wait(self._under_way)
-        with suppress(RedisError, OSError):
+        with suppress(*FAILED):
             for connection in self._idle:
                 await connection.disconnect()
             await self._client.aclose()
@@ -165,7 +178,8 @@ class RedisPipeline:
         return replies
 
     async def do(self, *command: Argument) -> Any:
-        """Runs a command and returns its reply. Raises Unavailable, Overloaded."""
+        """Runs a command and returns its reply. The reply of a DEL that was sent twice is 1. Raises Unavailable,
+        Overloaded."""
         return await self._ask(command, None)
 
     def tell(self, *command: Argument) -> None:
@@ -214,7 +228,7 @@ class RedisPipeline:
                     call.again = True
                 replies = await self.send([call.command for call in calls])
             replies = await self._with_scripts(calls, replies)
-        except (RedisError, OSError) as error:
+        except FAILED as error:
             self._lose(error)
             replies = [error] * len(calls)
         except BaseException as error:
@@ -278,6 +292,8 @@ class RedisPipeline:
             return
         if isinstance(reply, Exception):
             call.reply.set_exception(self._failure(reply))
+        elif call.again and call.command[0] == "DEL":
+            call.reply.set_result(1)  # the first run may have deleted the keys
         elif call.tells is None:
             call.reply.set_result(reply)
         else:
@@ -315,31 +331,35 @@ class RedisPipeline:
         waiting, self._queue = self._queue, []
         for call in waiting:
             self._settle(call, error)
-        self._probing = asyncio.create_task(self._probe())
+        self._probing = asyncio.create_task(self._probe(error))
 
-    async def _probe(self) -> None:
+    async def _probe(self, logged: Exception) -> None:
         """Waits until Redis is reachable, by new connections. The idle ones may lead to an earlier primary that now
-        refuses changes."""
+        refuses changes. Logs each error whose text differs from that of the last error, at first `logged`."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             idle, self._idle = self._idle, []
             for connection in idle:
                 await connection.disconnect(nowait=True)
-            if await self._greet():
+            error = await self._greet()
+            if error is None:
                 break
+            if str(error) != str(logged):
+                logger.warning("the session store is still unreachable: %s", error)
+                logged = error
         logger.warning("the session store is reachable")
 
-    async def _greet(self) -> bool:
-        """Returns whether Redis answers a ping. If it answers, marks Redis as reachable."""
+    async def _greet(self) -> Exception | None:
+        """Sends a ping, and returns its error. If there is none, marks Redis as reachable."""
         try:
             (reply,) = await self.send([("PING",)])
-        except (RedisError, OSError):
-            return False
+        except FAILED as error:
+            return error
         if isinstance(reply, Exception):
-            return False
+            return reply
         self.reachable = True
         self._up.set(1)
-        return True
+        return None
 
 
 def away() -> Unavailable:

@@ -69,10 +69,14 @@ async def test_the_same_fork_again_is_the_same_session_until_it_has_made_a_step(
     await harness.engine.fork("a", "b")
     again = await harness.engine.fork("a", "b")
     assert type(again) is SessionView
-    with pytest.raises(SessionExists):
+    with pytest.raises(SessionExists, match="'b' already exists, and it is at position 4, not 3"):
         await harness.engine.fork("a", "b", 3)
+    await step(harness, "a", 9)
+    with pytest.raises(SessionExists, match="'b' already exists, and it is at position 4, not 5"):
+        await harness.engine.fork("a", "b")
+    assert type(await harness.engine.fork("a", "b", 4)) is SessionView
     await step(harness, "b", 9)
-    with pytest.raises(SessionExists):
+    with pytest.raises(SessionExists, match="'b' already exists, and it has made a step"):
         await harness.engine.fork("a", "b")
 
 

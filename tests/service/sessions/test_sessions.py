@@ -158,6 +158,14 @@ CREATIONS = [
 ]
 
 
+def difference(mode: Mode | None, history: History | None, other_mode: Mode | None, other: History | None) -> str:
+    """Returns how a session that was created first differs from another creation."""
+    if mode is not other_mode:
+        return f"it has the mode {mode or Mode.AUTO}, not {other_mode or Mode.AUTO}$"
+    position, other_position = (0 if one is None else one.position for one in (history, other))
+    return f"at position {position}, not {other_position}$" if position != other_position else "another history$"
+
+
 @pytest.mark.parametrize("first", range(len(CREATIONS)))
 async def test_a_repeated_creation_is_answered_and_a_different_creation_is_rejected(
     harness: EngineHarness, first: int
@@ -172,10 +180,10 @@ async def test_a_repeated_creation_is_answered_and_a_different_creation_is_rejec
     )
     for index, (other_mode, other_history) in enumerate(CREATIONS):
         if index != first:
-            with pytest.raises(SessionExists):
+            with pytest.raises(SessionExists, match=difference(*CREATIONS[first], other_mode, other_history)):
                 await harness.engine.create_session("s", other_mode, history=other_history)
     await harness.engine.submit(StepRequest("s", (7,)))
-    with pytest.raises(SessionExists):
+    with pytest.raises(SessionExists, match="it has made a step"):
         await harness.engine.create_session("s", mode, history=history)
 
 

@@ -14,8 +14,10 @@ from redis.asyncio import Redis
 from tests.service.sessions.stores.append import append
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.redis_server import DURABLE, TIMEOUT_S, RedisServer, free_port, redis_server
-from tests.service.sessions.stores.test_redis import SNAPSHOT, STEP, begin
+from tests.service.sessions.stores.test_redis import SNAPSHOT, STEP, begin, record
+from wane.service.errors import Unavailable
 from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.redis import RedisStore
 
 pytestmark = pytest.mark.stack
 
@@ -72,3 +74,29 @@ async def test_a_batch_of_many_sessions_is_one_round_trip_to_all_nodes(
     assert await store.delete("7")
     assert await store.get("7") is None
     assert metrics.registry.get_sample_value("wane_store_roundtrip_commands_count", {"store": "redis"}) == 6
+
+
+async def test_a_cluster_that_is_down_at_start_is_used_once_it_is_up(
+    nodes: list[RedisServer], make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for node in nodes:
+        node.kill()
+    store = await make_store(f"redis+cluster://127.0.0.1:{nodes[0].port}")
+    assert not store.standing.reachable
+    assert "the session store is not reachable yet: Redis Cluster cannot be connected" in caplog.text
+    with pytest.raises(Unavailable):
+        await store.create(record())
+    for node in nodes:
+        node.start()
+    await created(store, "s")
+
+
+async def created(store: RedisStore, session: str) -> None:
+    """Creates a session as soon as the store accepts it."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                assert await store.create(record(session))
+                return
+            except Unavailable:
+                await asyncio.sleep(0.05)

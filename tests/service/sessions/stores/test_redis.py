@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -437,6 +438,27 @@ async def test_a_store_that_is_unreachable_at_start_is_used_once_it_is_reachable
     assert await store.create(record())
 
 
+async def test_the_log_says_why_redis_is_unreachable_once_for_each_reason(
+    server: RedisServer, make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Redis.from_url(server.url) as redis:
+        await redis.config_set("requirepass", "right")
+    store = await make_store(server.url.replace("//", "//:wrong@"))
+    await asyncio.sleep(3 * PROBE_EVERY_S)
+    assert len(caplog.messages) == 1
+    server.kill()
+    await until(lambda: len(caplog.messages) > 1 and "connecting to" in caplog.messages[-1])
+    server.start()  # without a password
+    await until(lambda: "without any password" in caplog.messages[-1])
+    await asyncio.sleep(3 * PROBE_EVERY_S)
+    assert not store.standing.reachable
+    first, *later = caplog.messages
+    assert first.startswith("the session store is not reachable yet: ") and "password" in first
+    assert all(message.startswith("the session store is still unreachable: ") for message in later)
+    assert all(one != other for one, other in pairwise(caplog.messages))
+    assert "wrong" not in caplog.text.replace("WRONGPASS", "")
+
+
 async def test_connections_that_were_closed_while_idle_are_replaced(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     here = await begin(store)
@@ -541,6 +563,26 @@ async def test_an_append_sent_twice_is_applied_once(
     assert after is not None
     assert after.tail.ids().tolist() == [0, 4, 5]
     assert await append(store, after, (6,), STEP)
+
+
+@pytest.mark.parametrize("carried_out", [True, False])
+async def test_a_deletion_sent_twice_is_answered_as_made(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, carried_out: bool
+) -> None:
+    store = await make_store(common.url)
+    await begin(store)
+    send = store.trips.send
+
+    async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        monkeypatch.setattr(store.trips, "send", send)
+        if carried_out:
+            await send(commands)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(store.trips, "send", cut_off)
+    assert await store.delete("s")
+    assert await store.get("s") is None
+    assert not await store.delete("s")
 
 
 @pytest.mark.parametrize("session", ["}", "a}b", "{", "%7D", "a b", "é"], ids=ascii)
