@@ -421,7 +421,7 @@ class StepColumns:
 
     def _run_alone(self, batch: StepBatch, failure: Exception) -> None:
         """Queues the rows of a batch whose run failed. Each runs alone, so that only rows with a fault fail."""
-        if len(batch.rows) == 1 or self._closed:
+        if batch.failed == 1 or self._closed:
             self._fail(batch, failure)
             return
         if not self._rows:

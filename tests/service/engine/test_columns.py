@@ -541,3 +541,15 @@ async def test_the_buffers_reserve_no_more_memory_than_the_store_has(make_harnes
         await harness.engine.create_session(name)
         for position, token in enumerate((5, 6, 7), 1):
             assert (await harness.engine.submit(StepRequest(name, (token,)))).position == position
+
+
+async def test_a_row_does_not_fail_because_another_row_of_its_batch_has_lost_its_state(started: EngineHarness) -> None:
+    started.runner.gate.clear()
+    poisoned, good = step(started, "a", POISON), step(started, "b")
+    await started.runner.until_busy()
+    started.engine.state_cache.drop("a")
+    started.runner.gate.set()
+    assert (await good).position == 2
+    with pytest.raises(WaneError):
+        await poisoned
+    assert await position(started, "a") == 1
