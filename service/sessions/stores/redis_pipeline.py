@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hiredis import pack_command
 from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -100,13 +102,12 @@ class RedisPipeline:
         `timeout_s`: the timeout of a round trip in seconds. Raises ValueError if the address is invalid."""
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {"socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
-        self._client: Redis | RedisCluster
+        self._connect: Callable[..., Redis | RedisCluster] = partial(Redis.from_url, url, **options)
         if scheme.endswith(CLUSTER):
-            self._client = RedisCluster.from_url(
-                f"{scheme.removesuffix(CLUSTER)}://{rest}", socket_timeout=timeout_s, **options
-            )
-        else:
-            self._client = Redis.from_url(url, **options)
+            url = f"{scheme.removesuffix(CLUSTER)}://{rest}"
+            self._connect = partial(RedisCluster.from_url, url, socket_timeout=timeout_s, **options)
+        self._client = self._connect()
+        self._nodes: list[ClusterNode] = []  # the nodes of the cluster, as a probe last found them
         self._timeout_s = timeout_s
         self._idle: list[AbstractConnection] = []  # connections to a server that no round trip uses
         self._queue: list[_Call] = []
@@ -350,13 +351,23 @@ class RedisPipeline:
         logger.warning("the session store is reachable")
 
     async def _greet(self) -> Exception | None:
-        """Sends a ping, and returns its error. If there is none, marks Redis as reachable."""
+        """Sends a ping, in a cluster to every primary, and returns its error. If there is none, marks Redis as
+        reachable."""
         try:
-            (reply,) = await self.send([("PING",)])
+            if isinstance(self._client, RedisCluster):
+                # A new client reads which nodes the cluster has now. An old one would keep the connections of others.
+                await self._client.aclose()
+                self._client = cluster = cast(RedisCluster, self._connect(startup_nodes=self._nodes))
+                await cluster.initialize()
+                self._nodes = cluster.get_nodes()
+                for node in cluster.get_primaries():
+                    await node.execute_command("PING")
+            else:
+                (reply,) = await self.send([("PING",)])
+                if isinstance(reply, Exception):
+                    return reply
         except FAILED as error:
             return error
-        if isinstance(reply, Exception):
-            return reply
         self.reachable = True
         self._up.set(1)
         return None

@@ -18,6 +18,7 @@ from tests.service.sessions.stores.test_redis import SNAPSHOT, STEP, begin, reco
 from wane.service.errors import Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
+from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S
 
 pytestmark = pytest.mark.stack
 
@@ -89,6 +90,29 @@ async def test_a_cluster_that_is_down_at_start_is_used_once_it_is_up(
     for node in nodes:
         node.start()
     await created(store, "s")
+
+
+async def test_a_cluster_with_a_dead_node_is_unreachable_until_another_node_has_its_slots(
+    nodes: list[RedisServer], make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Redis.from_url(nodes[0].url) as client:
+        await client.config_set("cluster-require-full-coverage", "no")
+        store = await make_store(f"redis+cluster://127.0.0.1:{nodes[1].port}")
+        for name in ("s", "a"):  # of the first and of the second node
+            assert await store.create(record(name))
+        assert await client.dbsize() == 1
+        nodes[1].kill()
+        with pytest.raises(Unavailable):
+            await store.get("a")
+        await asyncio.sleep(4 * PROBE_EVERY_S)
+        assert not store.standing.reachable
+        assert all("unreachable" in message for message in caplog.messages)
+        assert len(caplog.messages) <= 2
+        await client.execute_command("CLUSTER", "DELSLOTSRANGE", *HALVES[1])
+        await client.execute_command("CLUSTER", "ADDSLOTSRANGE", *HALVES[1])
+        await created(store, "a")
+        assert await client.dbsize() == 2
+    assert caplog.messages[-1] == "the session store is reachable"
 
 
 async def created(store: RedisStore, session: str) -> None:
