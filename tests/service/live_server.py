@@ -43,9 +43,10 @@ class LiveServer:
         self.url = ""
 
     def wait_until_ready(self) -> None:
-        """Waits until the log has the server's URL and the message `ready`."""
+        """Waits until the log has the server's URL and the message `ready` of the server itself, not of a worker."""
         self.url = self.read_until("listening")["url"]
-        self.read_until("ready")
+        while "worker" in self.read_until("ready"):
+            pass
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -36,7 +36,6 @@ NAMES = [f"session-{number}" for number in range(12)]
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        running.read_until("ready", workers=WORKERS)
         yield running
 
 
@@ -274,7 +273,6 @@ def test_websockets_step_the_sessions_of_both_workers(server: LiveServer, http: 
 def test_a_plain_step_of_another_worker_fails_counts_and_logs_like_an_own_one() -> None:
     """Each connection is new, so each worker accepts about half of the requests to each session."""
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        running.read_until("ready", workers=WORKERS)
         with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
             wrong: Sequence[tuple[dict[str, Any], dict[str, str], int]] = (
                 ({"tokens": [5], "expected_position": 9}, {}, 409),
@@ -315,7 +313,6 @@ def test_a_plain_step_of_another_worker_fails_counts_and_logs_like_an_own_one() 
 def test_a_plain_step_whose_worker_ends_is_answered_and_may_have_been_made(http: httpx.Client) -> None:
     del http
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        running.read_until("ready", workers=WORKERS)
         name = of_worker(1, "ends")
         pid = workers_of(running)[1]
         with httpx.Client(base_url=running.url, timeout=30) as http:
@@ -435,7 +432,6 @@ def test_web_sockets_of_a_killed_worker_are_closed() -> None:
         return set(await asyncio.gather(*early)), set(await asyncio.gather(*late))
 
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        running.read_until("ready", workers=WORKERS)
         httpx.post(f"{running.url}/v1/sessions", json={"session": of_worker(1)}).raise_for_status()
         early, late = asyncio.run(killed(running, workers_of(running)[1]))
     assert early == {CloseCode.SERVICE_RESTART, CloseCode.ABNORMAL_CLOSURE}
@@ -445,7 +441,6 @@ def test_web_sockets_of_a_killed_worker_are_closed() -> None:
 def test_reports_and_metrics_are_of_all_workers(alone: LiveServer) -> None:
     del alone
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        running.read_until("ready", workers=WORKERS)
         with httpx.Client(base_url=running.url, headers={"connection": "close"}) as http:
             for name in NAMES:
                 for _ in range(3):
@@ -488,7 +483,6 @@ def test_the_limits_of_a_key_hold_for_all_workers_together(tmp_path: Path) -> No
         "".join(f"{name}:sha256:{digest(name.encode()).hex()} {limits}\n" for name, limits in (few, slow, large))
     )
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
-        running.read_until("ready", workers=WORKERS)
         with httpx.Client(base_url=running.url) as http:
 
             def asked(key: str, body: dict[str, Any]) -> int:
@@ -523,8 +517,6 @@ def test_sessions_in_a_file_are_found_with_any_number_of_workers(tmp_path: Path)
     for workers in (2, 3, 1, 2):
         options = () if workers == 1 else ("--workers", str(workers))
         with live_server(*options, "--bundles", BUNDLE, "--session-file", str(file)) as running:
-            if workers > 1:
-                running.read_until("ready", workers=workers)
             position += 1
             with httpx.Client(base_url=running.url, headers={"connection": "close"}) as http:
                 for name in NAMES:
@@ -548,7 +540,6 @@ def workers_of(server: LiveServer) -> list[int]:
 
 def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions() -> None:
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        running.read_until("ready", workers=WORKERS)
         with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
             names = [of_worker(worker, "k") for worker in range(WORKERS)]
             for name in names:
@@ -575,7 +566,6 @@ def test_a_worker_that_cannot_start_again_is_tried_again_and_the_other_serves(tm
     bundle, aside = tmp_path / "rnn-stable", tmp_path / "aside"
     shutil.copytree(BUNDLE, bundle)
     with live_server("--workers", str(WORKERS), "--bundles", str(bundle)) as running:
-        running.read_until("ready", workers=WORKERS)
         name = of_worker(0, "stays")
         with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
             http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
@@ -600,7 +590,6 @@ def test_a_hang_up_reloads_the_keys_also_while_a_worker_starts(tmp_path: Path) -
     keys = tmp_path / "keys"
     keys.write_text(f"one:sha256:{digest(b'one').hex()}\n")
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
-        running.read_until("ready", workers=WORKERS)
         before = workers_of(running)
         os.kill(before[1], signal.SIGKILL)
         for _ in range(20):
@@ -616,7 +605,6 @@ def test_a_hang_up_reloads_the_keys_also_while_a_worker_starts(tmp_path: Path) -
 
 async def test_a_drain_finishes_the_steps_in_flight() -> None:
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        running.read_until("ready", workers=WORKERS)
         async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
 
             async def step(name: str) -> int:
