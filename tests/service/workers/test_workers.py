@@ -272,33 +272,35 @@ def test_websockets_step_the_sessions_of_both_workers(server: LiveServer, http: 
 
 def test_a_plain_step_of_another_worker_fails_counts_and_logs_like_an_own_one() -> None:
     """Each connection is new, so each worker accepts about half of the requests to each session."""
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
-            wrong: Sequence[tuple[dict[str, Any], dict[str, str], int]] = (
-                ({"tokens": [5], "expected_position": 9}, {}, 409),
-                ({"tokens": [5]}, {"x-wane-position": "9"}, 409),
-                ({"tokens": [99999]}, {}, 422),
-                ({"tokens": [5], "expected_position": -1}, {}, 422),
-                ({"tokens": [5]}, {"x-request-timeout-ms": "x"}, 422),
-            )
-            for name in NAMES[:4]:
-                path = f"/v1/sessions/plain-{name}/tokens"
-                answers = [http.post(path, json={"tokens": [5]}, headers={"x-request-id": "same"}) for _ in range(6)]
-                assert {answer.status_code for answer in answers} == {httpx.codes.NOT_FOUND}
+    with (
+        live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running,
+        httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http,
+    ):
+        wrong: Sequence[tuple[dict[str, Any], dict[str, str], int]] = (
+            ({"tokens": [5], "expected_position": 9}, {}, 409),
+            ({"tokens": [5]}, {"x-wane-position": "9"}, 409),
+            ({"tokens": [99999]}, {}, 422),
+            ({"tokens": [5], "expected_position": -1}, {}, 422),
+            ({"tokens": [5]}, {"x-request-timeout-ms": "x"}, 422),
+        )
+        for name in NAMES[:4]:
+            path = f"/v1/sessions/plain-{name}/tokens"
+            answers = [http.post(path, json={"tokens": [5]}, headers={"x-request-id": "same"}) for _ in range(6)]
+            assert {answer.status_code for answer in answers} == {httpx.codes.NOT_FOUND}
+            assert len({answer.text for answer in answers}) == 1
+            assert {answer.headers["content-type"] for answer in answers} == {"application/problem+json"}
+            http.post("/v1/sessions", json={"session": f"plain-{name}"}).raise_for_status()
+            for position in range(8):
+                given = {"tokens": [5]} | ({"expected_position": position} if position % 2 else {})
+                answer = http.post(path, json=given, headers={"x-request-id": f"{name}-{position}"})
+                assert answer.json()["position"] == position + 1, answer.text
+                assert answer.headers["x-request-id"] == f"{name}-{position}"
+            for body, headers, status in wrong:
+                answers = [http.post(path, json=body, headers={"x-request-id": "same"} | headers) for _ in range(6)]
+                assert {answer.status_code for answer in answers} == {status}, answers[0].text
                 assert len({answer.text for answer in answers}) == 1
-                assert {answer.headers["content-type"] for answer in answers} == {"application/problem+json"}
-                http.post("/v1/sessions", json={"session": f"plain-{name}"}).raise_for_status()
-                for position in range(8):
-                    given = {"tokens": [5]} | ({"expected_position": position} if position % 2 else {})
-                    answer = http.post(path, json=given, headers={"x-request-id": f"{name}-{position}"})
-                    assert answer.json()["position"] == position + 1, answer.text
-                    assert answer.headers["x-request-id"] == f"{name}-{position}"
-                for body, headers, status in wrong:
-                    answers = [http.post(path, json=body, headers={"x-request-id": "same"} | headers) for _ in range(6)]
-                    assert {answer.status_code for answer in answers} == {status}, answers[0].text
-                    assert len({answer.text for answer in answers}) == 1
-                assert http.get(f"/v1/sessions/plain-{name}").json()["position"] == 8
-            counted = http.get("/metrics").text
+            assert http.get(f"/v1/sessions/plain-{name}").json()["position"] == 8
+        counted = http.get("/metrics").text
         assert running.stop() == 0
     lines = [json.loads(line) for line in running.said if '"/v1/sessions/plain-' in line and '"POST"' in line]
     made = [line for line in lines if line["status"] == httpx.codes.OK]
@@ -440,32 +442,31 @@ def test_web_sockets_of_a_killed_worker_are_closed() -> None:
 
 def test_reports_and_metrics_are_of_all_workers(alone: LiveServer) -> None:
     del alone
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        with httpx.Client(base_url=running.url, headers={"connection": "close"}) as http:
-            for name in NAMES:
-                for _ in range(3):
-                    http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
-            steps = [{"session": name, "tokens": [5]} for name in NAMES]
-            http.post("/v1/sessions/tokens", json={"steps": steps}).raise_for_status()
-            made = 4 * len(NAMES)
-            for _ in range(4):
-                model = http.get("/v1/report").json()["models"][0]
-                assert model["operations"]["step"] == made
-                assert model["sessions"]["resident"] == len(NAMES)
-                assert model["costs"]
-                for accept in ("", "application/openmetrics-text; version=1.0.0"):
-                    text = http.get("/metrics", headers={"accept": accept}).text
-                    found = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in text.splitlines()}
-                    assert float(found["wane_ready"]) == 1
-                    assert sum(float(n) for key, n in found.items() if key.startswith("wane_answers_total")) == made
-                    steps_counted = (
-                        'wane_http_requests_total{method="POST",route="/v1/sessions/{session}/tokens",status="200"}'
-                    )
-                    assert float(found[steps_counted]) == 3 * len(NAMES)
-                    assert (
-                        sum(float(n) for key, n in found.items() if "/v1/sessions/tokens" in key and "total" in key)
-                        == 1
-                    )
+    with (
+        live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running,
+        httpx.Client(base_url=running.url, headers={"connection": "close"}) as http,
+    ):
+        for name in NAMES:
+            for _ in range(3):
+                http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
+        steps = [{"session": name, "tokens": [5]} for name in NAMES]
+        http.post("/v1/sessions/tokens", json={"steps": steps}).raise_for_status()
+        made = 4 * len(NAMES)
+        for _ in range(4):
+            model = http.get("/v1/report").json()["models"][0]
+            assert model["operations"]["step"] == made
+            assert model["sessions"]["resident"] == len(NAMES)
+            assert model["costs"]
+            for accept in ("", "application/openmetrics-text; version=1.0.0"):
+                text = http.get("/metrics", headers={"accept": accept}).text
+                found = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in text.splitlines()}
+                assert float(found["wane_ready"]) == 1
+                assert sum(float(n) for key, n in found.items() if key.startswith("wane_answers_total")) == made
+                steps_counted = (
+                    'wane_http_requests_total{method="POST",route="/v1/sessions/{session}/tokens",status="200"}'
+                )
+                assert float(found[steps_counted]) == 3 * len(NAMES)
+                assert sum(float(n) for key, n in found.items() if "/v1/sessions/tokens" in key and "total" in key) == 1
 
 
 def test_a_model_is_loaded_and_unloaded_in_all_workers(http: httpx.Client) -> None:
@@ -482,33 +483,35 @@ def test_the_limits_of_a_key_hold_for_all_workers_together(tmp_path: Path) -> No
     keys.write_text(
         "".join(f"{name}:sha256:{digest(name.encode()).hex()} {limits}\n" for name, limits in (few, slow, large))
     )
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
-        with httpx.Client(base_url=running.url) as http:
+    with (
+        live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running,
+        httpx.Client(base_url=running.url) as http,
+    ):
 
-            def asked(key: str, body: dict[str, Any]) -> int:
-                headers = {"authorization": f"Bearer {key}", "connection": "close"}
-                return http.post("/v1/sessions", json=body, headers=headers).status_code
+        def asked(key: str, body: dict[str, Any]) -> int:
+            headers = {"authorization": f"Bearer {key}", "connection": "close"}
+            return http.post("/v1/sessions", json=body, headers=headers).status_code
 
-            made = [asked(few[0], {}) for _ in range(9)]
-            assert made == [httpx.codes.CREATED] * 5 + [httpx.codes.TOO_MANY_REQUESTS] * 4
-            made = [asked(slow[0], {}) for _ in range(9)]
-            assert made == [httpx.codes.CREATED] * 6 + [httpx.codes.TOO_MANY_REQUESTS] * 3
-            steps = [{"session": name, "tokens": [5], "create": True} for name in NAMES]
-            for key, status in (("large", 200), ("large", 429), ("wrong", 401)):
-                headers = {"authorization": f"Bearer {key}"}
-                answer = http.post("/v1/sessions/tokens", json={"steps": steps}, headers=headers)
-                assert answer.status_code == status
-                if status == httpx.codes.OK:  # the whole call is charged once, and leaves the bucket with a debt
-                    assert all("error" not in one for one in answer.json()["results"])
-                else:
-                    assert answer.headers["content-type"] == "application/problem+json"
-                    assert {"retry-after", "www-authenticate"} & set(answer.headers)
-            host, port = running.url.removeprefix("http://").split(":")
-            for path in ("/v1/predict", "/v1/sessions/tokens", "/v1/sessions/s0/tokens", "/v1/sessions/s1/tokens"):
-                with socket.create_connection((host, int(port)), timeout=15) as client:
-                    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
-                    client.sendall(head.encode())
-                    assert client.recv(100).startswith(b"HTTP/1.1 401"), path
+        made = [asked(few[0], {}) for _ in range(9)]
+        assert made == [httpx.codes.CREATED] * 5 + [httpx.codes.TOO_MANY_REQUESTS] * 4
+        made = [asked(slow[0], {}) for _ in range(9)]
+        assert made == [httpx.codes.CREATED] * 6 + [httpx.codes.TOO_MANY_REQUESTS] * 3
+        steps = [{"session": name, "tokens": [5], "create": True} for name in NAMES]
+        for key, status in (("large", 200), ("large", 429), ("wrong", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = http.post("/v1/sessions/tokens", json={"steps": steps}, headers=headers)
+            assert answer.status_code == status
+            if status == httpx.codes.OK:  # the whole call is charged once, and leaves the bucket with a debt
+                assert all("error" not in one for one in answer.json()["results"])
+            else:
+                assert answer.headers["content-type"] == "application/problem+json"
+                assert {"retry-after", "www-authenticate"} & set(answer.headers)
+        host, port = running.url.removeprefix("http://").split(":")
+        for path in ("/v1/predict", "/v1/sessions/tokens", "/v1/sessions/s0/tokens", "/v1/sessions/s1/tokens"):
+            with socket.create_connection((host, int(port)), timeout=15) as client:
+                head = f"POST {path} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+                client.sendall(head.encode())
+                assert client.recv(100).startswith(b"HTTP/1.1 401"), path
 
 
 def test_sessions_in_a_file_are_found_with_any_number_of_workers(tmp_path: Path) -> None:
