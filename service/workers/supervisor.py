@@ -123,10 +123,10 @@ class Supervisor:
         for worker in self._processes:
             worker.look()
             end = worker.process.wait()
-            if end < 0:  # a signal has killed it; before it was ready, that may be the signal to stop
-                end = int(worker.has_been_ready)
-            elif worker.has_ended:  # before the signal to stop
+            if worker.has_ended:  # before the signal to stop
                 end = 0
+            elif end < 0:  # a signal has killed it; before it was ready, that may be the signal to stop
+                end = int(worker.has_been_ready)
             status = max(status, end)
         return status
 
