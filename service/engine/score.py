@@ -275,7 +275,7 @@ class Scorer:
             yield Piece(start - 1, ChunkPlan(), found.scores.logprobs), found.scores.lists, None
             result = await self._forward.again(read, ticket)
             logprob = log_softmax(result.network_logits)[targets[start - 1 : start]].astype(np.float64)
-            yield Piece(start, ChunkPlan(), logprob), None, result.hidden[None]
+            yield Piece(start, ChunkPlan(), logprob), None, None if request.top_k is None else result.hidden[None]
         ends = [(len(inputs), slot)]
         if found.branch and limit is None:
             between = held.enter_context(self._pool.spare())
@@ -290,7 +290,8 @@ class Scorer:
             async with aclosing(pieces):
                 async for piece in pieces:
                     residual = piece.plan.residual
-                    yield replace(piece, done=start + piece.done), None, piece.hiddens
+                    hiddens = None if request.top_k is None else piece.hiddens  # read from the device only if needed
+                    yield replace(piece, done=start + piece.done), None, hiddens
             if path is not None and not residual:
                 prefixes.keep(path, end, write, None if request.truncated else scoring.until(end))
             read, start = write, end

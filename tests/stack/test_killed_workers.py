@@ -27,7 +27,6 @@ async def test_sessions_continue_while_workers_are_killed_one_after_another(tmp_
     with redis_server(tmp_path / "redis") as redis:
         variables = {"WANE_BUNDLES": str(BUNDLE), "WANE_STORE": redis.url, **STORE_TIMEOUT}
         with live_server("--workers", str(WORKERS), **variables) as server:
-            await asyncio.to_thread(server.read_until, "ready", workers=WORKERS)
             port = int(server.url.rpartition(":")[2])
             async with open_clients(port, [40] * SESSIONS) as clients:
                 async with stepping(clients, RATE):

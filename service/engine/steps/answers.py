@@ -527,7 +527,10 @@ class StepAnswers:
             return [False] * len(found)
         if len(found) <= bounds.FEW_ROWS:
             return self._proved_one_by_one(found, ids, logits, outputs)
-        lengths, errors_known = outputs.lengths, [None if one is None else one.runs for one in found]
+        errors_known = [None if one is None else one.runs for one in found]
+        if errors_known.count(None) == len(found):
+            return [False] * len(found)
+        lengths = outputs.lengths
         known = np.array([error is not None for error in errors_known])
         errors = np.array([error or 0.0 for error in errors_known])
         settled = self.builder.margin.settled(ids, logits, lengths, errors)

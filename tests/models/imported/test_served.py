@@ -140,6 +140,9 @@ def test_an_imported_graph_answers_as_its_own_file_does(
     every = log_softmax(own.logits(read))
     expected = [every[at, token] for at, token in enumerate(tokens)]
     assert scored["logprobs"] == pytest.approx(expected, abs=1e-5)
+    for top_k in (None, 2, 2):  # from kept states
+        again = post(http, "/v1/score", model=name, tokens=tokens, top_k=top_k)
+        assert again["logprobs"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", CELLS)
