@@ -30,8 +30,8 @@ from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
 class Cost(NamedTuple):
     """What a request costs. rows: the inputs, steps or samples, of which each counts as a request of the API key.
     tokens: the tokens that all rows together read. listed: the tokens that the answer lists, unless generated tokens
-    are streamed. compared: the modes and models that a comparison measures beside the first, of which each counts as a
-    request of the API key, too. answer_bytes: the largest size of the answer, if it may be over the limit.
+    are streamed. compared: how often a comparison runs its input again, for each model once recurrent and once for each
+    window; each run counts as a request of the API key. answer_bytes: the expected size of an inference's answer.
     `rows_field` and `listed_fields` are the fields that decide these numbers."""
 
     rows: int = 1
@@ -132,7 +132,7 @@ def of_outputs(rows: int, widths: Iterable[tuple[int, bool]]) -> Cost:
 
 
 BINARY_BYTES, JSON_BYTES = 4, 12
-"""The size of a float32 in an answer. Its shortest JSON has up to about so many bytes, with its comma."""
+"""The bytes of a float32 in an answer: in a binary tensor, and about, with a comma, in JSON."""
 
 
 def _of_infer(body: InferBody, _: Settings) -> Cost:
