@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
+import itertools
 import os
 import platform
 import shutil
@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.bench.contenders import LSTM, ROOT, SHIPPED
 from benchmarks.bench.results import Results
 from benchmarks.summary import commit, cpu
+from wane.models.bundle_checks import read_manifest
 
 WORK = ROOT / "build" / "bench"
 MODELS = {LSTM: WORK / "models" / LSTM, SHIPPED: ROOT / "models" / "bundles" / SHIPPED}
@@ -42,12 +43,12 @@ def hashed(files: list[Path], root: Path = ROOT) -> str:
 
 def facts(model: str) -> dict[str, str]:
     """Returns a model's description and the hash of its weights."""
-    manifest = json.loads((MODELS[model] / "manifest.json").read_text(encoding="utf-8"))
-    made = manifest["architecture"]
-    units = made.get("units") or made["hidden"]
-    about = f"{made['layers']} x {made['cell']} of {units}, vocabulary {made['vocabulary_size']:,}"
-    files = manifest["files"]
-    return {"about": about, "weights": files[manifest["weights"]]}
+    manifest = read_manifest(MODELS[model])
+    network = manifest.architecture
+    layers = itertools.groupby(network.layers, lambda layer: f"{layer.kind} of {layer.units}")
+    described = ", ".join(f"{len(list(same))} x {layer}" for layer, same in layers)
+    about = f"{described}, vocabulary {network.vocabulary_size:,}"
+    return {"about": about, "weights": manifest.files[manifest.weights]}
 
 
 def empty(models: list[str], rounds: int, seconds: float) -> Results:

@@ -12,8 +12,10 @@ from rich.console import Console
 
 from benchmarks.bench import run as run_module
 from benchmarks.bench.baseline import Baseline
+from benchmarks.bench.contenders import SHIPPED
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
+from benchmarks.bench.subjects import facts
 
 # A program that runs instead of the command of a visit. The program writes a visit without figures to the results. For
 # the contender `fails`, it exits with the status 1 instead.
@@ -100,3 +102,9 @@ def test_a_visit_round_trips(tmp_path: Path) -> None:
     visit.write(path)
     assert Visit.read(path) == visit
     assert [file.name for file in tmp_path.iterdir()] == ["m-wane-3.json"]
+
+
+def test_the_shipped_model_is_described_by_its_layers() -> None:
+    described = facts(SHIPPED)
+    assert described["about"] == "2 x convolution of 256, 1 x gated of 576, vocabulary 2,048"
+    assert len(described["weights"]) == 64
