@@ -176,6 +176,14 @@ def test_a_different_order_or_probability_is_a_wrong_answer() -> None:
             check_ranked(given, expected)
 
 
+@pytest.mark.parametrize(("kind", "answer"), [("wane", [(7, 0.5), (3, 0.1)]), ("windows", [(7, 0.5), (1, 0.2)])])
+def test_wane_lists_another_token_in_place_of_the_unknown_word(kind: str, answer: list[tuple[int, float]]) -> None:
+    stage = SimpleNamespace(contender=SimpleNamespace(kind=kind), names=SimpleNamespace(unlisted=(1,)))
+    Stage.check(stage, answer, [(7, 0.5), (1, 0.2)])  # type: ignore[arg-type]
+    with pytest.raises(WrongAnswer):
+        Stage.check(stage, [(8, 0.5), *answer[1:]], [(7, 0.5), (1, 0.2)])  # type: ignore[arg-type]
+
+
 HUNG_S = 120.0
 
 STUBBORN = """
