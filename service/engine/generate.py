@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,21 +128,6 @@ class Prompt:
     cached: int = 0
 
 
-class Source(Protocol):
-    """Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window;
-    None in mode recurrent. `start` describes the prompt."""
-
-    @property
-    def window(self) -> int | None: ...
-
-    @property
-    def start(self) -> Prompt: ...
-
-    async def feed(self, token: int) -> RunResult:
-        """Runs a generated token. Returns the result with the next distribution."""
-        ...
-
-
 class RecurrentSource:
     """The source of mode recurrent. Runs one step for each token, and writes every state to `slot`. `read` is the slot
     of the state after the prompt, if that state is not in `slot`. The state in `read` does not change. `owner`: see
@@ -212,6 +196,11 @@ class WindowSource:
         self._context_ids = tail(np.append(self._context_ids, token), self._position, self.window)
         return await self._forward.window(self._context_ids, self._ticket)
 
+
+Source = RecurrentSource | WindowSource
+"""Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window; None
+in mode recurrent. `start` describes the prompt. `feed` runs a generated token, and returns the result with the next
+distribution."""
 
 Begin = Callable[[], Awaitable[tuple[Source, RunResult]]]
 """Runs a prompt. Returns the source of the next distributions, and the result with the first one."""

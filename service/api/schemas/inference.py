@@ -212,21 +212,18 @@ class ModelMetadataDocument(Result):
     outputs: Annotated[list[TensorDocument], says("the outputs that a request may ask for")]
 
 
-class ConfiguredInputDocument(Result):
-    """An input in a model's configuration."""
-
-    name: Annotated[str, says("the tensor's name")]
-    data_type: Annotated[str, says("the type of the values, in Triton's notation")]
-    dims: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
-    optional: Annotated[bool, says("true: a request need not have the input")]
-
-
 class ConfiguredOutputDocument(Result):
     """An output in a model's configuration."""
 
     name: Annotated[str, says("the tensor's name")]
     data_type: Annotated[str, says("the type of the values, in Triton's notation")]
     dims: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
+
+
+class ConfiguredInputDocument(ConfiguredOutputDocument):
+    """An input in a model's configuration."""
+
+    optional: Annotated[bool, says("true: a request need not have the input")]
 
 
 class VersionsDocument(Result):
@@ -297,6 +294,11 @@ class TimedDocument(Result):
 
     count: Annotated[int, says("the number of requests")]
     ns: Annotated[int, says("the sum of their durations, in nanoseconds")]
+
+    def add(self, seconds: float) -> None:
+        """Counts one request with this duration."""
+        self.count += 1
+        self.ns += round(1e9 * seconds)
 
 
 class InferStatisticsDocument(Result):
