@@ -134,7 +134,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
             engine.events.check_events(EVENTS)
             engine.check_event_count(len(names), document=document)
             try:
-                row = engine.events.tokens(names, unknown, where)
+                row = await engine.events.read(names, unknown, where)
             except InvalidRequest as error:
                 raise InvalidRequest(error.message, EVENTS) from error
         else:

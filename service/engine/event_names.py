@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from wane.models.manifest import Manifest, Unknown
 from wane.models.vocabulary import UNK, Vocabulary
+from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types.body import RankedBody
@@ -20,9 +20,6 @@ TEXTS = ("prompt",)
 
 EXAMPLES = 2
 """The number of event names that an error message shows as examples."""
-
-READ_AT_ONCE = 2048
-"""The number of events that `read` converts in one iteration of the event loop."""
 
 Event = str | int
 """An event as a request gives it: its name, or an integer. An integer stands for the name that consists of its decimal
@@ -86,20 +83,11 @@ class EventNames:
             raise InvalidRequest("the input is empty: give at least one event", field)
         return self._find(events, unknown or self._unknown, field, is_input=is_input)
 
-    async def read(self, events: Sequence[Event], unknown: Unknown | None = None) -> EventTokens:
-        """Like `tokens`, but converts a long list in pieces. The event loop runs other work after each piece."""
-        if len(events) <= READ_AT_ONCE:
-            return self.tokens(events, unknown)
-        self.check_events("events")
-        parts: list[EventTokens] = []
-        for start in range(0, len(events), READ_AT_ONCE):
-            parts.append(self._find(events[start : start + READ_AT_ONCE], unknown or self._unknown, "events", start))
-            await asyncio.sleep(0)
-        return EventTokens(
-            tuple(chain.from_iterable(part.tokens for part in parts)),
-            tuple(chain.from_iterable(part.unknown for part in parts)),
-            tuple(chain.from_iterable(part.skipped for part in parts)),
-        )
+    async def read(self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events") -> EventTokens:
+        """Like `tokens`, but converts a long list on another thread."""
+        if len(events) < HEAVY_TOKENS:
+            return self.tokens(events, unknown, field)
+        return await asyncio.to_thread(self.tokens, events, unknown, field)
 
     def lines(self, text: str, unknown: Unknown | None = None) -> EventTokens:
         """Like `tokens`, for a text with one event name in each line. Ignores empty lines, and white space around a
@@ -143,12 +131,10 @@ class EventNames:
             body.include_unknown,
         )
 
-    def _find(
-        self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0, *, is_input: bool = True
-    ) -> EventTokens:
+    def _find(self, events: Sequence[Event], unknown: Unknown, field: str, *, is_input: bool = True) -> EventTokens:
         """Returns the tokens of events. `field` is the name of the request's list that contains these events. Error
-        messages name it. `first` is the index, in that list, of the first of these events. If `is_input` is true, the
-        events are a sequence for the model, in which <eos> is not the name of an event."""
+        messages name it. If `is_input` is true, the events are a sequence for the model, in which <eos> is not the name
+        of an event."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         end = self._vocabulary.eos_id if is_input else None
         if unknown == "token" and unk_id is None:
@@ -156,7 +142,7 @@ class EventNames:
         tokens: list[int] = []
         names: list[str] = []
         skipped: list[int] = []
-        for place, event in enumerate(events, first):
+        for place, event in enumerate(events):
             if isinstance(event, str):
                 name = event
             elif -(2**63) <= event < 2**64:

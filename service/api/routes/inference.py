@@ -306,7 +306,8 @@ class InferResults:
             positions = [answer.position for answer in answers] or [None] * len(self.rows)
             counts = [len(row.tokens) for row in self.rows]
             outputs[POSITION] = np.array(
-                [count if position is None else position for position, count in zip(positions, counts, strict=True)]
+                [count if position is None else position for position, count in zip(positions, counts, strict=True)],
+                np.int64,
             )
         if TOKEN_LOGPROBS in names:
             widths = [len(row.tokens) + len(row.skipped) for row in self.rows]

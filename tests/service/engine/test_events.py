@@ -16,7 +16,8 @@ from tests.service.engine.columns_fuzz import PlainStore
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name_vocabulary
 from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
-from wane.service.engine.event_names import READ_AT_ONCE, EventTokens
+from wane.service.batching.turns import HEAVY_TOKENS
+from wane.service.engine.event_names import EventTokens
 from wane.service.engine.steps.answers import StepAnswer
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
 from wane.service.sessions.stores.memory import MemoryStore
@@ -286,8 +287,8 @@ def test_names_become_tokens(harness: EngineHarness) -> None:
         names.tokens([])
 
 
-async def test_a_long_list_of_names_is_read_in_pieces(harness: EngineHarness) -> None:
-    names = [NAMES[index % 7] if index % 5 else "nope" for index in range(2 * READ_AT_ONCE + 3)]
+async def test_a_long_list_of_names_is_read_like_a_short_one(harness: EngineHarness) -> None:
+    names = [NAMES[index % 7] if index % 5 else "nope" for index in range(HEAVY_TOKENS + 3)]
     policies: tuple[Unknown, ...] = ("skip", "token")
     for unknown in policies:
         found = await harness.engine.events.read(names, unknown)
