@@ -15,9 +15,6 @@ from wane.service.settings import Settings
 from wane.service.types.body import RankedBody
 from wane.service.types.request import Filter
 
-TEXTS = ("prompt",)
-"""Fields that hold a text with one event name in each line. Their routes have no field `unknown`."""
-
 EXAMPLES = 2
 """The number of event names that an error message shows as examples."""
 
@@ -156,7 +153,8 @@ class EventNames:
                 continue
             is_reserved = self._vocabulary.is_reserved(name)
             if unknown == "refuse" or (is_reserved and unknown == "token"):  # padding is not an unknown event
-                advice = "" if field in TEXTS else '; with "unknown": "skip" such events are skipped'
+                # the routes with a `prompt` have no field `unknown`
+                advice = "" if field == "prompt" else '; with "unknown": "skip" such events are skipped'
                 verb = "reserves" if is_reserved else "lacks"
                 raise InvalidRequest(
                     f"{field}[{place}] is {truncate_repr(name)}, which the vocabulary of {self._model} {verb}{advice}",

@@ -14,17 +14,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import CacheMixture
-from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.turns import Turns
+from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
 from wane.service.types.answer import Prediction
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import GenerateRequest, id_of
 from wane.service.types.text import Finish, FinishReason, GeneratedToken
 
@@ -207,18 +205,10 @@ Begin = Callable[[], Awaitable[tuple[Source, RunResult]]]
 
 
 async def generate(
-    request: GenerateRequest,
-    identity: Identity,
-    manifest: Manifest,
-    vocabulary: Vocabulary,
-    begin: Begin,
-    ticket: Ticket,
-    share: Share,
-    cache: CacheMixture | None,
-    turns: Turns,
+    request: GenerateRequest, builder: AnswerBuilder, begin: Begin, ticket: Ticket, share: Share
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-    """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
-    `RunResult.mix`. `turns`: the turns of all generations of the model."""
+    """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`."""
+    vocabulary, cache = builder.vocabulary, builder.cache if request.cache else None
     preferences: Preferences | None = None
     never_drawn = vocabulary.never_drawn(include_unknown=request.include_unknown)
     if request.presence_penalty or request.frequency_penalty or request.bias is not None or never_drawn:
@@ -242,8 +232,8 @@ async def generate(
         position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
         if source.window is not None:
             known = min(source.window, known)
-        result, token, logprob, places = await turns.run(vocabulary.size, partial(draw, result, position))
-        found = bound(manifest.certificate, known, position, result.row.radius, result.row.norms)
+        result, token, logprob, places = await builder.turns.run(vocabulary.size, partial(draw, result, position))
+        found = bound(builder.certificate, known, position, result.row.radius, result.row.norms)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         recent.append(token)
@@ -261,7 +251,7 @@ async def generate(
             break
         result = await source.feed(token)
     yield Finish(
-        *identity,
+        *builder.identity,
         text=stream.text,
         tokens=tuple(stream.tokens),
         finish_reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
