@@ -21,13 +21,14 @@ from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
 from wane.service.api.choices import Choice, Generation, Prompt, merged, started, together
 from wane.service.api.cost import of_completion
-from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
+from wane.service.api.deps import deadline, header, model_engine, note_model, owner, session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
 from wane.service.api.openai_error import document_of, renamed
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import Failure
+from wane.service.api.routes.sessions import engine_to_step
 from wane.service.api.schemas.completions import (
     MAX_TOKENS,
     CompletionBody,
@@ -38,10 +39,10 @@ from wane.service.api.schemas.completions import (
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.errors import InvalidRequest, NotFound, SessionExists, UnknownSession
+from wane.service.errors import InvalidRequest, NotFound
 from wane.service.types.answer import Answer
 from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS
-from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest, bias_of, id_of
+from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest, bias_of
 from wane.service.types.text import Score
 
 IDEMPOTENCY_KEY = "idempotency-key"
@@ -164,13 +165,14 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     """Checks a request, and starts its generations. Raises InvalidRequest, TooLarge and the engine's errors."""
     samples, inputs = 1 if body.n is None else body.n, prompts_of(body.prompt)
     check(request, body, len(inputs), samples)
-    session: str | None = None
+    until, whose, total = deadline(request), owner(request).name, 0
+    session, creator = None, None
     if body.session is None:
         engine = await model_engine(request, body.model)
     else:
         session = session_key(request, body.session)
-        engine = await engine_of(request, body, session)
-    until, whose, total = deadline(request), owner(request).name, 0
+        engine, creator = await engine_to_step(request, session, body, body.expected_position, until)
+        note_model(request, engine)
     read: list[EventTokens] = []
     for item in inputs:
         await asyncio.sleep(0)  # lets the event loop run other work between many prompts
@@ -220,6 +222,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
                 top_k=1,
                 deadline=until,
                 unknown_names=read[0].unknown,
+                creator=creator,
             )
         )
         wanted = [sampled(tokens=(), session=session, position=step.position)]
@@ -294,22 +297,6 @@ def check(request: Request, body: CompletionBody, prompts: int, samples: int) ->
             "a request with a session needs expected_position or the header Idempotency-Key, so that a retry is safe",
             "expected_position",
         )
-
-
-async def engine_of(request: Request, body: CompletionBody, session: str) -> Engine:
-    """Returns the session's engine. If the session does not exist and the expected position is 0,
-    creates the session."""
-    try:
-        return await session_engine(request, session, body.model)
-    except UnknownSession:
-        if body.expected_position != 0:
-            raise
-    engine = await model_engine(request, body.model)
-    try:
-        await engine.create_session(id_of(session), None, owner(request))
-    except SessionExists:  # another request has created the session in the meantime, and has appended tokens
-        return await session_engine(request, session, body.model)
-    return engine
 
 
 async def prompt_of(
