@@ -1,7 +1,7 @@
 """Tests that requests to a model with 100,000 events, which once held the event loop, no longer do.
 
 The figure is the processor time of the event loop's thread in one turn of the event loop, which hardly depends on how
-busy the machine is. `benchmarks/stall.py` measures the largest requests to all routes."""
+busy the machine is. `benchmarks/stall` measures the largest requests to all routes."""
 
 from __future__ import annotations
 

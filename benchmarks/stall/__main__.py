@@ -36,9 +36,9 @@ from rich.table import Table
 from benchmarks.bench.contenders import Contender
 from benchmarks.bench.process import ServerProcess
 from benchmarks.events.__main__ import export, item
-from benchmarks.largest import SESSION, Case, Subject, cases
+from benchmarks.stall.largest import SESSION, Case, Subject, cases
+from benchmarks.stall.turns import Longest
 from benchmarks.summary import provenance, write_json
-from benchmarks.turns import Longest
 from tests.models.caches import random_cache
 
 SHIPPED = Path("models/bundles/gated-stable-64")
@@ -313,7 +313,7 @@ def main() -> None:
         turns = Path(scratch) / "turns"
         longest = Longest(turns)
         options = ("--bundles={bundle}", "--port={ports[0]}", "--log-level=warning")
-        command = ("{bin}/python", "-m", "benchmarks.turns", str(turns), "serve", *options)
+        command = ("{bin}/python", "-m", "benchmarks.stall.turns", str(turns), "serve", *options)
         contender = Contender("wane", "Wane", "wane", command, environment={"WANE_DEFAULT_MODEL": TEXT})
         with ServerProcess(contender, bundles, Path(scratch) / "server.log") as server:
             server.wait_ready(PREDICT, json.dumps({"model": SHOP, "tokens": [5]}))

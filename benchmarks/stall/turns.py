@@ -1,8 +1,8 @@
 """Runs the command `wane` on asyncio's own event loop, and measures the longest turn of that loop.
 
-    python -m benchmarks.turns FILE serve ...
+    python -m benchmarks.stall.turns FILE serve ...
 
-`stall.py` starts its server this way, because uvloop does not tell where a turn begins. The processor time of the
+`__main__.py` starts its server this way, because uvloop does not tell where a turn begins. The processor time of the
 longest turn of the loop's thread, and the part of it that the garbage collector took, are in FILE (see `Longest`).
 """
 
