@@ -354,7 +354,7 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
             owner=whose,
             **_listing(engine, asked, limits),
         )
-        results.answers = await _predicted(engine, [make(row.tokens, unknown_names=row.unknown) for row in rows])
+        results.answers = await _predicted(engine, [make(tokens=row.tokens, unknown_names=row.unknown) for row in rows])
         note_answer(request.scope, results.answers[0])
     if asked.is_scored:
         make_score = partial(ScoreRequest, deadline=asked.deadline, truncated=truncated, owner=whose)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from tests.service import engine_harness
 from tests.service.engine_harness import HIDDEN, FakeRunner, MakeHarness, name_vocabulary
 from tests.service.server_harness import served
+from wane.models.manifest import Role
 from wane.models.vocabulary import Vocabulary
-from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array, Role
+from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.settings import Settings
 
 NAMES = [f"item/{index}" for index in range(100_000)]
