@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from wane.service.api.body import Decoder
 from wane.service.api.cors import CrossOrigin
 from wane.service.api.exchange import RequestPolicy
-from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.middleware import Endpoint, HotRoutes, RequestMiddleware
 from wane.service.api.openai_error import openai_response, problem_with_error
 from wane.service.api.openapi import GROUPS, answers, complete
@@ -196,7 +195,7 @@ def create_app(
     )
     app.state.registry = registry
     app.state.decoder = Decoder(settings)
-    app.state.inference_counter = InferenceCounter()
+    app.state.inference_counter = inference.InferenceCounter()
     app.state.keys = keys
     app.state.metrics = metrics
     app.state.settings = settings

@@ -16,7 +16,7 @@ import asyncio
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -405,14 +405,5 @@ async def filter_of(engine: Engine, body: RankedBody) -> Filter:
     flags = body.exclude_seen or body.include_end or body.include_unknown
     if body.exclude is None and body.candidates is None and not flags:
         return NO_FILTER
-    make = partial(
-        engine.events.filter,
-        body.exclude,
-        body.candidates,
-        body.unknown,
-        exclude_seen=body.exclude_seen,
-        include_end=body.include_end,
-        include_unknown=body.include_unknown,
-    )
     is_long = len(body.exclude or ()) + len(body.candidates or ()) >= HEAVY_TOKENS
-    return await asyncio.to_thread(make) if is_long else make()
+    return await asyncio.to_thread(engine.events.filter, body) if is_long else engine.events.filter(body)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TypeVar
+
+from msgspec.structs import astuple
 
 from wane.models.vocabulary import Vocabulary
 from wane.service.api.schemas.completions import ChoiceDocument, LogprobsDocument
+from wane.service.engine.engine import Engine
 from wane.service.engine.generate import TextPieces
 from wane.service.engine.stream import Stream
 from wane.service.types.answer import Prediction
+from wane.service.types.request import GenerateRequest
 from wane.service.types.text import Finish, FinishReason, GeneratedToken, Score
 
 T = TypeVar("T")
@@ -21,39 +29,80 @@ AHEAD = 4
 """The queue between a request's generations and its client holds at most this many tokens for each sample."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request. `text` and `score` are None unless the answer repeats the prompt (`echo`). `score` is
+    also None if no log-probabilities are requested."""
+
+    tokens: tuple[int, ...]
+    text: str | None = None
+    score: Score | None = None
+
+
 class Choice:
     """Builds one of OpenAI's choices in parts. Each part is a `ChoiceDocument` with the next piece of the choice's
     text."""
 
-    def __init__(self, index: int, vocabulary: Vocabulary, *, has_logprobs: bool, prompt: str | None) -> None:
-        """`index` is the choice's index in the answer. `prompt` is the text of the prompt if the choice begins with the
-        prompt, and None otherwise."""
-        self.index = index
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        prompt: Prompt,
+        generation: Generation | None,
+        *,
+        has_logprobs: bool,
+    ) -> None:
+        """`index` is the choice's index in the answer. `generation` is None if no tokens are generated."""
         self.tokens = 0
         """The number of tokens that have been generated for this choice."""
+        self.finish: Finish | None = None
+        """The end of the generation, once it has ended."""
+        self._index = index
         self._vocabulary = vocabulary
+        self._prompt = prompt
+        self._generation = generation
         self._pieces = TextPieces(vocabulary)
-        self._offset = 0
         self._has_logprobs = has_logprobs
-        self._between = ""  # the text between the prompt and the first generated token
-        if prompt is not None:
-            self._offset = len(prompt) + len(self._pieces.separator)
-            self._between = self._pieces.separator
+        self._between = "" if prompt.text is None else self._pieces.separator  # between the prompt and the next token
+        self._offset = len(prompt.text or "") + len(self._between)
 
-    def echoed(self, prompt: str, score: Score | None) -> ChoiceDocument:
-        """Returns the part with the prompt. `score` has the log-probabilities of the prompt's tokens and the most
-        probable tokens at each position. `score` is None if the choice has no log-probabilities."""
+    async def whole(self) -> ChoiceDocument:
+        """Returns the choice when its generation has ended."""
+        async with aclosing(self.parts()) as stream:
+            parts = [part async for part in stream]
+        found = [astuple(part.logprobs) for part in parts if part.logprobs is not None]
         logprobs: LogprobsDocument | None = None
-        if score is not None:
-            pieces, offset = TextPieces(self._vocabulary), 0
-            logprobs = LogprobsDocument([], [], [], [])
-            for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
-                assert token is not None, "the score of a prompt has a skipped event: this is a bug"
-                self._add(logprobs, token, logprob, places or (), offset)
-                offset += len(pieces.push(token))
-        return ChoiceDocument(self.index, prompt, logprobs, None)
+        if found:
+            logprobs = LogprobsDocument(*[list(chain.from_iterable(lists)) for lists in zip(*found, strict=True)])
+        return ChoiceDocument(self._index, "".join([part.text for part in parts]), logprobs, parts[-1].finish_reason)
 
-    def added(self, item: GeneratedToken) -> ChoiceDocument | None:
+    async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:
+        """Yields the parts of the choice as soon as its tokens are generated. The last part has the finish reason. The
+        caller must close the generator."""
+        if self._prompt.text is not None:
+            yield ChoiceDocument(self._index, self._prompt.text, self._scored(self._prompt.score), None)
+        if self._generation is not None:
+            async for item in self._generation:
+                if isinstance(item, Finish):
+                    self.finish = item
+                elif (part := self._added(item)) is not None:
+                    yield part
+        stopped = self.finish is not None and self.finish.finish_reason is FinishReason.STOP
+        yield ChoiceDocument(self._index, "", None, "stop" if stopped else "length")
+
+    def _scored(self, score: Score | None) -> LogprobsDocument | None:
+        """Returns the log-probabilities of the prompt's tokens, and the most probable tokens at each position. Returns
+        None if the choice has no log-probabilities."""
+        if score is None:
+            return None
+        pieces, offset, logprobs = TextPieces(self._vocabulary), 0, LogprobsDocument([], [], [], [])
+        for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
+            assert token is not None, "the score of a prompt has a skipped event: this is a bug"
+            self._add(logprobs, token, logprob, places or (), offset)
+            offset += len(pieces.push(token))
+        return logprobs
+
+    def _added(self, item: GeneratedToken) -> ChoiceDocument | None:
         """Returns the part for a generated token, or None if the part would be empty."""
         self.tokens += 1
         logprobs: LogprobsDocument | None = None
@@ -66,12 +115,7 @@ class Choice:
             text, self._between = self._between + text, ""
         elif logprobs is None:
             return None
-        return ChoiceDocument(self.index, text, logprobs, None)
-
-    def ended(self, finish: Finish | None) -> ChoiceDocument:
-        """Returns the last part, which has the finish reason. `finish` is None if no tokens are generated."""
-        stopped = finish is not None and finish.finish_reason is FinishReason.STOP
-        return ChoiceDocument(self.index, "", None, "stop" if stopped else "length")
+        return ChoiceDocument(self._index, text, logprobs, None)
 
     def _add(
         self, logprobs: LogprobsDocument, token: int, logprob: float | None, places: Sequence[Prediction], offset: int
@@ -95,20 +139,6 @@ class Choice:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in partial)
 
 
-def joined(parts: Sequence[ChoiceDocument]) -> ChoiceDocument:
-    """Returns the choice that consists of these parts."""
-    logprobs: LogprobsDocument | None = None
-    for part in parts:
-        if part.logprobs is not None:
-            logprobs = logprobs or LogprobsDocument([], [], [], [])
-            logprobs.tokens += part.logprobs.tokens
-            logprobs.token_logprobs += part.logprobs.token_logprobs
-            logprobs.top_logprobs += part.logprobs.top_logprobs
-            logprobs.text_offset += part.logprobs.text_offset
-    text = "".join([part.text for part in parts])
-    return ChoiceDocument(parts[0].index, text, logprobs, parts[-1].finish_reason)
-
-
 async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Runs the calls concurrently, and returns their results in the order of `calls`. If a call fails, cancels the
     other calls and raises the error."""
@@ -127,45 +157,44 @@ async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         tasks.clear()  # they hold the error, whose traceback holds this frame
 
 
-async def started(calls: Sequence[Callable[[], Awaitable[Generation]]]) -> list[Generation]:
-    """Starts the generations concurrently, and returns them when each has its first token. If a generation fails,
-    closes the others and raises the error."""
-    begun: list[Generation] = []
+async def started(engine: Engine, wanted: Sequence[GenerateRequest], held: AsyncExitStack) -> list[Generation]:
+    """Starts generations concurrently, and returns them when each has its first token. `held` closes them, also those
+    that have begun before another failed."""
 
-    async def start(call: Callable[[], Awaitable[Generation]]) -> Generation:
-        begun.append(await call())
-        return begun[-1]
+    async def start(request: GenerateRequest) -> Generation:
+        generation = await engine.generate(request)
+        held.push_async_callback(generation.aclose)
+        return generation
 
-    try:
-        return await together([lambda call=call: start(call) for call in calls])  # type: ignore[misc]
-    except BaseException:
-        for generation in begun:
-            await generation.aclose()
-        raise
+    return await together([partial(start, request) for request in wanted])
 
 
-async def merged(streams: Sequence[Generation]) -> AsyncGenerator[tuple[int, GeneratedToken | Finish], None]:
-    """Yields the items of all streams in the order of their arrival, each with the index of its stream. Closes the
-    streams at the end. The caller must close the generator."""
-    queue: asyncio.Queue[tuple[int, GeneratedToken | Finish | BaseException]] = asyncio.Queue(AHEAD * len(streams))
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yields the items of all streams in the order of their arrival. Closes the streams at the end. The caller must
+    close the generator."""
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(AHEAD * len(streams))
 
-    async def read(number: int, stream: Generation) -> None:
+    async def read(stream: AsyncGenerator[T, None]) -> None:
         try:
-            async for item in stream:
-                await queue.put((number, item))
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+            await queue.put(None)
         except Exception as error:
-            await queue.put((number, error))
+            await queue.put(error)
 
-    tasks = [asyncio.ensure_future(read(number, stream)) for number, stream in enumerate(streams)]
+    tasks = [asyncio.ensure_future(read(stream)) for stream in streams]
     left = len(streams)
+    item: T | BaseException | None
     try:
         while left:
-            item: GeneratedToken | Finish | BaseException | None
-            number, item = await queue.get()
-            if isinstance(item, BaseException):
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, BaseException):
                 raise item
-            left -= isinstance(item, Finish)
-            yield number, item
+            else:
+                yield item
     finally:
         item = None
         try:
@@ -173,8 +202,6 @@ async def merged(streams: Sequence[Generation]) -> AsyncGenerator[tuple[int, Gen
         finally:
             while not queue.empty():  # the traceback of an error in the queue holds the queue
                 queue.get_nowait()
-            for stream in streams:
-                await stream.aclose()
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[T]]) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 from starlette.requests import Request
 
-from wane.models.manifest import Unknown
 from wane.service.api import tensors
 from wane.service.api.body import LARGE_BYTES, Decoder, read
 from wane.service.api.cost import Cost, admit_body
@@ -121,26 +119,35 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
     shape, values = inputs[name]
     if shape[0] > most_rows:
         raise InvalidRequest(f"{name} is a batch of {shape[0]} rows, but a batch has at most {most_rows}", name)
-    document = not asked.is_predicted
+    document, unknown = not asked.is_predicted, asked.body.parameters.unknown
     lengths = _lengths(inputs, name)
     rows: list[EventTokens] = []
     total = 0
     for index in range(shape[0]):
         where = f"{name}[{index}]"
-        length = None if lengths is None else lengths[index]
-        if isinstance(values, list):
-            if name == EVENTS:
-                unknown = asked.body.parameters.unknown
-                rows.append(_events(engine, values, shape[1], index, length, unknown, document=document))
-            else:
-                tokens = await _encoded(engine, values[index], where, name, asked.deadline, document=document)
-                rows.append(EventTokens(tokens))
+        if not isinstance(values, list):
+            row = EventTokens(tuple(values[index, : None if lengths is None else lengths[index]].tolist()))
+            engine.check_tokens(row.tokens, where, document=document)
+        elif name == EVENTS:
+            start = index * shape[1]
+            names = values[start : start + (shape[1] if lengths is None else lengths[index])]
+            engine.events.check_events(EVENTS)
+            engine.check_event_count(len(names), document=document)
+            try:
+                row = await engine.events.read(names, unknown, where)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, EVENTS) from error
         else:
-            rows.append(EventTokens(tuple(values[index, :length].tolist())))
-            engine.check_tokens(rows[-1].tokens, where, document=document)
+            try:
+                row = EventTokens(await engine.encode(values[index], asked.deadline, document=document))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{where}: {error.message}", name) from error
+            if not row.tokens:
+                raise InvalidRequest(f"{where} is empty: there is no token in the text", name)
+        rows.append(row)
         if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
             await asyncio.sleep(0)
-        total += len(rows[-1].tokens)
+        total += len(row.tokens)
         Cost(tokens=total).check(limits)
     return rows
 
@@ -161,35 +168,3 @@ def _lengths(inputs: dict[str, Tensor], name: str) -> list[int] | None:
         if not 1 <= length <= longest:
             raise InvalidRequest(f"{LENGTHS}[{index}] is {length}, but must be from 1 to {longest}", LENGTHS)
     return lengths
-
-
-def _events(
-    engine: Engine,
-    values: Sequence[str],
-    width: int,
-    index: int,
-    length: int | None,
-    unknown: Unknown | None,
-    *,
-    document: bool,
-) -> EventTokens:
-    """Returns the tokens of a row of events. `unknown`: see `EventNames.tokens`."""
-    names = values[index * width : index * width + (width if length is None else length)]
-    engine.events.check_events(EVENTS)
-    engine.check_event_count(len(names), document=document)
-    try:
-        return engine.events.tokens(names, unknown, f"{EVENTS}[{index}]")
-    except InvalidRequest as error:
-        raise InvalidRequest(error.message, EVENTS) from error
-
-
-async def _encoded(
-    engine: Engine, text: str, where: str, name: str, until: float | None, *, document: bool
-) -> tuple[int, ...]:
-    try:
-        tokens = await engine.encode(text, until, document=document)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{where}: {error.message}", name) from error
-    if not tokens:
-        raise InvalidRequest(f"{where} is empty: there is no token in the text", name)
-    return tokens

@@ -10,7 +10,6 @@ in OpenAI's API.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from http import HTTPStatus
 
 from starlette.responses import Response
@@ -21,6 +20,9 @@ from wane.service.errors import InvalidRequest
 
 CODES = {"unauthorized": "invalid_api_key", "unknown_model": "model_not_found"}
 """Maps Wane's error codes to OpenAI's error codes."""
+
+FIELDS = {"input": "prompt", "tokens": "prompt", "top_logprobs": "logprobs"}
+"""Maps the engine's field names to OpenAI's field names."""
 
 TYPES = {
     401: "authentication_error",
@@ -46,17 +48,15 @@ def problem_with_error(failure: Failure, request_id: str) -> Response:
     return Response(json.dumps(document), failure.status, headers_of(failure), PROBLEM_TYPE)
 
 
-def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Returns the error with OpenAI's name of the invalid field instead of the engine's name, in the message, too.
-    `names` maps the engine's names to OpenAI's names."""
+def renamed(error: InvalidRequest) -> InvalidRequest:
+    """Returns the error with OpenAI's name of the invalid field instead of the engine's name, in the message, too."""
     field = error.field or ""
     top = field.partition("[")[0]
-    if top not in names:
+    name = FIELDS.get(top)
+    if name is None:
         return error
-    message = error.message
-    if message.startswith(top):
-        message = names[top] + message.removeprefix(top)
-    return InvalidRequest(message, names[top] + field.removeprefix(top))
+    message = name + error.message.removeprefix(top) if error.message.startswith(top) else error.message
+    return InvalidRequest(message, name + field.removeprefix(top))
 
 
 def status_of(failure: Failure) -> int:

@@ -22,9 +22,6 @@ from wane.service.api.schemas.inference import (
     ModelMetadataDocument,
     SequenceBatchingDocument,
     TensorDocument,
-    TextDocument,
-    VersionPolicyDocument,
-    VersionsDocument,
 )
 from wane.service.api.tensors import TensorSpec
 from wane.service.engine.engine import Engine
@@ -83,7 +80,7 @@ def outputs(engine: Engine, settings: Settings) -> dict[str, TensorSpec]:
     }
 
 
-OUTPUTS = frozenset({TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS, ERROR_BOUND, TOP1_PROVED, POSITION})
+OUTPUTS = PREDICTED | {TOKEN_LOGPROBS, POSITION}
 
 
 def metadata(engine: Engine, settings: Settings) -> ModelMetadataDocument:
@@ -106,7 +103,7 @@ def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
         name=engine.name,
         platform=PLATFORM,
         backend=PLATFORM,
-        version_policy=VersionPolicyDocument(VersionsDocument([int(engine.version)])),
+        version_policy={"specific": {"versions": [int(engine.version)]}},
         max_batch_size=0,
         input=[
             ConfiguredInputDocument(name, TYPES[tensor.datatype], tensor.shape, optional=True)
@@ -119,16 +116,14 @@ def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
             control_input=[
                 ControlInputDocument("sequence_start", [ControlDocument("CONTROL_SEQUENCE_START", [0, 1])]),
                 ControlInputDocument("sequence_end", [ControlDocument("CONTROL_SEQUENCE_END", [0, 1])]),
-                ControlInputDocument(
-                    "sequence_id", [ControlDocument("CONTROL_SEQUENCE_CORRID", data_type="TYPE_UINT64")]
-                ),
+                ControlInputDocument("sequence_id", [ControlDocument("CONTROL_SEQUENCE_CORRID", None, "TYPE_UINT64")]),
             ],
         ),
         parameters={
-            "family": TextDocument(manifest.architecture.family),
-            "vocabulary": TextDocument(manifest.vocabulary.kind),
-            "window": TextDocument(str(manifest.window)),
-            "certified": TextDocument(str(manifest.certificate.certified).lower()),
-            "max_batch_inputs": TextDocument(str(settings.max_batch_inputs)),
+            "family": {"string_value": manifest.architecture.family},
+            "vocabulary": {"string_value": manifest.vocabulary.kind},
+            "window": {"string_value": str(manifest.window)},
+            "certified": {"string_value": str(manifest.certificate.certified).lower()},
+            "max_batch_inputs": {"string_value": str(settings.max_batch_inputs)},
         },
     )

@@ -123,14 +123,19 @@ def _shape(tensor: InputTensor, spec: TensorSpec) -> tuple[int, ...]:
     return tuple(tensor.shape[: len(spec.shape)])
 
 
+def _check_parameters(name: str, parameters: Mapping[str, Any], known: str) -> None:
+    """Raises InvalidRequest if a tensor has another parameter than `known` and `content_type`."""
+    for parameter in parameters:
+        if parameter.startswith(SHARED_MEMORY):
+            raise InvalidRequest(f"{name}: shared memory is not supported ({parameter})", name)
+        if parameter not in (known, CONTENT):
+            raise InvalidRequest(f"{name}: there is no parameter {truncate_repr(parameter)}", name)
+
+
 def _binary_size(tensor: InputTensor) -> int | None:
     """Returns an input's number of bytes in the binary part, or None if the input's values are in the JSON."""
     name = tensor.name
-    for parameter in tensor.parameters:
-        if parameter.startswith(SHARED_MEMORY):
-            raise InvalidRequest(f"{name}: shared memory is not supported ({parameter})", name)
-        if parameter not in (BINARY_SIZE, CONTENT):
-            raise InvalidRequest(f"{name}: there is no parameter {truncate_repr(parameter)}", name)
+    _check_parameters(name, tensor.parameters, BINARY_SIZE)
     size = tensor.parameters.get(BINARY_SIZE)
     if size is None:
         return None
@@ -144,7 +149,7 @@ def _binary_size(tensor: InputTensor) -> int | None:
 def _of_binary(
     name: str, spec: TensorSpec, shape: tuple[int, ...], binary: memoryview
 ) -> NDArray[np.int64] | list[str]:
-    count = _product(shape)
+    count = math.prod(shape)
     if spec.datatype == "BYTES":
         return _texts(name, count, binary)
     dtype = DTYPES[spec.datatype]
@@ -191,8 +196,8 @@ def _of_json(tensor: InputTensor, spec: TensorSpec, shape: tuple[int, ...]) -> N
         if len(data) != shape[0] or any(type(row) is not list or len(row) != tensor.shape[1] for row in data):
             raise InvalidRequest(f"{name}: data is not nested like shape {tensor.shape}", name)
         data = [value for row in data for value in row]
-    if len(data) != _product(shape):
-        raise InvalidRequest(f"{name}: data has {len(data)} values, but shape {[*shape]} has {_product(shape)}", name)
+    if len(data) != math.prod(shape):
+        raise InvalidRequest(f"{name}: data has {len(data)} values, but shape {[*shape]} has {math.prod(shape)}", name)
     kind, what = (str, "texts") if spec.datatype == "BYTES" else (int, "whole numbers")
     if set(map(type, data)) != {kind}:
         wrong = next(value for value in data if type(value) is not kind)
@@ -204,13 +209,6 @@ def _of_json(tensor: InputTensor, spec: TensorSpec, shape: tuple[int, ...]) -> N
     except OverflowError:
         wrong = next(value for value in data if not -(2**63) <= value < 2**63)
         raise InvalidRequest(f"{name}: {truncate_repr(wrong)} is out of the range of INT64", name) from None
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # Outputs
@@ -229,19 +227,15 @@ class OutputFormat(NamedTuple):
 def output_format(name: str, parameters: Mapping[str, Any], *, binary: bool) -> OutputFormat:
     """Returns the format of a requested output. `binary` says whether the request's outputs are binary by default.
     Raises InvalidRequest."""
-    for parameter, value in parameters.items():
-        if parameter.startswith(SHARED_MEMORY):
-            raise InvalidRequest(f"{name}: shared memory is not supported ({parameter})", name)
-        if parameter == CLASSIFICATION:
-            raise InvalidRequest(f"{name}: classification is not supported; ask for top_ids and top_logprobs", name)
-        if parameter not in (BINARY, CONTENT):
-            raise InvalidRequest(f"{name}: there is no parameter {truncate_repr(parameter)}", name)
-        if parameter == CONTENT or value is None:
-            continue
-        if type(value) is not bool:
-            raise InvalidRequest(f"{name}: {BINARY} must be true or false, not {truncate_repr(value)}", name)
-        binary = value
-    return OutputFormat(name, binary)
+    if CLASSIFICATION in parameters:
+        raise InvalidRequest(f"{name}: classification is not supported; ask for top_ids and top_logprobs", name)
+    _check_parameters(name, parameters, BINARY)
+    value = parameters.get(BINARY)
+    if value is None:
+        return OutputFormat(name, binary)
+    if type(value) is not bool:
+        raise InvalidRequest(f"{name}: {BINARY} must be true or false, not {truncate_repr(value)}", name)
+    return OutputFormat(name, value)
 
 
 async def reply(head: Mapping[str, object], wanted: Sequence[OutputFormat], values: Mapping[str, Rows]) -> Response:

@@ -44,7 +44,7 @@ from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import LONG_S, Backlog, Share
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
-from wane.service.engine.generate import RecurrentSource
+from wane.service.engine.generate import Begin, RecurrentSource, generate
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import LIST_BYTES, TOKEN_BYTES, LiveAccuracy
 from wane.service.engine.pending import BEGUN_AT_ONCE, Admission, Pending, outcome_of
@@ -196,15 +196,8 @@ class Engine:
         self.answer_builder = AnswerBuilder(
             manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
         )
-        places = TopPlaces(
-            self.batcher,
-            self.forward,
-            vocabulary,
-            cache,
-            self.answer_builder.turns,
-            has_hiddens=HIDDENS in runner.outputs("scan"),
-            start_tokens=len(manifest.start_tokens),
-        )
+        has_hiddens = HIDDENS in runner.outputs("scan")
+        places = TopPlaces(self.batcher, self.answer_builder, has_hiddens=has_hiddens)
         self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, self.forward, cache)
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
@@ -593,11 +586,10 @@ class Engine:
             expected_s = self.predictor.generation_seconds(request)
             share = stack.enter_context(self.backlog.share(expected_s, request.deadline))
             ticket = Ticket(request.deadline)
-            if request.session is None:
-                items = self.predictor.generate(request, self.identity, ticket, share, stack)
-            else:
+            begin: Begin = partial(self.predictor.begin, request, ticket, stack)
+            if request.session is not None:
                 begin = partial(self.steps.begin, request, request.session, ticket, stack)
-                items = self.predictor.continued(request, self.identity, begin, ticket, share)
+            items = generate(request, self.answer_builder, begin, ticket, share)
             generation = await Stream.begin(items, share, request.deadline, stack)
         self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation

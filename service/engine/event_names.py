@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from wane.models.manifest import Manifest, Unknown
 from wane.models.vocabulary import UNK, Vocabulary
+from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.settings import Settings
+from wane.service.types.body import RankedBody
 from wane.service.types.request import Filter
-
-TEXTS = ("prompt",)
-"""Fields that hold a text with one event name in each line. Their routes have no field `unknown`."""
 
 EXAMPLES = 2
 """The number of event names that an error message shows as examples."""
-
-READ_AT_ONCE = 2048
-"""The number of events that `read` converts in one iteration of the event loop."""
 
 Event = str | int
 """An event as a request gives it: its name, or an integer. An integer stands for the name that consists of its decimal
@@ -49,9 +44,8 @@ class EventNames:
         self._vocabulary = vocabulary
         self._most = settings.max_filter_events
 
-    def check_text(self, field: str = "input") -> None:
-        """Raises InvalidRequest if the model reads events and not text. The message shows how to write events. `field`
-        is the request's field that contains the text."""
+    def check_text(self) -> None:
+        """Raises InvalidRequest if the model reads events and not text. The message shows how to write events."""
         vocabulary = self._vocabulary
         if vocabulary.kind != "events":
             return
@@ -61,7 +55,7 @@ class EventNames:
         ]
         example = json.dumps(names[:EXAMPLES], ensure_ascii=False)
         raise InvalidRequest(
-            f'{field} is text, but model {self._model} reads events: write "events": {example} instead', field
+            f'input is text, but model {self._model} reads events: write "events": {example} instead', "input"
         )
 
     def check_events(self, field: str) -> None:
@@ -72,87 +66,72 @@ class EventNames:
                 f"{field} is only for models whose vocabulary has events; {self._model} has a text vocabulary", field
             )
 
-    def tokens(self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events") -> EventTokens:
+    def tokens(
+        self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events", *, is_input: bool = True
+    ) -> EventTokens:
         """Returns the tokens of events. `unknown` says how to treat a name that the vocabulary lacks (see `Unknown`).
-        If it is None, the manifest's `unknown` applies.
+        If it is None, the manifest's `unknown` applies. `is_input`: see `_find`.
 
-        Raises InvalidRequest for an empty list, for a refused name, and if the model reads text. The message names
+        Raises InvalidRequest for an empty input, for a refused name, and if the model reads text. The message names
         `field`.
         """
         self.check_events(field)
-        if not events:
+        if is_input and not events:
             raise InvalidRequest("the input is empty: give at least one event", field)
-        return self._find(events, unknown or self._unknown, field)
+        return self._find(events, unknown or self._unknown, field, is_input=is_input)
 
-    async def read(self, events: Sequence[Event], unknown: Unknown | None = None) -> EventTokens:
-        """Like `tokens`, but converts a long list in pieces. The event loop runs other work after each piece."""
-        if len(events) <= READ_AT_ONCE:
-            return self.tokens(events, unknown)
-        self.check_events("events")
-        parts: list[EventTokens] = []
-        for start in range(0, len(events), READ_AT_ONCE):
-            parts.append(self._find(events[start : start + READ_AT_ONCE], unknown or self._unknown, "events", start))
-            await asyncio.sleep(0)
-        return EventTokens(
-            tuple(chain.from_iterable(part.tokens for part in parts)),
-            tuple(chain.from_iterable(part.unknown for part in parts)),
-            tuple(chain.from_iterable(part.skipped for part in parts)),
-        )
+    async def read(self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events") -> EventTokens:
+        """Like `tokens`, but converts a long list on another thread."""
+        if len(events) < HEAVY_TOKENS:
+            return self.tokens(events, unknown, field)
+        return await asyncio.to_thread(self.tokens, events, unknown, field)
 
-    def lines(self, text: str, unknown: Unknown | None = None, field: str = "prompt") -> EventTokens:
+    def lines(self, text: str, unknown: Unknown | None = None) -> EventTokens:
         """Like `tokens`, for a text with one event name in each line. Ignores empty lines, and white space around a
         name. Also raises InvalidRequest if no line is an event of the vocabulary and `unknown` is "skip"."""
-        found = self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, field)
+        found = self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, "prompt")
         if not found.tokens:
             raise InvalidRequest(
-                f"the vocabulary of {self._model} has no event of {field}: write one event name in each line", field
+                f"the vocabulary of {self._model} has no event of prompt: write one event name in each line", "prompt"
             )
         return found
 
-    def filter(
-        self,
-        exclude: Sequence[Event] | None,
-        candidates: Sequence[Event] | None,
-        unknown: Unknown | None,
-        *,
-        exclude_seen: bool,
-        include_end: bool,
-        include_unknown: bool = False,
-    ) -> Filter:
-        """Returns the filter of a request. The arguments are the request's fields of the same names. If the
-        vocabulary lacks a name in `candidates`, this method raises InvalidRequest if `unknown`, or else the manifest's
-        `unknown`, is "refuse". Otherwise it leaves the name out. A name in `exclude` that the vocabulary lacks is
-        refused only if the request itself has "refuse". The names that are left out are in the filter's `unknown`.
+    def filter(self, body: RankedBody) -> Filter:
+        """Returns the filter of a request. If the vocabulary lacks a name in `candidates`, this method raises
+        InvalidRequest if the request's `unknown`, or else the manifest's, is "refuse". Otherwise it leaves the name
+        out. A name in `exclude` that the vocabulary lacks is refused only if the request itself has "refuse". The names
+        that are left out are in the filter's `unknown`.
 
         Raises InvalidRequest like `tokens`, and if a list is too long.
         """
-        given = {
-            "exclude": exclude is not None,
-            "candidates": candidates is not None,
-            "exclude_seen": exclude_seen,
-            "include_end": include_end,
-        }
-        first = next((name for name, is_given in given.items() if is_given), None)
+        lists = {"exclude": body.exclude, "candidates": body.candidates}
+        flags = {"exclude_seen": body.exclude_seen or None, "include_end": body.include_end or None}
+        first = next((name for name, value in (lists | flags).items() if value is not None), None)
         if first is None:
-            return Filter(include_unknown=include_unknown)
+            return Filter(include_unknown=body.include_unknown)
         self.check_events(first)
-        for name, events in (("exclude", exclude), ("candidates", candidates)):
+        for name, events in lists.items():
             if events is not None and len(events) > self._most:
                 raise InvalidRequest(f"{name} holds {len(events)} values, but must hold at most {self._most}", name)
-        excluded = self._find(exclude or (), "refuse" if unknown == "refuse" else "skip", "exclude", is_input=False)
-        if candidates is None:
-            return Filter(excluded.tokens, exclude_seen, None, include_end, excluded.unknown, include_unknown)
-        policy: Unknown = "refuse" if (unknown or self._unknown) == "refuse" else "skip"
-        allowed = self._find(candidates, policy, "candidates", is_input=False)
-        names = excluded.unknown + allowed.unknown
-        return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, names, include_unknown)
+        policy: Unknown = "refuse" if body.unknown == "refuse" else "skip"
+        excluded = self._find(body.exclude or (), policy, "exclude", is_input=False)
+        allowed: EventTokens | None = None
+        if body.candidates is not None:
+            policy = "refuse" if (body.unknown or self._unknown) == "refuse" else "skip"
+            allowed = self._find(body.candidates, policy, "candidates", is_input=False)
+        return Filter(
+            excluded.tokens,
+            body.exclude_seen,
+            None if allowed is None else allowed.tokens,
+            body.include_end,
+            excluded.unknown + (() if allowed is None else allowed.unknown),
+            body.include_unknown,
+        )
 
-    def _find(
-        self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0, *, is_input: bool = True
-    ) -> EventTokens:
+    def _find(self, events: Sequence[Event], unknown: Unknown, field: str, *, is_input: bool = True) -> EventTokens:
         """Returns the tokens of events. `field` is the name of the request's list that contains these events. Error
-        messages name it. `first` is the index, in that list, of the first of these events. If `is_input` is true, the
-        events are a sequence for the model, in which <eos> is not the name of an event."""
+        messages name it. If `is_input` is true, the events are a sequence for the model, in which <eos> is not the name
+        of an event."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         end = self._vocabulary.eos_id if is_input else None
         if unknown == "token" and unk_id is None:
@@ -160,7 +139,7 @@ class EventNames:
         tokens: list[int] = []
         names: list[str] = []
         skipped: list[int] = []
-        for place, event in enumerate(events, first):
+        for place, event in enumerate(events):
             if isinstance(event, str):
                 name = event
             elif -(2**63) <= event < 2**64:
@@ -174,7 +153,8 @@ class EventNames:
                 continue
             is_reserved = self._vocabulary.is_reserved(name)
             if unknown == "refuse" or (is_reserved and unknown == "token"):  # padding is not an unknown event
-                advice = "" if field in TEXTS else '; with "unknown": "skip" such events are skipped'
+                # the routes with a `prompt` have no field `unknown`
+                advice = "" if field == "prompt" else '; with "unknown": "skip" such events are skipped'
                 verb = "reserves" if is_reserved else "lacks"
                 raise InvalidRequest(
                     f"{field}[{place}] is {truncate_repr(name)}, which the vocabulary of {self._model} {verb}{advice}",

@@ -10,22 +10,19 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import CacheMixture
-from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.turns import Turns
+from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
 from wane.service.types.answer import Prediction
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import GenerateRequest, id_of
 from wane.service.types.text import Finish, FinishReason, GeneratedToken
 
@@ -129,21 +126,6 @@ class Prompt:
     cached: int = 0
 
 
-class Source(Protocol):
-    """Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window;
-    None in mode recurrent. `start` describes the prompt."""
-
-    @property
-    def window(self) -> int | None: ...
-
-    @property
-    def start(self) -> Prompt: ...
-
-    async def feed(self, token: int) -> RunResult:
-        """Runs a generated token. Returns the result with the next distribution."""
-        ...
-
-
 class RecurrentSource:
     """The source of mode recurrent. Runs one step for each token, and writes every state to `slot`. `read` is the slot
     of the state after the prompt, if that state is not in `slot`. The state in `read` does not change. `owner`: see
@@ -213,23 +195,20 @@ class WindowSource:
         return await self._forward.window(self._context_ids, self._ticket)
 
 
+Source = RecurrentSource | WindowSource
+"""Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window; None
+in mode recurrent. `start` describes the prompt. `feed` runs a generated token, and returns the result with the next
+distribution."""
+
 Begin = Callable[[], Awaitable[tuple[Source, RunResult]]]
 """Runs a prompt. Returns the source of the next distributions, and the result with the first one."""
 
 
 async def generate(
-    request: GenerateRequest,
-    identity: Identity,
-    manifest: Manifest,
-    vocabulary: Vocabulary,
-    begin: Begin,
-    ticket: Ticket,
-    share: Share,
-    cache: CacheMixture | None,
-    turns: Turns,
+    request: GenerateRequest, builder: AnswerBuilder, begin: Begin, ticket: Ticket, share: Share
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-    """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
-    `RunResult.mix`. `turns`: the turns of all generations of the model."""
+    """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`."""
+    vocabulary, cache = builder.vocabulary, builder.cache if request.cache else None
     preferences: Preferences | None = None
     never_drawn = vocabulary.never_drawn(include_unknown=request.include_unknown)
     if request.presence_penalty or request.frequency_penalty or request.bias is not None or never_drawn:
@@ -253,8 +232,8 @@ async def generate(
         position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
         if source.window is not None:
             known = min(source.window, known)
-        result, token, logprob, places = await turns.run(vocabulary.size, partial(draw, result, position))
-        found = bound(manifest.certificate, known, position, result.row.radius, result.row.norms)
+        result, token, logprob, places = await builder.turns.run(vocabulary.size, partial(draw, result, position))
+        found = bound(builder.certificate, known, position, result.row.radius, result.row.norms)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         recent.append(token)
@@ -272,7 +251,7 @@ async def generate(
             break
         result = await source.feed(token)
     yield Finish(
-        *identity,
+        *builder.identity,
         text=stream.text,
         tokens=tuple(stream.tokens),
         finish_reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,

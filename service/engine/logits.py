@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import compress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,14 @@ def log_sum_exp_of(logits: NDArray[np.float32]) -> float:
     return highest + float(np.log(np.exp(logits.astype(np.float64) - highest).sum()))
 
 
+def order_of(values: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
+    """Returns the indexes of the `count` largest values in descending order: int64. Among equal values, the smaller
+    index comes first."""
+    least = np.partition(values, -count)[-count]
+    places = np.flatnonzero(values >= least)  # includes all values that tie for the last place
+    return places[np.argsort(-values[places], kind="stable")][:count]
+
+
 def largest(
     logits: NDArray[np.float32],
     count: int,
@@ -50,9 +59,7 @@ def largest(
     count = min(count, len(listed_logits))
     if not count:
         return Largest([], [], [], [])
-    least = np.partition(listed_logits, -count)[-count]
-    places = np.flatnonzero(listed_logits >= least)  # includes all tokens that tie for the last place
-    order = places[np.argsort(-listed_logits[places], kind="stable")][:count]
+    order = order_of(listed_logits, count)
     values = listed_logits[order].astype(np.float64)
     # Because the log-sum-exp is rounded, a log-probability near 0 may come out above 0.
     logprobs = np.minimum(values - (log_sum_exp_of(logits) if log_sum_exp is None else log_sum_exp), 0.0)
@@ -245,21 +252,11 @@ def most_probable(
         logprobs[list(omitted)] = -np.inf
         count = min(count, len(logprobs) - len(omitted))
     count = min(count, len(logprobs))
-    ids: list[int] = []
-    if count:
-        least = np.partition(logprobs, -count)[-count]
-        candidates = np.flatnonzero(logprobs >= least)  # includes all ties for the last place
-        ids = candidates[np.argsort(-logprobs[candidates], kind="stable")][:count].tolist()
+    ids: list[int] = order_of(logprobs, count).tolist() if count else []
     if also not in ids:
         ids.append(also)
-    texts, partials = vocabulary.texts, vocabulary.partials
     found = logprobs[ids]
-    return tuple(
-        [
-            Prediction(token, texts[token], probability, logprob, partials[token])
-            for token, probability, logprob in zip(ids, np.exp(found).tolist(), found.tolist(), strict=True)
-        ]
-    )
+    return listed(Largest(ids, [], found.tolist(), np.exp(found).tolist()), len(ids), vocabulary)
 
 
 FORCE, FORBID = 100.0, -100.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from functools import partial
 
@@ -15,17 +14,15 @@ from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
-from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import meets
-from wane.service.engine.forward import PIECE_TOKENS, Forward, sequence, tail
-from wane.service.engine.generate import NOTHING_TO_CONTINUE, Begin, Prompt, RecurrentSource, WindowSource, generate
+from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, sequence, tail
+from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import GenerateRequest, PredictRequest
-from wane.service.types.text import Finish, GeneratedToken
 
 
 class Predictor:
@@ -154,11 +151,9 @@ class Predictor:
             cost=lambda k: self._cost_model.full(1 + position) if k is None else self._cost_model.window(k),
         )
 
-    def generate(
-        self, request: GenerateRequest, identity: Identity, ticket: Ticket, share: Share, held: ExitStack
-    ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """Yields each token when it is drawn, then a `Finish`. Closing `held` releases the slot of the generation's
-        state. Reports progress to `share`.
+    async def begin(self, request: GenerateRequest, ticket: Ticket, held: ExitStack) -> tuple[Source, RunResult]:
+        """Runs the prompt of a generation. Returns the source of the generation's distributions and the first result.
+        Closing `held` releases the slot of the generation's state.
 
         `auto` means recurrent here. The prompt's run leaves a state, from which each further token costs only one step.
         """
@@ -167,27 +162,10 @@ class Predictor:
         input_ids = self._sequence(request)
         start = Prompt(request.tokens, len(request.tokens) + request.truncated, len(request.tokens))
         if request.mode is Mode.WINDOW:
-            window = WindowSource(self._forward, input_ids, start, request.window or self._limits.window, ticket)
-            return self.continued(request, identity, window.begin, ticket, share)
+            k = request.window or self._limits.window
+            return await WindowSource(self._forward, input_ids, start, k, ticket).begin()
         slot = held.enter_context(self._pool.lease())
         owner = self._owner(request, input_ids)
         source = RecurrentSource(self._forward, input_ids, start, slot, ticket, owner=owner)
         held.callback(source.keep)
-        return self.continued(request, identity, source.begin, ticket, share)
-
-    def continued(
-        self, request: GenerateRequest, identity: Identity, begin: Begin, ticket: Ticket, share: Share
-    ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """Like `generate`, but begins with `begin`."""
-        cache = self._answer_builder.cache if request.cache else None
-        return generate(
-            request,
-            identity,
-            self._manifest,
-            self._vocabulary,
-            begin,
-            ticket,
-            share,
-            cache,
-            self._answer_builder.turns,
-        )
+        return await source.begin()

@@ -21,13 +21,11 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import CacheMixture
-from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
-from wane.service.batching.turns import Turns
-from wane.service.engine.forward import Forward, RunResult
+from wane.service.engine.answer import AnswerBuilder
+from wane.service.engine.forward import RunResult
 from wane.service.engine.logits import log_softmax, most_probable
 from wane.service.state.pool import ZERO
 from wane.service.types.answer import Prediction
@@ -40,26 +38,10 @@ SLICE = 32
 class TopPlaces:
     """Lists the most probable tokens at the positions of a text's tokens, for one model."""
 
-    def __init__(
-        self,
-        batcher: Batcher,
-        forward: Forward,
-        vocabulary: Vocabulary,
-        cache: CacheMixture | None,
-        turns: Turns,
-        *,
-        has_hiddens: bool,
-        start_tokens: int,
-    ) -> None:
-        """`cache` is the model's cache, if it has one. `turns` limits the work in one turn of the event loop.
-        `has_hiddens` says whether the graph `scan` outputs `hiddens`. `start_tokens` is the number of tokens that the
-        model reads before a sequence."""
-        self._start_tokens = start_tokens
+    def __init__(self, batcher: Batcher, builder: AnswerBuilder, *, has_hiddens: bool) -> None:
+        """`builder` has the parts of the model. `has_hiddens` says whether the graph `scan` outputs `hiddens`."""
         self._batcher = batcher
-        self._forward = forward
-        self._vocabulary = vocabulary
-        self._cache = cache
-        self._turns = turns
+        self._builder = builder
         self.has_hiddens = has_hiddens
 
     async def find(
@@ -76,9 +58,10 @@ class TopPlaces:
         from which the scoring run predicted these tokens. If `hiddens` is None, the tokens run as steps."""
         top_k = request.top_k
         assert top_k is not None, "the score request has no top_k: this is a bug"
-        cache = self._cache if request.cache else None
-        omitted = self._vocabulary.never_drawn(include_unknown=request.include_unknown)
-        starts = 0 if request.truncated else self._start_tokens  # the cache does not contain the start token
+        builder = self._builder
+        vocabulary, cache = builder.vocabulary, builder.cache if request.cache else None
+        omitted = vocabulary.never_drawn(include_unknown=request.include_unknown)
+        starts = 0 if request.truncated else len(builder.manifest.start_tokens)  # the cache has no start token
         lists: list[tuple[Prediction, ...]] = []
 
         def predictions(result: RunResult, place: int) -> tuple[Prediction, ...]:
@@ -86,7 +69,7 @@ class TopPlaces:
                 history = input_ids[max(starts, place - cache.length) : place]
                 result = result.mix(cache, history, place - starts + request.truncated)
             token, logprob = int(input_ids[place]), scored.item(place - first - 1)
-            found = most_probable(log_softmax(result.logits), top_k, token, self._vocabulary, omitted)
+            found = most_probable(log_softmax(result.logits), top_k, token, vocabulary, omitted)
             return with_own(found, token, logprob)
 
         results = self._steps(input_ids, first, len(scored), ticket)
@@ -95,7 +78,7 @@ class TopPlaces:
         async with aclosing(results):
             async for result in results:
                 place = first + len(lists) + 1
-                lists.append(await self._turns.run(self._vocabulary.size, partial(predictions, result, place)))
+                lists.append(await builder.turns.run(vocabulary.size, partial(predictions, result, place)))
         return lists
 
     async def _heads(self, hiddens: NDArray[np.float32], ticket: Ticket) -> AsyncGenerator[RunResult, None]:
@@ -110,13 +93,14 @@ class TopPlaces:
     ) -> AsyncGenerator[RunResult, None]:
         """Yields the result after each of `count` tokens, starting with the token at index `first`. Runs each token as
         one step."""
-        with self._forward.lease() as slot:
+        forward = self._builder.forward
+        with forward.lease() as slot:
             read = ZERO
             if first:
-                await self._forward.append(input_ids[:first], ticket, read=ZERO, write=slot)
+                await forward.append(input_ids[:first], ticket, read=ZERO, write=slot)
                 read = slot
             for place in range(first, first + count):
-                yield await self._forward.append(input_ids[place : place + 1], ticket, read=read, write=slot)
+                yield await forward.append(input_ids[place : place + 1], ticket, read=read, write=slot)
                 read = slot
 
 

@@ -1,10 +1,10 @@
-"""Tests of the requests that `benchmarks/stall.py` sends."""
+"""Tests of the requests that `benchmarks/stall` sends."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from benchmarks.largest import Subject, cases
+from benchmarks.stall.largest import Subject, cases
 from tests.service.fake_engine import FakeRegistry
 from wane.service.app import create_app
 from wane.service.observability.metrics import Metrics
@@ -12,7 +12,7 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 UNSENT = {"POST /v2/repository/models/{name}/load", "POST /v2/repository/models/{name}/unload"}
-"""They would take the models away from the other requests. `benchmarks/stall.py` sends one that names no model."""
+"""They would take the models away from the other requests. `benchmarks/stall` sends one that names no model."""
 
 
 def test_there_are_requests_to_every_route_with_lists_at_their_limits() -> None:

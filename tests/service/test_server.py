@@ -263,6 +263,20 @@ def test_a_server_stopped_while_it_loads_exits_with_0() -> None:
     assert "Traceback" not in "".join(server.said)
 
 
+@pytest.mark.slow
+def test_a_fifo_among_the_bundles_stops_neither_a_load_nor_the_end(tmp_path: Path) -> None:
+    for path in PATHS[:2]:
+        shutil.copytree(path, tmp_path / path.name)
+    manifest = tmp_path / PATHS[1].name / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with starting_server(WANE_BUNDLES=str(tmp_path), WANE_DEFAULT_MODEL=PATHS[0].name) as server:
+        server.wait_until_ready()
+        refused = httpx.post(f"{server.url}/v2/repository/models/{PATHS[1].name}/load", timeout=TIMEOUT_S)
+        assert "manifest.json: must be a regular file" in refused.json()["error"]
+        assert server.stop() == 0
+
+
 BLOCKED = """
 import asyncio, sys, time
 from wane.cli import main

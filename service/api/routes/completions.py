@@ -7,8 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from hashlib import sha256
 from typing import cast
@@ -16,22 +15,22 @@ from typing import cast
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Send
+from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
-from wane.service.api.choices import Choice, Generation, joined, merged, started, together
+from wane.service.api.choices import Choice, Generation, Prompt, merged, started, together
 from wane.service.api.cost import of_completion
-from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
+from wane.service.api.deps import deadline, header, model_engine, note_model, owner, session_key, settings
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import context, note_answer
+from wane.service.api.events import EventStream
+from wane.service.api.exchange import note_answer
 from wane.service.api.openai_error import document_of, renamed
 from wane.service.api.openapi import answers, headers, json_body
-from wane.service.api.problem import described
+from wane.service.api.problem import Failure
+from wane.service.api.routes.sessions import engine_to_step
 from wane.service.api.schemas.completions import (
     MAX_TOKENS,
-    ChoiceDocument,
     CompletionBody,
     CompletionDocument,
     ErrorDocument,
@@ -40,15 +39,13 @@ from wane.service.api.schemas.completions import (
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.errors import InvalidRequest, NotFound, SessionExists, UnknownSession
+from wane.service.errors import InvalidRequest, NotFound
 from wane.service.types.answer import Answer
 from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS
-from wane.service.types.request import Bias, GenerateRequest, ScoreRequest, StepRequest, bias_of, id_of
-from wane.service.types.text import Finish, Score
+from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest, bias_of
+from wane.service.types.text import Score
 
 IDEMPOTENCY_KEY = "idempotency-key"
-FIELDS = {"input": "prompt", "tokens": "prompt", "top_logprobs": "logprobs"}
-"""Maps the engine's field names to OpenAI's field names."""
 SEEDS = 2**64
 """The engine's seeds are from 0 to 2^64 - 1. OpenAI's clients may send negative seeds, so a seed is taken modulo 2^64.
 """
@@ -75,10 +72,12 @@ async def complete(request: Request) -> Response:
         try:
             completion = await begin(request, body)
         except InvalidRequest as error:
-            raise renamed(error, FIELDS) from error
+            raise renamed(error) from error
         if not body.stream:
-            return await encode.long_reply(await completion.whole(request))
-    return CompletionStream(request, completion)
+            return await encode.long_reply(await completion.whole())
+    chunks = completion.chunks()
+    completion.held.push_async_callback(chunks.aclose)
+    return CompletionStream(request, chunks, completion.held)
 
 
 @chat.api_route("/v1/chat/completions", methods=["GET", "HEAD", "POST"])
@@ -87,166 +86,93 @@ async def refuse_chat(request: Request) -> Response:  # noqa: ARG001
     raise NotFound("the models have no chat format: use POST /v1/completions, which completes a text")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a request. `text` and `score` are None unless the answer repeats the prompt (`echo`). `score` is
-    also None if no log-probabilities are requested."""
-
-    tokens: tuple[int, ...]
-    text: str | None = None
-    score: Score | None = None
-
-
 class Completion:
     """A completion request whose generations have started. The choices are ordered by prompt, then by sample."""
 
     def __init__(
         self,
+        request: Request,
         engine: Engine,
-        fingerprint: str,
         body: CompletionBody,
-        prompts: Sequence[Prompt],
-        generations: Sequence[Generation],
+        choices: Sequence[Choice],
+        read: Sequence[EventTokens],
         step: Answer | None,
-        unknown: list[str],
+        held: AsyncExitStack,
     ) -> None:
-        """`generations` has one generation for each choice, or is empty if no tokens are generated. `step` is the
-        answer to the step that appended the prompt to a session, or None for a request without a session."""
-        self._prompts = prompts
-        self._samples = body.n or 1
+        """`read` has the tokens of each prompt. `step` is the answer to the step that appended the prompt to a session,
+        or None for a request without a session. `held` closes the generations."""
+        self.held = held
+        self._scope = request.scope
+        self._choices = choices
+        self._last_samples = choices[(body.n or 1) - 1 :: body.n or 1]
+        self._prompt_tokens = sum(len(prompt.tokens) for prompt in read)
+        self._unknown = [name for prompt in read for name in prompt.unknown] or None
         self._step = step
-        self._unknown = unknown
         self._names_usage = body.stream_options is not None and body.stream_options.include_usage is True
-        self.generations = generations
-        self._finish: Finish | None = None
-        self._cached = [0] * len(prompts)
-        self._choices = [
-            Choice(
-                index,
-                engine.vocabulary,
-                has_logprobs=body.logprobs is not None,
-                prompt=prompts[index // self._samples].text,
-            )
-            for index in range(len(prompts) * self._samples)
-        ]
+        files = sorted(engine.manifest.files.items())
+        facts = encode.json_bytes([engine.name, engine.version, files, request.app.version, engine.device])
         self._document = partial(
             CompletionDocument,
             f"cmpl-{secrets.token_hex(16)}",
             "text_completion",
             int(time.time()),
             engine.name,
-            fingerprint,
+            f"fp_{sha256(facts).hexdigest()[:16]}",
         )
 
-    async def whole(self, request: Request) -> CompletionDocument:
+    async def whole(self) -> CompletionDocument:
         """Returns the answer with every choice."""
-        parts: list[list[ChoiceDocument]] = [[] for _ in self._choices]
-        try:
-            async with aclosing(self.parts()) as stream:
-                async for part in stream:
-                    parts[part.index].append(part)
-        finally:
-            await self.aclose()
-        self._note(request)
-        return self._extended(self._document([joined(choice) for choice in parts], self._usage()))
+        async with self.held:
+            choices = await together([choice.whole for choice in self._choices])
+        return self._extended(self._document(choices, self._usage()))
 
-    async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:
-        """Yields the parts of all choices as soon as their tokens are generated. The caller must close
-        the generator."""
-        for choice in self._choices:
-            prompt = self._prompts[choice.index // self._samples]
-            if prompt.text is not None:
-                yield choice.echoed(prompt.text, prompt.score)
-        if not self.generations:
-            for choice in self._choices:
-                yield choice.ended(None)
-            return
-        async with aclosing(merged(self.generations)) as items:
-            async for index, item in items:
-                choice = self._choices[index]
-                if isinstance(item, Finish):
-                    self._finish = item
-                    self._cached[index // self._samples] = item.cached_tokens
-                    yield choice.ended(item)
-                elif (part := choice.added(item)) is not None:
-                    yield part
-
-    async def chunks(self, request: Request) -> AsyncGenerator[CompletionDocument, None]:
-        """Yields the documents of a streamed answer."""
-        async with aclosing(self.parts()) as parts:
+    async def chunks(self) -> AsyncGenerator[CompletionDocument, None]:
+        """Yields the documents of a streamed answer. The caller must close the generator."""
+        async with aclosing(merged([choice.parts() for choice in self._choices])) as parts:
             async for part in parts:
                 chunk = self._document([part], None if self._names_usage else UNSET)
                 yield chunk if part.finish_reason is None else self._extended(chunk)
-        self._note(request)
         if self._names_usage:
             yield self._document([], self._usage())
 
-    async def aclose(self) -> None:
-        """Closes the generations, even those that have not ended."""
-        for generation in self.generations:
-            await generation.aclose()
-
     def _usage(self) -> UsageDocument:
-        prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
         made = sum(choice.tokens for choice in self._choices)
-        return UsageDocument(prompt_tokens, made, prompt_tokens + made, {"cached_tokens": sum(self._cached)})
+        cached = sum(choice.finish.cached_tokens for choice in self._last_samples if choice.finish is not None)
+        return UsageDocument(self._prompt_tokens, made, self._prompt_tokens + made, {"cached_tokens": cached})
 
     def _extended(self, document: CompletionDocument) -> CompletionDocument:
-        """Adds the fields that OpenAI's API lacks."""
-        step, finish = self._step, self._finish
-        document.unknown = self._unknown or None
-        if step is not None and finish is not None:
-            document.session, document.position = finish.session, finish.position
-            document.replayed, document.error_bound = step.replayed, finish.error_bound
+        """Adds the fields that OpenAI's API lacks to the last document of a choice."""
+        step, finish = self._step, self._choices[-1].finish
+        document.unknown = self._unknown
+        if finish is not None:
+            note_answer(self._scope, finish)
+            if step is not None:
+                document.session, document.position = finish.session, finish.position
+                document.replayed, document.error_bound = step.replayed, finish.error_bound
         return document
 
-    def _note(self, request: Request) -> None:
-        if self._finish is not None:
-            note_answer(request.scope, self._finish)
 
+class CompletionStream(EventStream):
+    """The choices of a completion as server-sent events without names."""
 
-class CompletionStream(StreamingResponse):
-    """A response that streams server-sent events without event names. It closes the generations as soon as the client
-    disconnects."""
+    last = b"data: [DONE]\n\n"
 
-    def __init__(self, request: Request, completion: Completion) -> None:
-        self._completion = completion
-        self._lines = self._encoded(request, completion)
-        caching = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(self._lines, headers=caching, media_type="text/event-stream")
-
-    async def stream_response(self, send: Send) -> None:
-        try:
-            async with aclosing(self._lines):
-                await super().stream_response(send)
-        finally:
-            await self._completion.aclose()
-
-    @staticmethod
-    async def _encoded(request: Request, completion: Completion) -> AsyncGenerator[bytes, None]:
-        try:
-            async with aclosing(completion.chunks(request)) as chunks:
-                async for chunk in chunks:
-                    yield encode.event(chunk)
-        except Exception as error:  # the status is already sent, so a failure must be an event
-            failure = described(request.scope, error)
-            context(request.scope).fields["error"] = failure.code
-            yield encode.event(document_of(failure))
-        else:
-            yield b"data: [DONE]\n\n"
+    def failed(self, request: Request, failure: Failure) -> bytes:  # noqa: ARG002
+        return encode.event(document_of(failure))
 
 
 async def begin(request: Request, body: CompletionBody) -> Completion:
     """Checks a request, and starts its generations. Raises InvalidRequest, TooLarge and the engine's errors."""
     samples, inputs = 1 if body.n is None else body.n, prompts_of(body.prompt)
     check(request, body, len(inputs), samples)
-    session: str | None = None
+    until, whose, total = deadline(request), owner(request).name, 0
+    session, creator = None, None
     if body.session is None:
         engine = await model_engine(request, body.model)
     else:
         session = session_key(request, body.session)
-        engine = await engine_of(request, body, session)
-    until, total = deadline(request), 0
+        engine, creator = await engine_to_step(request, session, body, body.expected_position, until)
+        note_model(request, engine)
     read: list[EventTokens] = []
     for item in inputs:
         await asyncio.sleep(0)  # lets the event loop run other work between many prompts
@@ -261,24 +187,61 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     await asyncio.sleep(0)
     bias = bias_of(body.logit_bias or {})  # all samples share its arrays, even without a bias
     await asyncio.sleep(0)
-    whose = owner(request).name
-    wanted = [generation(body, bias, prompt, sample, until, whose) for prompt in read for sample in range(samples)]
+    stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    sampled = partial(
+        GenerateRequest,
+        max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=body.top_p,
+        seed=None if body.seed is None else body.seed % SEEDS,
+        stop=tuple(filter(None, stop)),  # an empty text stops nothing
+        deadline=until,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        bias=bias,
+        top_logprobs=body.logprobs,
+        include_unknown=bool(body.include_unknown),
+        owner=whose,
+    )
+    wanted = [
+        sampled(tokens=prompt.tokens, unknown_names=prompt.unknown, sample=sample)
+        for prompt in read
+        for sample in range(samples)
+    ]
     await engine.check_generations(wanted)  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
-        step = await stepped(request, engine, body, session, read[0])
-        wanted = [generation(body, bias, EventTokens(()), 0, until, whose, session, step.position)]
-    generations: list[Generation] = []
-    if body.max_tokens != 0:
-        generations = await started([partial(engine.generate, each) for each in wanted])
-    try:
+        # if an earlier attempt of the same request has appended the prompt, this is the answer to that attempt
+        step = await engine.submit(
+            StepRequest(
+                session,
+                read[0].tokens,
+                None,
+                body.expected_position,
+                header(request, IDEMPOTENCY_KEY),
+                top_k=1,
+                deadline=until,
+                unknown_names=read[0].unknown,
+                creator=creator,
+            )
+        )
+        wanted = [sampled(tokens=(), session=session, position=step.position)]
+    async with AsyncExitStack() as held:
+        generations: Sequence[Generation | None] = [None] * len(wanted)
+        if body.max_tokens != 0:
+            generations = await started(engine, wanted, held)
         prompts = await together([partial(prompt_of, engine, body, prompt.tokens, until, whose) for prompt in read])
-    except BaseException:
-        for one_generation in generations:
-            await one_generation.aclose()
-        raise
-    unknown = [name for prompt in read for name in prompt.unknown]
-    return Completion(engine, fingerprint_of(request, engine), body, prompts, generations, step, unknown)
+        choices = [
+            Choice(
+                index,
+                engine.vocabulary,
+                prompts[index // samples],
+                generation,
+                has_logprobs=body.logprobs is not None,
+            )
+            for index, generation in enumerate(generations)
+        ]
+        return Completion(request, engine, body, choices, read, step, held.pop_all())
 
 
 def prompts_of(prompt: str | tuple[str | int | tuple[int, ...], ...]) -> Sequence[str | tuple[int, ...]]:
@@ -336,75 +299,6 @@ def check(request: Request, body: CompletionBody, prompts: int, samples: int) ->
         )
 
 
-async def engine_of(request: Request, body: CompletionBody, session: str) -> Engine:
-    """Returns the session's engine. If the session does not exist and the expected position is 0,
-    creates the session."""
-    try:
-        return await session_engine(request, session, body.model)
-    except UnknownSession:
-        if body.expected_position != 0:
-            raise
-    engine = await model_engine(request, body.model)
-    try:
-        await engine.create_session(id_of(session), None, owner(request))
-    except SessionExists:  # another request has created the session in the meantime, and has appended tokens
-        return await session_engine(request, session, body.model)
-    return engine
-
-
-async def stepped(request: Request, engine: Engine, body: CompletionBody, session: str, prompt: EventTokens) -> Answer:
-    """Appends the prompt to the session. If an earlier attempt of the same request has appended the prompt, returns the
-    answer to that attempt."""
-    key = header(request, IDEMPOTENCY_KEY)
-    return await engine.submit(
-        StepRequest(
-            session,
-            prompt.tokens,
-            None,
-            body.expected_position,
-            key,
-            top_k=1,
-            deadline=deadline(request),
-            unknown_names=prompt.unknown,
-        )
-    )
-
-
-def generation(
-    body: CompletionBody,
-    bias: Bias | None,
-    prompt: EventTokens,
-    sample: int,
-    until: float | None,
-    whose: str,
-    session: str | None = None,
-    position: int | None = None,
-) -> GenerateRequest:
-    """Returns the engine's request for one sample. The sample continues the tokens of `given`, or the session `session`
-    at `position`. `sample` is the index of the sample among those of the same prompt. `whose` is the name of the
-    owner. Raises InvalidRequest."""
-    stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
-    return GenerateRequest(
-        tokens=prompt.tokens,
-        unknown_names=prompt.unknown,
-        max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=body.top_p,
-        seed=None if body.seed is None else body.seed % SEEDS,
-        stop=tuple(filter(None, stop)),  # an empty text stops nothing
-        deadline=until,
-        session=session,
-        position=position,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        bias=bias,
-        top_logprobs=body.logprobs,
-        sample=sample,
-        include_unknown=bool(body.include_unknown),
-        owner=whose,
-    )
-
-
 async def prompt_of(
     engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None, whose: str
 ) -> Prompt:
@@ -421,11 +315,3 @@ async def prompt_of(
         )
     decode = partial(engine.vocabulary.decode, list(tokens))
     return Prompt(tokens, await asyncio.to_thread(decode) if len(tokens) >= HEAVY_TOKENS else decode(), score)
-
-
-def fingerprint_of(request: Request, engine: Engine) -> str:
-    """Returns a digest of the model's name and version, the hashes of the bundle's files, the server's version and the
-    device."""
-    files = sorted(engine.manifest.files.items())
-    facts = encode.json_bytes([engine.name, engine.version, files, request.app.version, engine.device])
-    return f"fp_{sha256(facts).hexdigest()[:16]}"

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from fastapi import APIRouter, Path
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,19 +27,21 @@ from wane.service.api.deps import model_engine, owner, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.infer_call import ROWS_AT_ONCE, InferCall, decoded_call, rows_of
-from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.openapi import headers, json_body
 from wane.service.api.routes.repository import FAILURE
 from wane.service.api.schemas.inference import (
     InferBody,
     InferenceDocument,
     InferParameters,
+    InferStatisticsDocument,
     ModelConfigDocument,
     ModelMetadataDocument,
+    ModelStatisticsDocument,
     ServerDocument,
     ServerLiveDocument,
     ServerReadyDocument,
     StatisticsDocument,
+    TimedDocument,
 )
 from wane.service.api.schemas.models import ReadyModel
 from wane.service.api.sequences import (
@@ -75,8 +77,6 @@ from wane.service.types.text import Score
 
 Version = Annotated[str, Path(examples=["2"], description="the served version")]
 
-NO_LATENCY = Latency(0.0, 0.0, 0.0)
-
 INFER_BODY = json_body(InferBody)
 INFER_BODY["requestBody"]["content"]["application/octet-stream"] = {
     "schema": {"type": "string", "format": "binary"},
@@ -91,22 +91,54 @@ INFER: dict[str, Any] = INFER_BODY | headers(
 )
 ANSWERS = openapi.answers(InferenceDocument, description="the outputs, as JSON or with binary tensors after the JSON")
 ANSWERS[200]["content"]["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+VERSION: dict[str, Any] = {"name": "version", "in": "path", "required": True, "description": "the served version"}
+OF_VERSION = {"parameters": [VERSION | {"schema": {"type": "string", "examples": ["2"]}}]}
 
 router = APIRouter(prefix="/v2", tags=["inference"], responses=FAILURE)
+
+Endpoint = Callable[..., Awaitable[Response]]
+
+
+def get(path: str, answer: type) -> Callable[[Endpoint], Endpoint]:
+    """Registers an endpoint for GET and HEAD. If the path has a model's name, the endpoint also answers at the path of
+    the model's version, if this version is served."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        for place, described in (("{name}", None), ("{name}/versions/{version}", OF_VERSION)):
+            if described is None or "{name}" in path:
+                where = path.replace("{name}", place)
+                router.head(where, include_in_schema=False)(endpoint)
+                described_answer = openapi.answers(answer)
+                router.get(where, response_model=None, responses=described_answer, openapi_extra=described)(endpoint)
+        return endpoint
+
+    return register
+
+
+class InferenceCounter(WeakKeyDictionary[Engine, ModelStatisticsDocument]):
+    """The statistics of the requests to `infer`, for each model version. The statistics of a version are deleted
+    together with its engine. `/v1/report` has the statistics of all requests."""
+
+    def of(self, engine: Engine) -> ModelStatisticsDocument:
+        """Returns the statistics of a model version. The counts of cache hits and misses and of batches stay empty,
+        because Wane has no response cache, and no batch belongs to one request."""
+        found = self.get(engine)
+        if found is None:
+            phases = InferStatisticsDocument(*[TimedDocument(0, 0) for _ in InferStatisticsDocument.__struct_fields__])
+            found = self[engine] = ModelStatisticsDocument(engine.name, engine.version, 0, 0, 0, phases, [])
+        return found
 
 
 # Health
 
 
-@router.head("/health/live", include_in_schema=False)
-@router.get("/health/live", response_model=None, responses=openapi.answers(ServerLiveDocument))
+@get("/health/live", ServerLiveDocument)
 async def live() -> Response:
     """Answers 200 while the process is alive."""
     return encode.reply(ServerLiveDocument(True))
 
 
-@router.head("/health/ready", include_in_schema=False)
-@router.get("/health/ready", response_model=None, responses=openapi.answers(ServerReadyDocument))
+@get("/health/ready", ServerReadyDocument)
 async def server_ready(request: Request) -> Response:
     """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
     reachable. Answers 503 otherwise, like /readyz."""
@@ -118,93 +150,59 @@ async def server_ready(request: Request) -> Response:
     return encode.reply(ServerReadyDocument(True))
 
 
+@get("/models/{name}/ready", ReadyModel)
+async def ready(request: Request, name: str) -> Response:
+    """Answers 200 if a model is ready. Answers 503 while the model loads or the server stops, and 404 with the reason
+    if the model is not served."""
+    models = registry(request)
+    engine = _of_version(request, models.get(name))
+    if engine not in models.served:
+        raise Unavailable("the server is stopping")
+    return encode.reply(ReadyModel(engine.name, ready=True))
+
+
 # Metadata
 
 
-@router.head("", include_in_schema=False)
-@router.get("", response_model=None, responses=openapi.answers(ServerDocument))
+@get("", ServerDocument)
 async def server(request: Request) -> Response:
     """Returns the server's name, the server's version, and the protocol extensions that the server supports."""
     return encode.reply(ServerDocument("wane", request.app.version, signature.EXTENSIONS))
 
 
-@router.head("/models/stats", include_in_schema=False)
-@router.get("/models/stats", response_model=None, responses=openapi.answers(StatisticsDocument))
+@get("/models/stats", StatisticsDocument)
 async def all_statistics(request: Request) -> Response:
     """Returns the statistics of the inference requests for every model."""
-    return _statistics(request, registry(request).list())
+    return encode.reply(StatisticsDocument([*map(_counter(request).of, registry(request).list())]))
 
 
-@router.head("/models/{name}/stats", include_in_schema=False)
-@router.get("/models/{name}/stats", response_model=None, responses=openapi.answers(StatisticsDocument))
+@get("/models/{name}/stats", StatisticsDocument)
 async def statistics(request: Request, name: str) -> Response:
     """Returns the statistics of a model's inference requests since the model was loaded."""
-    return _statistics(request, [await _served(request, name)])
+    return encode.reply(StatisticsDocument([_counter(request).of(await _served(request, name))]))
 
 
-@router.head("/models/{name}/versions/{version}/stats", include_in_schema=False)
-@router.get(
-    "/models/{name}/versions/{version}/stats", response_model=None, responses=openapi.answers(StatisticsDocument)
-)
-async def version_statistics(request: Request, name: str, version: Version) -> Response:
-    """Answers like `/v2/models/{name}/stats`, if this version is served."""
-    return _statistics(request, [await _served(request, name, version)])
-
-
-def _statistics(request: Request, engines: Sequence[Engine]) -> Response:
-    counter = _counter(request)
-    return encode.reply(StatisticsDocument([counter.of(engine).document(engine) for engine in engines]))
-
-
-@router.head("/models/{name}/config", include_in_schema=False)
-@router.get("/models/{name}/config", response_model=None, responses=openapi.answers(ModelConfigDocument))
+@get("/models/{name}/config", ModelConfigDocument)
 async def config(request: Request, name: str) -> Response:
     """Returns a model's configuration, in Triton's format."""
     return encode.reply(signature.configuration(await _served(request, name), settings(request)))
 
 
-@router.head("/models/{name}/versions/{version}/config", include_in_schema=False)
-@router.get(
-    "/models/{name}/versions/{version}/config", response_model=None, responses=openapi.answers(ModelConfigDocument)
-)
-async def version_config(request: Request, name: str, version: Version) -> Response:
-    """Answers like `/v2/models/{name}/config`, if this version is served."""
-    return encode.reply(signature.configuration(await _served(request, name, version), settings(request)))
-
-
-@router.head("/models/{name}/versions/{version}/ready", include_in_schema=False)
-@router.get("/models/{name}/versions/{version}/ready", response_model=None, responses=openapi.answers(ReadyModel))
-async def version_ready(request: Request, name: str, version: Version) -> Response:
-    """Answers like `/v2/models/{name}/ready`, if this version is served."""
-    models = registry(request)
-    engine = _of_version(models.get(name), version)
-    if engine not in models.served:
-        raise Unavailable("the server is stopping")
-    return encode.reply(ReadyModel(engine.name, True))
-
-
-@router.head("/models/{name}", include_in_schema=False)
-@router.get("/models/{name}", response_model=None, responses=openapi.answers(ModelMetadataDocument))
+@get("/models/{name}", ModelMetadataDocument)
 async def metadata(request: Request, name: str) -> Response:
     """Returns a model's name, version, inputs and outputs."""
     return encode.reply(signature.metadata(await _served(request, name), settings(request)))
 
 
-@router.head("/models/{name}/versions/{version}", include_in_schema=False)
-@router.get("/models/{name}/versions/{version}", response_model=None, responses=openapi.answers(ModelMetadataDocument))
-async def version_metadata(request: Request, name: str, version: Version) -> Response:
-    """Answers like `/v2/models/{name}`, if this version is served."""
-    return encode.reply(signature.metadata(await _served(request, name, version), settings(request)))
+async def _served(request: Request, name: str) -> Engine:
+    """Returns the engine of a model, like `model_engine`. Raises UnknownModel if the path has another version than the
+    served one."""
+    return _of_version(request, await model_engine(request, name))
 
 
-async def _served(request: Request, name: str, version: str | None = None) -> Engine:
-    """Returns the engine of a model, like `model_engine`. Raises UnknownModel if `version` is not the served
-    version."""
-    return _of_version(await model_engine(request, name), version)
-
-
-def _of_version(engine: Engine, version: str | None) -> Engine:
-    if version not in (None, engine.version):
+def _of_version(request: Request, engine: Engine) -> Engine:
+    version = request.path_params.get("version", engine.version)
+    if version != engine.version:
         raise UnknownModel(
             f"model {engine.name} has version {engine.version}; version {truncate_repr(version)} is not served"
         )
@@ -219,22 +217,20 @@ def _counter(request: Request) -> InferenceCounter:
 # Inference
 
 
+@router.post("/models/{name}/versions/{version}/infer", response_model=None, openapi_extra=INFER, responses=ANSWERS)
+async def version_infer(request: Request, name: str, version: Version) -> Response:  # noqa: ARG001
+    """Answers like `/v2/models/{name}/infer`, if this version is served."""
+    return await infer(request, name)
+
+
 @router.post("/models/{name}/infer", response_model=None, openapi_extra=INFER, responses=ANSWERS)
 async def infer(request: Request, name: str) -> Response:
     """Predicts the next token after each sequence, scores the given tokens, or both. The requested outputs determine
     which of these is computed. With a `sequence_id`, appends the tokens to that sequence."""
-    return await _infer(request, await _served(request, name))
-
-
-@router.post("/models/{name}/versions/{version}/infer", response_model=None, openapi_extra=INFER, responses=ANSWERS)
-async def version_infer(request: Request, name: str, version: Version) -> Response:
-    """Answers like `/v2/models/{name}/infer`, if this version is served."""
-    return await _infer(request, await _served(request, name, version))
-
-
-async def _infer(request: Request, engine: Engine) -> Response:
+    engine = await _served(request, name)
     started_s = time.perf_counter()
     counted = _counter(request).of(engine)
+    phases = counted.inference_stats
     try:
         asked = await decoded_call(request)
         results = await _answered(request, engine, asked)
@@ -246,13 +242,28 @@ async def _infer(request: Request, engine: Engine) -> Response:
             head["parameters"] = {"unknown": json.dumps(unknown, ensure_ascii=False)}
         answer = await tensors.reply(head, asked.wanted, await results.arrays(asked, settings(request)))
     except BaseException:
-        counted.fail.add(time.perf_counter() - started_s)
+        phases.fail.add(time.perf_counter() - started_s)
         raise
-    ended_s = time.perf_counter()
-    counted.succeeded(
-        len(results.rows), results.latency, results.ready_s - started_s, ended_s - encoding_s, ended_s - started_s
-    )
+    ended_s, latency = time.perf_counter(), results.latency
+    counted.last_inference = time.time_ns() // 10**6
+    counted.inference_count += len(results.rows)
+    counted.execution_count += 1
+    phases.success.add(ended_s - started_s)
+    phases.queue.add(latency.queue_ms / 1e3)
+    phases.compute_input.add(results.ready_s - started_s)
+    phases.compute_infer.add(latency.compute_ms / 1e3)
+    phases.compute_output.add(ended_s - encoding_s)
     return answer
+
+
+OF_ANSWER: Mapping[str, Callable[[Answer, int], Any]] = {
+    TOP_IDS: lambda answer, k: [prediction.token_id for prediction in answer.predictions[:k]],
+    TOP_LOGPROBS: lambda answer, k: [prediction.logprob for prediction in answer.predictions[:k]],
+    LOGITS: lambda answer, _: answer.logits,
+    ERROR_BOUND: lambda answer, _: answer.error_bound,
+    TOP1_PROVED: lambda answer, _: answer.top1_proved,
+}
+"""Returns a predicted output of one row, from its answer and K."""
 
 
 @dataclass(slots=True)
@@ -272,7 +283,7 @@ class InferResults:
         """The latency of the prediction or score that took longest. For predictions, this is the latency of the whole
         batch, because the predictions of all rows run at the same time."""
         latencies = [result.latency for result in self.answers] + [result.latency for result in self.scores]
-        return max(latencies, key=lambda latency: latency.total_ms, default=NO_LATENCY)
+        return max(latencies, key=lambda latency: latency.total_ms, default=Latency(0.0, 0.0, 0.0))
 
     async def arrays(self, asked: InferCall, limits: Settings) -> dict[str, Rows]:
         """Returns the values of the requested outputs, by name. Raises InvalidRequest if a row has no known event and
@@ -284,56 +295,32 @@ class InferResults:
                 "given events",
                 EVENTS,
             )
+        specs = signature.outputs(self.engine, limits)
+        k = specs[TOP_IDS].shape[1]
         outputs: dict[str, Rows] = {}
-        k = signature.listed(self.engine, limits)
-        if TOP_IDS in names:
-            outputs[TOP_IDS] = await _each(
-                answers, lambda answer: np.array([p.token_id for p in answer.predictions[:k]], np.int64)
-            )
-        if TOP_LOGPROBS in names:
-            outputs[TOP_LOGPROBS] = await _each(
-                answers, lambda answer: np.array([p.logprob for p in answer.predictions[:k]], np.float32)
-            )
-        if LOGITS in names:
-            outputs[LOGITS] = [answer.logits for answer in answers if answer.logits is not None]
-        if ERROR_BOUND in names:
-            outputs[ERROR_BOUND] = np.array([answer.error_bound for answer in answers], np.float32)  # None becomes NaN
-        if TOP1_PROVED in names:
-            outputs[TOP1_PROVED] = np.array([answer.top1_proved for answer in answers], np.bool_)
+        for name in names & OF_ANSWER.keys():
+            values = [OF_ANSWER[name](answer, k) for answer in answers]
+            # the logits are large, and are not copied into one array; an error bound of None becomes NaN
+            outputs[name] = values if name == LOGITS else np.array(values, tensors.DTYPES[specs[name].datatype])
         if POSITION in names:
-            positions = [
-                len(row.tokens) if not answers or answers[index].position is None else answers[index].position
-                for index, row in enumerate(self.rows)
-            ]
-            outputs[POSITION] = np.array(positions, np.int64)
+            positions = [answer.position for answer in answers] or [None] * len(self.rows)
+            counts = [len(row.tokens) for row in self.rows]
+            outputs[POSITION] = np.array(
+                [count if position is None else position for position, count in zip(positions, counts, strict=True)],
+                np.int64,
+            )
         if TOKEN_LOGPROBS in names:
-            width = max(len(row.tokens) + len(row.skipped) for row in self.rows)
-            scored = np.full((len(self.rows), width), np.nan, np.float32)
-            for index, score in enumerate(self.scores):
-                scored[index, : len(score.logprobs)] = score.logprobs  # None becomes NaN
-                await _turn(index)
-            if not self.scores:
-                for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
-                    skipped = np.array(row.skipped, np.intp)
-                    places = np.delete(np.arange(len(row.tokens) + len(row.skipped)), skipped)
-                    scored[index, places] = answer.token_logprobs or ()
-            outputs[TOKEN_LOGPROBS] = scored
+            widths = [len(row.tokens) + len(row.skipped) for row in self.rows]
+            scored = outputs[TOKEN_LOGPROBS] = np.full((len(self.rows), max(widths)), np.nan, np.float32)
+            for index, (row, width) in enumerate(zip(self.rows, widths, strict=True)):
+                if self.scores:
+                    scored[index, :width] = self.scores[index].logprobs  # None becomes NaN
+                else:
+                    places = np.delete(np.arange(width), np.array(row.skipped, np.intp))
+                    scored[index, places] = answers[index].token_logprobs or ()
+                if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
+                    await asyncio.sleep(0)
         return outputs
-
-
-async def _turn(index: int) -> None:
-    """Lets the event loop run other work after every ROWS_AT_ONCE rows. `index` is the index of the last row."""
-    if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
-        await asyncio.sleep(0)
-
-
-async def _each(answers: Sequence[Answer], row_of: Callable[[Answer], NDArray[Any]]) -> list[NDArray[Any]]:
-    """Returns the row of each answer."""
-    rows: list[NDArray[Any]] = []
-    for index, answer in enumerate(answers):
-        rows.append(row_of(answer))
-        await _turn(index)
-    return rows
 
 
 async def _answered(request: Request, engine: Engine, asked: InferCall) -> InferResults:
@@ -342,63 +329,52 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
     sequence = sequence_id(parameters)
     if sequence is not None:
         return await _step(request, engine, asked, sequence)
-    for name in ("expected_position", "sequence_start", "sequence_end", "fork_of", "continuations"):
-        if is_given(parameters, name):
-            raise InvalidRequest(f"{name} is given without a sequence_id", name)
+    _refuse(
+        parameters,
+        ("expected_position", "sequence_start", "sequence_end", "fork_of", "continuations"),
+        "without a sequence_id",
+    )
     if not asked.is_predicted:
         for name in ("mode", "window", "tolerance"):
             if getattr(parameters, name) is not None:
                 raise InvalidRequest(f"{name} is given, but no requested output is a prediction", name)
-    limits = settings(request)
+    limits, truncated, whose = settings(request), bool(parameters.truncated), owner(request).name
     rows = await rows_of(engine, asked, limits, limits.max_batch_inputs)
     longest = max(len(row.tokens) + len(row.skipped) for row in rows)
     widths = {LOGITS: engine.vocabulary.size, TOKEN_LOGPROBS: longest}
     of_outputs(len(rows), [(widths[one.name], one.binary) for one in asked.wanted if one.name in widths]).check(limits)
     results = InferResults(engine, rows, time.perf_counter())
     if asked.is_predicted:
-        results.answers = await _predicted(engine, _predictions(request, engine, asked, rows))
+        make = partial(
+            PredictRequest,
+            mode=Mode.AUTO if parameters.mode is None else parameters.mode,
+            window=parameters.window,
+            tolerance=parameters.tolerance,
+            truncated=truncated,
+            owner=whose,
+            **_listing(engine, asked, limits),
+        )
+        results.answers = await _predicted(engine, [make(tokens=row.tokens, unknown_names=row.unknown) for row in rows])
         note_answer(request.scope, results.answers[0])
     if asked.is_scored:
+        make_score = partial(ScoreRequest, deadline=asked.deadline, truncated=truncated, owner=whose)
         with until_hangup(request):
-            truncated = bool(parameters.truncated)
             results.scores = [
-                await engine.score(
-                    ScoreRequest(
-                        row.tokens,
-                        deadline=asked.deadline,
-                        truncated=truncated,
-                        unknown_names=row.unknown,
-                        skipped=row.skipped,
-                        owner=owner(request).name,
-                    )
-                )
+                await engine.score(make_score(row.tokens, unknown_names=row.unknown, skipped=row.skipped))
                 for row in rows
             ]
     return results
 
 
-def _predictions(
-    request: Request, engine: Engine, asked: InferCall, rows: Sequence[EventTokens]
-) -> list[PredictRequest]:
-    parameters = asked.body.parameters
-    make = partial(
-        PredictRequest,
-        mode=Mode.AUTO if parameters.mode is None else parameters.mode,
-        window=parameters.window,
-        tolerance=parameters.tolerance,
-        top_k=_top_k(request, engine, asked),
-        deadline=asked.deadline,
-        truncated=bool(parameters.truncated),
-        logits=LOGITS in asked.names,
-        filter=Filter(include_unknown=bool(parameters.include_unknown)),
-        owner=owner(request).name,
-    )
-    return [make(row.tokens, unknown_names=row.unknown) for row in rows]
-
-
-def _top_k(request: Request, engine: Engine, asked: InferCall) -> int:
-    """Returns the number of predicted tokens to list. It is 1 if no requested output lists tokens."""
-    return signature.listed(engine, settings(request)) if asked.names & {TOP_IDS, TOP_LOGPROBS} else 1
+def _listing(engine: Engine, asked: InferCall, limits: Settings) -> dict[str, Any]:
+    """Returns the fields of the engine's request that say what an answer has. An answer lists one token if no requested
+    output lists tokens."""
+    return {
+        "top_k": signature.listed(engine, limits) if asked.names & {TOP_IDS, TOP_LOGPROBS} else 1,
+        "deadline": asked.deadline,
+        "logits": LOGITS in asked.names,
+        "filter": Filter(include_unknown=bool(asked.body.parameters.include_unknown)),
+    }
 
 
 async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequence[Answer]:
@@ -417,41 +393,24 @@ async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequen
     return answers
 
 
-def is_given(parameters: InferParameters, name: str) -> bool:
-    """Returns whether a parameter is in the request, and is not false."""
-    value = getattr(parameters, name)
-    return value is not None and value is not False
-
-
-async def _continued(
-    request: Request, engine: Engine, asked: InferCall, key: str, rows: list[EventTokens]
-) -> InferResults:
-    """Scores and predicts each row as a continuation of a sequence."""
-    results = InferResults(engine, rows, time.perf_counter())
-    wanted = ContinuationsRequest(
-        key,
-        tuple(row.tokens for row in rows),
-        tuple(row.unknown for row in rows),
-        _top_k(request, engine, asked),
-        asked.deadline,
-        logits=LOGITS in asked.names,
-        filter=Filter(include_unknown=bool(asked.body.parameters.include_unknown)),
-    )
-    with until_hangup(request):
-        results.answers = (await engine.continuations(wanted)).results
-    note_answer(request.scope, results.answers[0])
-    return results
+def _refuse(parameters: InferParameters, names: Sequence[str], why: str) -> None:
+    """Raises InvalidRequest if one of these parameters is in the request, and is not false."""
+    for name in names:
+        value = getattr(parameters, name)
+        if value is not None and value is not False:
+            raise InvalidRequest(f"{name} is given {why}", name)
 
 
 async def _step(request: Request, engine: Engine, asked: InferCall, sequence: str) -> InferResults:
     """Appends tokens to a sequence. With `sequence_start`, starts the sequence first. With `sequence_end`, deletes the
-    sequence after the answer."""
+    sequence after the answer. With `continuations`, scores and predicts each row as a continuation of the sequence
+    instead."""
     parameters = asked.body.parameters
-    for name in ("window", "tolerance", "truncated"):
-        if is_given(parameters, name):
-            raise InvalidRequest(
-                f"{name} is given with a sequence_id, but is only for requests without a sequence_id", name
-            )
+    _refuse(
+        parameters,
+        ("window", "tolerance", "truncated"),
+        "with a sequence_id, but is only for requests without a sequence_id",
+    )
     start, source = bool(parameters.sequence_start), sequence_id(parameters, "fork_of")
     if source is not None and (not start or source == sequence):
         why = "is the sequence itself" if start else "is given without sequence_start"
@@ -461,36 +420,38 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
             f"expected_position is {parameters.expected_position}, but sequence_start starts at position 0",
             "expected_position",
         )
-    key, limits = sequence_key(request, engine, sequence), settings(request)
-    begin = None
+    key, limits, begin = sequence_key(request, engine, sequence), settings(request), None
     if source is not None:
         engine, begin = await fork_of(request, engine, key, parameters, source)
     elif not start:
         engine = await sequence_engine(request, engine, key, sequence)
+    listing = _listing(engine, asked, limits)
     if parameters.continuations:
-        for name in ("mode", "expected_position", "sequence_start", "sequence_end"):
-            if is_given(parameters, name):
-                raise InvalidRequest(f"{name} is given with continuations, which do not change the sequence", name)
-        return await _continued(
-            request, engine, asked, key, await rows_of(engine, asked, limits, limits.max_batch_inputs)
-        )
-    rows = await rows_of(engine, asked, limits, 1)
+        changing = ("mode", "expected_position", "sequence_start", "sequence_end")
+        _refuse(parameters, changing, "with continuations, which do not change the sequence")
+    rows = await rows_of(engine, asked, limits, limits.max_batch_inputs if parameters.continuations else 1)
+    results = InferResults(engine, rows, time.perf_counter())
+    if parameters.continuations:
+        tokens, unknown = tuple(row.tokens for row in rows), tuple(row.unknown for row in rows)
+        with until_hangup(request):
+            results.answers = (
+                await engine.continuations(ContinuationsRequest(key, tokens, unknown, **listing))
+            ).results
+        note_answer(request.scope, results.answers[0])
+        return results
     wanted = StepRequest(
         key,
         rows[0].tokens,
         parameters.mode,
         parameters.expected_position,
-        top_k=_top_k(request, engine, asked),
-        deadline=asked.deadline,
-        logits=LOGITS in asked.names,
         token_logprobs=asked.is_scored,
         unknown_names=rows[0].unknown,
-        filter=Filter(include_unknown=bool(parameters.include_unknown)),
+        **listing,
     )
     if start:
         with until_hangup(request):
             await start_sequence(request, engine, key, begin)
-    results = InferResults(engine, rows, time.perf_counter())
+        results.ready_s = time.perf_counter()
     try:
         results.answers = [await engine.submit(wanted)]
     except UnknownSession as error:

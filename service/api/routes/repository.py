@@ -1,5 +1,4 @@
-"""Serves the Open Inference Protocol's model repository extension, which lists, loads and unloads models. Also serves
-the protocol's readiness probe for one model.
+"""Serves the Open Inference Protocol's model repository extension, which lists, loads and unloads models.
 
 A load can replace a model's version while the model has live sessions. See `service/registry/registry.py`.
 """
@@ -21,11 +20,9 @@ from wane.service.api.schemas.models import (
     LoadBody,
     LoadedModel,
     ProtocolFailure,
-    ReadyModel,
     UnloadBody,
     UnloadedModel,
 )
-from wane.service.errors import Unavailable
 from wane.service.registry.registry import IndexEntry
 
 FAILURE = answers(ProtocolFailure, status="default", description="any failure, in the Open Inference Protocol's format")
@@ -76,15 +73,3 @@ async def load(request: Request, name: str) -> Response:
         engine = await registry(request).load_model(name, deadline(request))
     note_model(request, engine)
     return encode.reply(LoadedModel(engine.name, engine.version, "READY"))
-
-
-@router.head("/models/{name}/ready", include_in_schema=False)
-@router.get("/models/{name}/ready", response_model=None, responses=answers(ReadyModel))
-async def ready(request: Request, name: str) -> Response:
-    """Answers 200 if a model is ready. Answers 503 while the model loads or the server stops, and 404 with the reason
-    if the model is not served."""
-    models = registry(request)
-    engine = models.get(name)
-    if engine not in models.served:
-        raise Unavailable("the server is stopping")
-    return encode.reply(ReadyModel(engine.name, ready=True))

@@ -34,6 +34,7 @@ from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import HISTORY, context, note_answer, registry
 from wane.service.api.openapi import answers, headers, json_body
 from wane.service.api.problem import failure_document
+from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.sessions import (
     ContinuationsBody,
     CopiedSession,
@@ -254,7 +255,11 @@ async def step_request(
 
 
 async def engine_to_step(
-    connection: HTTPConnection, session: str, body: StepBody, expected_position: int | None, deadline: float | None
+    connection: HTTPConnection,
+    session: str,
+    body: StepBody | CompletionBody,
+    expected_position: int | None,
+    deadline: float | None,
 ) -> tuple[Engine, Owner | None]:
     """Returns the engine for a step of a session, and the step's `creator` (see `StepRequest`). `session` is the
     session's key. If the session does not exist and the step may create it, returns the engine of the body's model.

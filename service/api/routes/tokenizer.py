@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import groupby
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -55,26 +54,18 @@ async def tokenize(request: Request) -> Response:
                 # a line break in a text is the token <eos>, too
                 tokens = await engine.encode(body.prompt.replace(EOS, "\n"), deadline(request), document=True)
             except InvalidRequest as error:
-                raise renamed(error, {"input": "prompt"}) from error
+                raise renamed(error) from error
     longest = settings(request).max_input_tokens
     return await encode.long_reply(TokenizeDocument(len(tokens), longest, tokens, None))
 
 
-def event_tokens(engine: Engine, prompt: str) -> list[int]:
+def event_tokens(engine: Engine, prompt: str) -> tuple[int, ...]:
     """Returns the tokens of a text with one event in each line, for `tokenize`. Raises InvalidRequest for an event that
     the vocabulary lacks, if it has no `<unk>`, and TooLarge if there are too many events."""
     names = [name for line in prompt.replace(EOS, f"\n{EOS}\n").split("\n") if (name := line.strip())]
     engine.check_event_count(len(names), document=True)
     unknown: Unknown = "refuse" if engine.vocabulary.unk_id is None else "token"
-    tokens: list[int] = []
-    for is_end, group in groupby(names, EOS.__eq__):
-        events = list(group)
-        tokens += (
-            [engine.vocabulary.eos_id] * len(events)
-            if is_end
-            else engine.events.tokens(events, unknown, "prompt").tokens
-        )
-    return tokens
+    return engine.events.tokens(names, unknown, "prompt", is_input=False).tokens
 
 
 @router.post(

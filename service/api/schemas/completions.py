@@ -130,6 +130,11 @@ class CompletionBody(Body, kw_only=True):
         ),
     ] = None
 
+    @property
+    def create(self) -> bool:
+        """Whether the prompt's step may create the session."""
+        return self.expected_position == 0
+
 
 class LogprobsDocument(Result):
     """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties."""

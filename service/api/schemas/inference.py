@@ -136,19 +136,18 @@ class InferBody(Body, kw_only=True):
     outputs: Annotated[list[OutputTensor] | None, says("default: top_ids, top_logprobs, error_bound, position")] = None
 
 
-class BinarySizeDocument(TypedDict):
-    """The parameters of an output tensor: its size in bytes in the binary part of the answer."""
-
-    binary_data_size: Annotated[int, says("the size of the values in the binary part, in bytes")]
-
-
 class OutputTensorDocument(TypedDict):
     """An output tensor."""
 
     name: Annotated[str, says("the output's name")]
     datatype: Annotated[Literal["INT64", "FP32", "BOOL"], says("the type of the values")]
     shape: Annotated[list[int], says("the size of each dimension")]
-    parameters: NotRequired[Annotated[BinarySizeDocument, says("only for values in the binary part of the answer")]]
+    parameters: NotRequired[
+        Annotated[
+            dict[Literal["binary_data_size"], int],
+            says("only for values in the binary part of the answer: `binary_data_size` is their size in bytes"),
+        ]
+    ]
     data: NotRequired[
         Annotated[
             list[Value], says("the values in row-major order; absent if they are in the binary part of the answer")
@@ -212,15 +211,6 @@ class ModelMetadataDocument(Result):
     outputs: Annotated[list[TensorDocument], says("the outputs that a request may ask for")]
 
 
-class ConfiguredInputDocument(Result):
-    """An input in a model's configuration."""
-
-    name: Annotated[str, says("the tensor's name")]
-    data_type: Annotated[str, says("the type of the values, in Triton's notation")]
-    dims: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
-    optional: Annotated[bool, says("true: a request need not have the input")]
-
-
 class ConfiguredOutputDocument(Result):
     """An output in a model's configuration."""
 
@@ -229,16 +219,10 @@ class ConfiguredOutputDocument(Result):
     dims: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
 
 
-class VersionsDocument(Result):
-    """The versions that are served."""
+class ConfiguredInputDocument(ConfiguredOutputDocument):
+    """An input in a model's configuration."""
 
-    versions: Annotated[list[int], says("the versions")]
-
-
-class VersionPolicyDocument(Result):
-    """The rule that only the listed versions are served."""
-
-    specific: Annotated[VersionsDocument, says("the versions that are served")]
+    optional: Annotated[bool, says("true: a request need not have the input")]
 
 
 class InstanceGroupDocument(Result):
@@ -271,25 +255,23 @@ class SequenceBatchingDocument(Result):
     control_input: Annotated[list[ControlInputDocument], says("the control signals of sequences")]
 
 
-class TextDocument(Result):
-    """The value of a parameter in a model's configuration."""
-
-    string_value: Annotated[str, says("the value")]
-
-
 class ModelConfigDocument(Result):
     """Triton's model configuration."""
 
     name: Annotated[str, says("the model's name")]
     platform: Annotated[str, says("the software that runs the model")]
     backend: Annotated[str, says("the software that runs the model")]
-    version_policy: Annotated[VersionPolicyDocument, says("which versions are served")]
+    version_policy: Annotated[
+        dict[Literal["specific"], dict[Literal["versions"], list[int]]], says("the versions that are served")
+    ]
     max_batch_size: Annotated[int, says("0, because `dims` includes the batch dimension")]
     input: Annotated[list[ConfiguredInputDocument], says("the inputs that a request may have")]
     output: Annotated[list[ConfiguredOutputDocument], says("the outputs that a request may ask for")]
     instance_group: Annotated[list[InstanceGroupDocument], says("the device that the model runs on")]
     sequence_batching: Annotated[SequenceBatchingDocument, says("the sequences of the model")]
-    parameters: Annotated[dict[str, TextDocument], says("facts of the model and its server")]
+    parameters: Annotated[
+        dict[str, dict[Literal["string_value"], str]], says("facts of the model and its server, each as a text")
+    ]
 
 
 class TimedDocument(Result):
@@ -297,6 +279,11 @@ class TimedDocument(Result):
 
     count: Annotated[int, says("the number of requests")]
     ns: Annotated[int, says("the sum of their durations, in nanoseconds")]
+
+    def add(self, seconds: float) -> None:
+        """Counts one request with this duration."""
+        self.count += 1
+        self.ns += round(1e9 * seconds)
 
 
 class InferStatisticsDocument(Result):

@@ -24,6 +24,7 @@ from wane.service.engine.event_names import EventNames
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
 from wane.service.types.body import SESSION_ID, anchored
+from wane.service.types.predict import PredictBody
 from wane.service.types.request import is_session_id
 
 PREDICT: dict[str, object] = {"tokens": [5], "top_k": 1}
@@ -286,7 +287,7 @@ def test_session_ids(text: str, valid: bool) -> None:
 def test_an_event_may_be_any_integer_of_64_bits(shop_names: EventNames, number: int) -> None:
     found = shop_names.tokens([number], "skip")
     assert found.unknown == (str(number),)
-    given = shop_names.filter([number], [number], "skip", exclude_seen=False, include_end=False)
+    given = shop_names.filter(PredictBody(tokens=(5,), exclude=(number,), candidates=(number,), unknown="skip"))
     assert given.unknown == (str(number), str(number))
 
 
@@ -295,4 +296,4 @@ def test_a_longer_integer_is_refused_by_its_place(shop_names: EventNames, number
     with pytest.raises(InvalidRequest, match=r"^events\[1\] is an integer of over 64 bits"):
         shop_names.tokens(["a", number], "skip")
     with pytest.raises(InvalidRequest, match=r"^candidates\[0\] is an integer"):
-        shop_names.filter(None, [number], "skip", exclude_seen=False, include_end=False)
+        shop_names.filter(PredictBody(tokens=(5,), candidates=(number,), unknown="skip"))

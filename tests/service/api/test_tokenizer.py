@@ -61,9 +61,9 @@ async def test_a_text_that_takes_long_is_given_up_at_the_deadline(
     )
     method = getattr(of, name)
 
-    def waits(*arguments: Any) -> Any:
+    def waits(*arguments: Any, **options: Any) -> Any:
         is_over.wait(WAIT_S)
-        return method(*arguments)
+        return method(*arguments, **options)
 
     monkeypatch.setattr(of, name, waits)
     headers = {"x-request-timeout-ms": "100"}

@@ -16,13 +16,15 @@ from tests.service.engine.columns_fuzz import PlainStore
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name_vocabulary
 from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
-from wane.service.engine.event_names import READ_AT_ONCE, EventTokens
+from wane.service.batching.turns import HEAVY_TOKENS
+from wane.service.engine.event_names import EventTokens
 from wane.service.engine.steps.answers import StepAnswer
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
 from wane.service.types.answer import Answer, Prediction
 from wane.service.types.common import Mode, StateSource
+from wane.service.types.predict import PredictBody
 from wane.service.types.request import (
     Bias,
     CompareRequest,
@@ -285,8 +287,8 @@ def test_names_become_tokens(harness: EngineHarness) -> None:
         names.tokens([])
 
 
-async def test_a_long_list_of_names_is_read_in_pieces(harness: EngineHarness) -> None:
-    names = [NAMES[index % 7] if index % 5 else "nope" for index in range(2 * READ_AT_ONCE + 3)]
+async def test_a_long_list_of_names_is_read_like_a_short_one(harness: EngineHarness) -> None:
+    names = [NAMES[index % 7] if index % 5 else "nope" for index in range(HEAVY_TOKENS + 3)]
     policies: tuple[Unknown, ...] = ("skip", "token")
     for unknown in policies:
         found = await harness.engine.events.read(names, unknown)
@@ -319,21 +321,28 @@ def test_an_integer_is_a_name(make_harness: MakeHarness) -> None:
 
 
 def test_the_filter_of_names(harness: EngineHarness) -> None:
-    names = harness.engine.events
-    flags = {"exclude_seen": False, "include_end": False}
-    assert names.filter(None, None, None, **flags) == Filter()
-    assert names.filter(["item 1", "nope"], None, None, **flags) == Filter(exclude=(3,), unknown=("nope",))
+    def filtered(exclude: Sequence[str] | None, candidates: Sequence[str] | None, unknown: Unknown | None) -> Filter:
+        body = PredictBody(
+            tokens=(5,),
+            exclude=None if exclude is None else tuple(exclude),
+            candidates=None if candidates is None else tuple(candidates),
+            unknown=unknown,
+        )
+        return harness.engine.events.filter(body)
+
+    assert filtered(None, None, None) == Filter()
+    assert filtered(["item 1", "nope"], None, None) == Filter(exclude=(3,), unknown=("nope",))
     with pytest.raises(InvalidRequest, match=r"exclude\[1\] is 'nope'"):
-        names.filter(["item 1", "nope"], None, "refuse", **flags)
-    assert names.filter(["a"], ["b"], "skip", **flags).unknown == ("a", "b")
-    found = names.filter(None, ["item 1", "nope"], None, **flags)
+        filtered(["item 1", "nope"], None, "refuse")
+    assert filtered(["a"], ["b"], "skip").unknown == ("a", "b")
+    found = filtered(None, ["item 1", "nope"], None)
     assert found == Filter(candidates=(3,), unknown=("nope",))
-    assert names.filter(None, ["item 1", "nope"], "token", **flags) == found
+    assert filtered(None, ["item 1", "nope"], "token") == found
     with pytest.raises(InvalidRequest, match=r"candidates\[1\] is 'nope'"):
-        names.filter(None, ["item 1", "nope"], "refuse", **flags)
+        filtered(None, ["item 1", "nope"], "refuse")
     too_many = ["x"] * (harness.settings.max_filter_events + 1)
     with pytest.raises(InvalidRequest, match="exclude holds 10001 values, but must hold at most 10000"):
-        names.filter(too_many, None, None, **flags)
+        filtered(too_many, None, None)
 
 
 def test_filters_and_events_are_for_models_of_events(make_harness: MakeHarness) -> None:
@@ -343,7 +352,7 @@ def test_filters_and_events_are_for_models_of_events(make_harness: MakeHarness) 
     ):
         names.tokens(["open"])
     with pytest.raises(InvalidRequest, match="exclude_seen is only for models whose vocabulary has events"):
-        names.filter(None, None, None, exclude_seen=True, include_end=False)
+        names.filter(PredictBody(tokens=(5,), exclude_seen=True))
 
 
 async def test_a_step_of_skipped_events_appends_nothing(harness: EngineHarness) -> None:

@@ -7,12 +7,12 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 
 import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
-from wane.service.api.choices import merged, started
+from wane.service.api.choices import Choice, Prompt, merged, started
 from wane.service.engine.engine import Engine
 from wane.service.errors import WaneError
 from wane.service.types.common import Mode
@@ -23,10 +23,14 @@ LONG = (7,) * 40
 
 async def generations(engine: Engine, deadline: float | None) -> None:
     wanted = [GenerateRequest(LONG, max_tokens=4, deadline=deadline, sample=sample) for sample in range(4)]
-    begun = await started([lambda one=one: engine.generate(one) for one in wanted])  # type: ignore[misc]
-    async with aclosing(merged(begun)) as items:
-        async for _ in items:
-            pass
+    async with AsyncExitStack() as held:
+        choices = [
+            Choice(index, engine.vocabulary, Prompt(LONG), generation, has_logprobs=False)
+            for index, generation in enumerate(await started(engine, wanted, held))
+        ]
+        async with aclosing(merged([choice.parts() for choice in choices])) as parts:
+            async for _ in parts:
+                pass
 
 
 async def predictions(engine: Engine, deadline: float | None) -> None:

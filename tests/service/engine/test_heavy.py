@@ -59,6 +59,15 @@ async def test_a_long_document_is_checked_on_another_thread(
     assert is_aside()
 
 
+async def test_a_long_list_of_events_is_converted_on_another_thread(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(vocabulary=name_vocabulary("events", NAMES))
+    is_aside = watched(monkeypatch, harness.engine.events, "tokens")
+    assert len((await harness.engine.events.read(NAMES)).tokens) == len(NAMES)
+    assert is_aside()
+
+
 async def test_a_long_filter_is_converted_on_another_thread(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

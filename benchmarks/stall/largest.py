@@ -12,6 +12,9 @@ from functools import cache
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
+from wane.service.api.cost import BINARY_BYTES, JSON_BYTES
+from wane.service.settings import Settings
+
 Json = Mapping[str, Any]
 
 SOURCES = ("input", "inputs", "tokens", "events", "prompt", "history", "rewind")
@@ -97,12 +100,19 @@ def bodies(document: Json, schema: Json, subject: Subject, path: str) -> Iterato
 
 
 def inferences(subject: Subject) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the largest inferences: 256 rows, with each output alone and in pairs."""
+    """Yields the largest inferences: each output alone and in pairs, of as many rows as a batch and the answer may
+    have, as JSON and binary."""
     outputs = ("top_ids", "top_logprobs", "logits", "token_logprobs", "error_bound", "top1_proved", "position")
     rows = [_ids(subject, ROW_TOKENS) for _ in range(256)]
+    widths = {"logits": subject.vocabulary, "token_logprobs": ROW_TOKENS}
     for wanted in chain(((one,) for one in outputs), combinations(outputs, 2)):
-        tensor = {"name": "tokens", "shape": [256, ROW_TOKENS], "datatype": "INT64", "data": rows}
-        yield ", ".join(wanted), {"inputs": [tensor], "outputs": [{"name": name} for name in wanted]}
+        width = sum(widths.get(name, 0) for name in wanted)
+        for binary, size in ((False, JSON_BYTES), (True, BINARY_BYTES)) if width else ((False, 0),):
+            count = min(256, Settings().max_answer_bytes // (width * size)) if width else 256
+            tensor = {"name": "tokens", "shape": [count, ROW_TOKENS], "datatype": "INT64", "data": rows[:count]}
+            body = {"inputs": [tensor], "outputs": [{"name": name} for name in wanted]}
+            form = ", binary" if binary else ""
+            yield ", ".join(wanted) + form, body | {"parameters": {"binary_data_output": binary}}
     if subject.events:
         names = [_names(subject, ROW_TOKENS // 4) for _ in range(256)]
         tensor = {"name": "events", "shape": [256, ROW_TOKENS // 4], "datatype": "BYTES", "data": names}

@@ -4,10 +4,11 @@
 
 One server runs with default settings, a model of text and a model of events with a vocabulary of 100,000 and a cache. A
 separate process steps a session, one step after another, and reads for each step the processor time that the thread of
-the server's event loop has used (/proc/.../schedstat), which does not depend on how busy the machine is. Meanwhile the
-requests of `largest.py` are sent, which follow from the server's OpenAPI description, and the bodies below, which are
-expensive to decode. `--share` sends a part of them, the same one each time. The exit status is 1 if the loop used more
-than `--most` milliseconds in one step. Needs the extra `train`.
+the server's event loop has used (/proc/.../schedstat), which does not depend on how busy the machine is. The server
+measures the longest single turn of its loop (`turns.py`). Meanwhile the requests of `largest.py` are sent, which follow
+from the server's OpenAPI description, and the bodies below, which are expensive to decode. `--share` sends a part of
+them, the same one each time. The exit status is 1 if a turn took more than `--most` milliseconds. Needs the extra
+`train`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from rich.table import Table
 from benchmarks.bench.contenders import Contender
 from benchmarks.bench.process import ServerProcess
 from benchmarks.events.__main__ import export, item
-from benchmarks.largest import SESSION, Case, Subject, cases
+from benchmarks.stall.largest import SESSION, Case, Subject, cases
+from benchmarks.stall.turns import Longest
 from benchmarks.summary import provenance, write_json
 from tests.models.caches import random_cache
 
@@ -204,14 +206,17 @@ def probe(port: int, pid: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of one request. answer_ms: the time until the answer. loop_ms: the most processor time that the
-    loop's thread used in one step of the other session. step_ms: the longest step. rss_mb: the server's memory after
-    the answer."""
+    """The figures of one request. answer_ms: the time until the answer. turn_ms: the processor time of the longest turn
+    of the event loop. collector_ms: the part of that turn in which garbage was collected. loop_ms: the most processor
+    time that the loop's thread used in one step of the other session, in all turns. step_ms: the longest step. rss_mb:
+    the server's memory after the answer."""
 
     route: str
     name: str
     answered: str
     answer_ms: float
+    turn_ms: float
+    collector_ms: float
     loop_ms: float
     step_ms: float
     rss_mb: float
@@ -255,7 +260,7 @@ def chosen(server: ServerProcess, share: float, only: str) -> list[Case]:
     return [one for one in found if one in whole or crc32(f"{one.route} {one.name}".encode()) / 2**32 < share]
 
 
-def measure(server: ServerProcess, wanted: Sequence[Case], timeout_ms: int) -> Iterator[Found]:
+def measure(server: ServerProcess, wanted: Sequence[Case], timeout_ms: int, longest: Longest) -> Iterator[Found]:
     pid = server.pid
     ours, theirs = multiprocessing.Pipe()
     prober = multiprocessing.Process(target=probe, args=(server.port, pid, theirs), daemon=True)
@@ -263,18 +268,22 @@ def measure(server: ServerProcess, wanted: Sequence[Case], timeout_ms: int) -> I
     for case in track(wanted, "requests", console=Console(stderr=True)):
         ours.send(None)
         ours.recv()
+        longest.write(0.0, 0.0)
         begun = time.monotonic()
         answered = once(server.port, case, timeout_ms)
         ended = time.monotonic()
         time.sleep(SETTLE_S)
         ours.send(None)
         taken: list[tuple[float, float, float]] = ours.recv()
+        turn_s, collector_s = longest.read()
         status = Path(f"/proc/{pid}/status").read_text()
         yield Found(
             case.route,
             case.name,
             answered,
             1e3 * (ended - begun),
+            1e3 * turn_s,
+            1e3 * collector_s,
             1e3 * max(loop for _, _, loop in taken),
             1e3 * max(end - start for start, end, _ in taken),
             int(status.partition("VmRSS:")[2].split()[0]) / 1e3,
@@ -287,33 +296,40 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="the share of the requests that are sent")
     parser.add_argument("--only", default="", metavar="TEXT", help="send only requests whose name has this text")
     parser.add_argument("--timeout-ms", type=int, default=2000, help="the timeout of each request")
-    parser.add_argument("--most", type=float, metavar="MS", help="the largest accepted processor time of the loop")
+    parser.add_argument("--most", type=float, metavar="MS", help="the longest accepted turn of the loop")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     given = parser.parse_args()
-    table = Table(title="Milliseconds. loop: the most processor time of the loop's thread in one step of a session")
-    for heading in ("route", "requests", "worst request", "answered", "after", "loop", "step", "MB"):
+    table = Table(
+        title="Milliseconds. turn: the processor time of the loop's longest turn, gc: the garbage collections in it, "
+        "loop: the most processor time of the loop's thread in one step of a session"
+    )
+    for heading in ("route", "requests", "worst request", "answered", "after", "turn", "gc", "loop", "step", "MB"):
         table.add_column(heading, justify="left" if heading in ("route", "worst request") else "right")
     with tempfile.TemporaryDirectory() as scratch:
         bundles = Path(scratch) / "bundles"
         (bundles / TEXT).parent.mkdir(parents=True)
         (bundles / TEXT).symlink_to(SHIPPED.resolve(), target_is_directory=True)
         export(bundles, ITEMS, HIDDEN, SHOP, "float32", cache=CACHE)
-        command = ("{bin}/wane", "serve", "--bundles={bundle}", "--port={ports[0]}", "--log-level=warning")
+        turns = Path(scratch) / "turns"
+        longest = Longest(turns)
+        options = ("--bundles={bundle}", "--port={ports[0]}", "--log-level=warning")
+        command = ("{bin}/python", "-m", "benchmarks.stall.turns", str(turns), "serve", *options)
         contender = Contender("wane", "Wane", "wane", command, environment={"WANE_DEFAULT_MODEL": TEXT})
         with ServerProcess(contender, bundles, Path(scratch) / "server.log") as server:
             server.wait_ready(PREDICT, json.dumps({"model": SHOP, "tokens": [5]}))
-            found = [*measure(server, chosen(server, given.share, given.only), given.timeout_ms)]
-    routes = sorted({one.route for one in found}, key=lambda route: -max(o.loop_ms for o in found if o.route == route))
+            found = [*measure(server, chosen(server, given.share, given.only), given.timeout_ms, longest)]
+    routes = sorted({one.route for one in found}, key=lambda route: -max(o.turn_ms for o in found if o.route == route))
     for route in routes:
         all_of = [one for one in found if one.route == route]
-        worst = max(all_of, key=lambda one: one.loop_ms)
-        figures = (worst.answer_ms, worst.loop_ms, worst.step_ms, worst.rss_mb)
+        worst = max(all_of, key=lambda one: one.turn_ms)
+        loop_ms, step_ms = max(one.loop_ms for one in all_of), max(one.step_ms for one in all_of)
+        figures = (worst.answer_ms, worst.turn_ms, worst.collector_ms, loop_ms, step_ms, worst.rss_mb)
         table.add_row(route, str(len(all_of)), worst.name, worst.answered, *(f"{figure:.1f}" for figure in figures))
     Console(width=200).print(table)
     if given.json is not None:
         write_json(given.json, {**provenance("benchmarks.stall"), "requests": [asdict(one) for one in found]})
-    if given.most is not None and any(one.loop_ms > given.most for one in found):
-        raise SystemExit(f"a request held the loop for more than {given.most:g} ms of processor time")
+    if given.most is not None and any(one.turn_ms > given.most for one in found):
+        raise SystemExit(f"a turn of the loop took more than {given.most:g} ms of processor time")
 
 
 if __name__ == "__main__":
