@@ -165,9 +165,8 @@ class ResidentSessions:
 
     async def close(self) -> None:
         """Writes all buffered sessions to the store, WRITTEN_AT_ONCE sessions at a time."""
-        for count, slot in enumerate(np.flatnonzero(self.buffered).tolist()):
-            session = self._state_cache.sessions[slot]
-            if self.buffered[slot] and session is not None:
+        for count, session in enumerate([*self._state_cache.order]):
+            if self.slot(session) is not None:
                 self._store.get_cached(session)
             if count % WRITTEN_AT_ONCE == WRITTEN_AT_ONCE - 1:
                 await asyncio.sleep(0)
