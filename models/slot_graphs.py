@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -147,39 +146,6 @@ def read_graph(shapes: Shapes) -> bytes:
         outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", *shape]))
         nodes.append(helper.make_node("Gather", [f"slots.{name}", "slots"], [name], axis=0))
     return _model("read", nodes, inputs, outputs)
-
-
-def differences_graph(shapes: Shapes) -> bytes:
-    """Returns the graph that compares n pairs of slots: see `differences` and `unit_differences` of `StateMemory` in
-    `service/runners/runner.py`. From slots.<name> (N, *shape), slots (n) and others (n) it computes pairs (n) and, for
-    each name, <name> (*shape)."""
-    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n"]) for name in ("slots", "others")]
-    outputs = [helper.make_tensor_value_info("pairs", TensorProto.FLOAT, ["n"])]
-    constants = [
-        numpy_helper.from_array(np.array(value, np.float32), name)
-        for name, value in (("zero", 0), ("infinity", np.inf))
-    ]
-    nodes, largest = [], []
-    for name, shape in shapes.items():
-
-        def node(kind: str, reads: Sequence[str], result: str, tensor: str = name, **attributes: Any) -> str:
-            nodes.append(helper.make_node(kind, reads, [f"{tensor}.{result}"], **attributes))
-            return f"{tensor}.{result}"
-
-        inputs.append(helper.make_tensor_value_info(f"slots.{name}", TensorProto.FLOAT, ["N", *shape]))
-        outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
-        one = node("Gather", [f"slots.{name}", "slots"], "one", axis=0)
-        other = node("Gather", [f"slots.{name}", "others"], "other", axis=0)
-        both_nan = node("And", [node("IsNaN", [one], "one.nan"), node("IsNaN", [other], "other.nan")], "both_nan")
-        same = node("Or", [node("Equal", [one, other], "equal"), both_nan], "same")
-        apart = node("Abs", [node("Sub", [one, other], "difference")], "apart")
-        finite = node("Where", [node("IsNaN", [apart], "nan"), "infinity", apart], "finite")
-        found = node("Where", [same, "zero", finite], "found")
-        nodes.append(helper.make_node("ReduceMax", [found], [name], axes=[0], keepdims=0))
-        axes = [*range(1, 1 + len(shape))]
-        largest.append(node("ReduceMax", [found], "largest", axes=axes, keepdims=0))
-    nodes.append(helper.make_node("Max", largest, ["pairs"]))
-    return _model("differences", nodes, inputs, outputs, constants)
 
 
 def top_graph() -> bytes:

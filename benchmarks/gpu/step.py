@@ -193,7 +193,7 @@ def _runner(network: Network, form: str, part: Part, captured: bool) -> Iterator
 
         def measure(batch: int) -> Measured:
             if not opened:
-                opened.append(Runner(bundle, part.device, 1, padded=True, captured=captured))
+                opened.append(Runner(bundle, part.device, 1, captured=captured))
             memory = opened[0].memory(shapes, batch)
             slots = np.random.default_rng(0).permutation(batch)
             tokens = np.random.default_rng(1).integers(model.vocabulary_size, size=batch)

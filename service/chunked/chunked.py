@@ -1,8 +1,7 @@
 """Runs a long sequence as parallel chunks.
 
 The sequence is processed in segments of at most SEGMENT_TOKENS tokens, so that only one segment's states are held in
-memory. Each segment is cut into chunks, which run in parallel. A *cell* is the part of a chunk in one run. The cells
-pass through the scheduler like other work.
+memory. Each segment is cut into chunks, which run in parallel. A *cell* is the part of a chunk in one run.
 
 The initial state of every chunk except the first is unknown. Such a chunk is *warmed up*: the tokens before it run from
 the zero state, and the chunk starts from the resulting state. A *joint* is a boundary of two cells at which the second
@@ -20,7 +19,7 @@ segment run again, the rest of the sequence runs in order.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 
@@ -32,7 +31,8 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.runner import EVERY_NORMS, HIDDENS, Array, StateMemory
+from wane.service.runners.memory import output_name
+from wane.service.runners.runner import EVERY_NORMS, HIDDENS, KEPT, Array, StateMemory
 from wane.service.state.pool import ZERO, StatePool
 
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
@@ -44,7 +44,7 @@ order."""
 
 
 class ChunkBatch:
-    """The states and log-probabilities of one segment's cells. The states stay on the runner's device.
+    """The states and log-probabilities of one segment's cells, on the host.
 
     `tokens`: int64 (n), the segment's tokens, at most as many as the layout has. `targets`: int64 (n), the tokens whose
     log-probabilities the graph `scan` computes; None for the graph `advance`. Cells are numbered from 0 along the
@@ -67,8 +67,10 @@ class ChunkBatch:
         self.logprobs = None if targets is None else np.empty(len(tokens))
         self.norms: NDArray[np.float32] | None = None  # the LayerNorms after every token, if the graph outputs them
         self._memory = memory
-        self.edges = memory.scratch(2 * cells)
-        """Slot g has the state from which cell g starts, and slot `cells` + g the state at its end."""
+        self.edges = {
+            name: np.empty((2 * cells, *values.shape[1:]), np.float32) for name, values in memory.read([ZERO]).items()
+        }
+        """Row g of each array has the state from which cell g starts, and row `cells` + g the state at its end."""
 
     def column(self, part: int) -> range:
         """Returns the cells with number `part` of all chunks. The last chunks may be too short to have such a cell."""
@@ -77,7 +79,7 @@ class ChunkBatch:
     def begin(self, cells: Sequence[int], reads: Sequence[int], writes: Sequence[int], *, binding: bool) -> list[Work]:
         """Returns the work that runs cells from the states in the slots `reads` of the model's memory to the slots
         `writes`. Stores the states from which they start. `binding` applies to the first one."""
-        self.edges.copy(cells, self._memory, reads)
+        self._store(cells, reads)
         works = []
         for index, (cell, read, write) in enumerate(zip(cells, reads, writes, strict=True)):
             at = self._extent(cell)
@@ -89,7 +91,7 @@ class ChunkBatch:
     def ended(self, cells: Sequence[int], slots: Sequence[int], rows: Sequence[Row]) -> None:
         """Stores the states at the end of cells, and the cells' log-probabilities. The states are in `slots` of the
         model's memory."""
-        self.edges.copy([self.cells + cell for cell in cells], self._memory, slots)
+        self._store([self.cells + cell for cell in cells], slots)
         for cell, row in zip(cells, rows, strict=True):
             at = self._extent(cell)
             if self.logprobs is not None and row.logprobs is not None:
@@ -100,29 +102,47 @@ class ChunkBatch:
                     self.norms = np.empty((len(self.tokens), norms.shape[-1]), np.float32)
                 self.norms[at] = norms[: at.stop - at.start]
 
-    def residuals(self, first: int = 0, last: int | None = None) -> NDArray[np.float64]:
-        """Returns, for each cell from `first` up to, but not including, `last`, the difference between the state from
-        which it starts and the state at the end of the cell before it, in the unit in which it is largest. It is 0 for
-        cell 0 and where there is no joint."""
-        cells = range(self.cells)[first:last]
-        found = np.zeros(len(cells))
-        if later := [cell for cell in cells if cell]:
-            found[-len(later) :] = self.edges.differences(later, [self.cells + cell - 1 for cell in later])
-        return found
+    def _store(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        for name, values in self._memory.read(slots).items():
+            self.edges[name][rows] = values
 
-    def joints(self) -> dict[str, Array]:
-        """Returns, for each tensor's name, the largest difference of each unit at any joint: (*shape). This is empty if
-        there is only one cell."""
-        cells = self.cells
-        return self.edges.unit_differences(range(1, cells), range(cells, 2 * cells - 1)) if cells > 1 else {}
+    def restore(self, cell: int, slot: int) -> None:
+        """Writes the state at the end of a cell to a slot of the model's memory."""
+        row = slice(self.cells + cell, self.cells + cell + 1)
+        self._memory.write(np.array([slot]), {output_name(name): values[row] for name, values in self.edges.items()})
+
+    def differences(self, first: int = 1, last: int | None = None) -> dict[str, Array]:
+        """Returns, for each state tensor's name and each cell from `first` up to, but not including, `last`, the
+        absolute difference of each unit between the state from which the cell starts and the state at the end of the
+        cell before it: float32 (n, *shape). It is 0 if both values are NaN, and infinite if exactly one is."""
+        starts = range(self.cells)[first:last]
+        ends = slice(starts.start + self.cells - 1, starts.stop + self.cells - 1)
+        found = {}
+        for name, values in self.edges.items():
+            if name not in KEPT:
+                start, end = values[starts.start : starts.stop], values[ends]
+                with np.errstate(invalid="ignore", over="ignore"):
+                    apart = np.nan_to_num(np.abs(start - end), nan=np.inf, posinf=np.inf)
+                apart[(start == end) | (np.isnan(start) & np.isnan(end))] = 0
+                found[name] = apart
+        return found
 
     def _extent(self, cell: int) -> slice:
         return slice(cell * self.layout.steps, min((cell + 1) * self.layout.steps, len(self.tokens)))
 
 
+def largest(differences: Mapping[str, Array]) -> NDArray[np.float32]:
+    """Returns the largest difference of any unit for each of n cells: float32 (n). differences: see
+    `ChunkBatch.differences`."""
+    found: NDArray[np.float32] = np.max(
+        [units.max(axis=tuple(range(1, units.ndim))) for units in differences.values()], axis=0
+    )
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Describes how a sequence ran so far.
+    """How a sequence ran so far.
 
     chunks: the number of chunks; 1 if the sequence ran in order. rounds: 1, plus 1 for every repeated cell. warm_up:
     the fewest tokens of warm-up in any segment. residual: the largest difference between the two states at a joint,
@@ -152,15 +172,18 @@ class ChunkPlan:
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
         """Returns the plan after one more segment, which begins at `start`. `repeated` is the number of its repeated
         cells."""
-        residuals, warm_up = segment.residuals(), segment.layout.warm_up
-        joints = {name: np.maximum(one, self.joints.get(name, 0.0)) for name, one in segment.joints().items()}
+        apart, warm_up = segment.differences(), segment.layout.warm_up
+        joints = {
+            name: np.maximum(units.max(axis=0, initial=0), self.joints.get(name, 0.0)) for name, units in apart.items()
+        }
+        residuals = largest(apart)
         return ChunkPlan(
             chunks=self.chunks + segment.layout.chunks - 1,
             rounds=self.rounds + repeated,
             warm_up=warm_up if self.warm_up is None else min(warm_up, self.warm_up),
-            residual=max(self.residual, float(residuals.max())),
-            joints=self.joints | joints,
-            places=(*self.places, *(start + np.flatnonzero(residuals) * segment.layout.steps).tolist()),
+            residual=float(residuals.max(initial=self.residual)),
+            joints=joints,
+            places=(*self.places, *(start + (1 + np.flatnonzero(residuals)) * segment.layout.steps).tolist()),
             norms=self.norms,
         ).with_norms(segment.norms)
 
@@ -249,7 +272,6 @@ class ChunkedRunner:
                 segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.memory)
                 with ExitStack() as held:
                     slots = [held.enter_context(self._pool.lease()) for _ in range(layout.chunks)]
-                    again = held.enter_context(self._pool.lease())
                     await self._warm_up(tokens, start, layout, slots, ticket)
                     done = start
                     for column in range(layout.cells):
@@ -260,14 +282,14 @@ class ChunkedRunner:
                         segment.ended(cells, writes, await self._batcher.submit_all(works, ticket))
                         done += sum(work.length for work in works)
                         yield Piece(done, plan)
-                    repeated = await self._repair(segment, limit, again, slots[-1], ticket)
+                    repeated = await self._repair(segment, limit, slots[0], ticket)
                     after = plan.then(segment, start, repeated)
                     if judge is not None and after.residual and not await judge(after):
                         limit = 0.0
-                        repeated += await self._repair(segment, limit, again, slots[-1], ticket)
+                        repeated += await self._repair(segment, limit, slots[0], ticket)
                         after = plan.then(segment, start, repeated)
                     plan = after
-                    self._pool.copy(slots[-1], write)
+                segment.restore(segment.cells - 1, write)
                 if repeated > REPEATED_CELLS * segment.cells:
                     limit = None
                 yield Piece(stop, plan, segment.logprobs)
@@ -298,18 +320,16 @@ class ChunkedRunner:
                 ticket,
             )
 
-    async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
+    async def _repair(self, segment: ChunkBatch, limit: float, slot: int, ticket: Ticket) -> int:
         """Runs each cell again, from the state at the end of the previous cell, if the difference at the joint before
-        the cell exceeds `limit`. Returns the number of repeated cells. `again` is a slot for the states of repeated
-        cells. `last` is the last chunk's slot."""
-        residuals, repeated = segment.residuals(), 0
+        the cell exceeds `limit`. Returns the number of repeated cells. Their states use `slot`."""
+        residuals, repeated = largest(segment.differences()), 0
         for cell in range(1, segment.cells):
-            if residuals[cell] > limit:
-                self._pool.copy(segment.cells + cell - 1, again, segment.edges)
-                end = last if cell == segment.cells - 1 else again
-                (work,) = segment.begin([cell], [again], [end], binding=False)
-                segment.ended([cell], [end], [await self._batcher.submit(work, ticket)])
+            if residuals[cell - 1] > limit:
+                segment.restore(cell - 1, slot)
+                (work,) = segment.begin([cell], [slot], [slot], binding=False)
+                segment.ended([cell], [slot], [await self._batcher.submit(work, ticket)])
                 # the repeated cell has another last state, from which the next cell did not start
-                residuals[cell + 1 : cell + 2] = segment.residuals(cell + 1, cell + 2)
+                residuals[cell : cell + 1] = largest(segment.differences(cell + 1, cell + 2))
                 repeated += 1
         return repeated

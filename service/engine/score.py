@@ -1,10 +1,8 @@
 """Scores a text: computes the log-probability of every token, given the tokens before it.
 
-The text runs in order (from the first token to the last, without chunks), or as parallel chunks
-(`service/chunked/chunked.py`). A joint is the boundary of two chunks. There, the state from which the second chunk
-started may differ from the state at the end of the first chunk, by at most RESIDUAL in each unit. With a tolerance,
-`error_bound` must meet the tolerance: chunks whose bound exceeds it, or which have no bound, run again until they are
-exact. `error_bound` is the proved bound, if there is one.
+The text runs in order, or as parallel chunks (`service/chunked/chunked.py`). At a joint, the two states may differ by
+at most RESIDUAL in each unit. With a tolerance, `error_bound` must meet the tolerance: chunks whose bound exceeds it,
+or which have no bound, run again until they are exact. `error_bound` is the proved bound, if there is one.
 
 In a truncated sequence every answer has its own bound: the bound for the number of tokens before the answer, plus the
 bound of the error that the joints add. The tolerance then limits only the error that the joints add. In a whole
@@ -33,7 +31,7 @@ from wane.models.cache_mixture import CacheMixture
 from wane.models.cache_statistics import cache_statistics
 from wane.models.certificate.propagation import MAX_TOKENS, Propagation
 from wane.models.certificate.total_variation import total_variation
-from wane.models.manifest import Manifest
+from wane.models.manifest import Manifest, Readout
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner, ChunkPlan, Judge, Piece
@@ -132,7 +130,7 @@ class Scoring:
         self.asked = (request.top_k, request.cache, request.include_unknown)
 
     def accepts(self, scores: Scores) -> bool:
-        """Returns whether the scores that an earlier request has left have the lists that this request asks for."""
+        """Returns whether the scores of an earlier request have the lists that this request asks for."""
         return self.asked[0] is None or scores.asked == self.asked
 
     def until(self, tokens: int) -> Scores:
@@ -160,7 +158,8 @@ class Scorer:
         self._places = places
         self._forward = forward
         self.propagation: Propagation | None = None
-        self._certificate = manifest.certificate
+        self._certificate = certificate = manifest.certificate
+        self._readout = certificate.readout if certificate.has_rounding else None
         self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model
@@ -199,40 +198,36 @@ class Scorer:
         settled, predicted, total, plan = 0, 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
         scoring = Scoring(request)
-        with ExitStack() as held:
-            pieces = self._pieces(request, input_ids, ticket, limit, judge, scoring, held)
-            if len(input_ids) < 2:  # the request has no token, or its only token has no prediction
-                pieces = _nothing()
-            async with aclosing(pieces):
-                async for piece, kept, hiddens in pieces:
-                    plan, done = piece.plan, piece.done + len(unpredicted)
-                    share.progress(piece.done / max(count, 1))
-                    if piece.logprobs is not None:
-                        found = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
-                        before, end = () if settled else unpredicted, len(unpredicted) + predicted + len(found)
-                        cut_off: list[float | None] | None = None
-                        if request.truncated:
-                            cut_off = await self._cut_off_at(range(settled + len(before), end), plan)
-                            cut_off = cut_off if mixed is None else mixed.bounds(predicted, cut_off)
-                            worst.append(bounds.largest(cut_off) if cut_off else None)
-                            cut_off = [*before, *cut_off]
-                        listed: list[tuple[Prediction, ...] | None] | None = None
-                        if request.top_k is not None:
-                            lists = kept
-                            if lists is None:
-                                lists = await self._places.find(request, input_ids, predicted, hiddens, found, ticket)
-                            listed = [*before, *lists]
-                            scoring.lists += lists
-                        scoring.logprobs.append(piece.logprobs)
-                        yield ScoredTokens(
-                            places.before(settled),
-                            places.spread(settled, end, request.tokens[settled:end]) or (),
-                            places.spread(settled, end, (*before, *found.tolist())) or (),
-                            places.spread(settled, end, cut_off),
-                            places.spread(settled, end, listed),
-                        )
-                        settled, predicted, total = end, predicted + len(found), total + float(found.sum())
-                    yield ScoreProgress(done, count)
+        async with aclosing(self._pieces(request, input_ids, ticket, limit, judge, scoring)) as pieces:
+            async for piece, kept, hiddens in pieces:
+                plan, done = piece.plan, piece.done + len(unpredicted)
+                share.progress(piece.done / max(count, 1))
+                if piece.logprobs is not None:
+                    found = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
+                    before, end = () if settled else unpredicted, len(unpredicted) + predicted + len(found)
+                    cut_off: list[float | None] | None = None
+                    if request.truncated:
+                        cut_off = await self._cut_off_at(range(settled + len(before), end), plan)
+                        cut_off = cut_off if mixed is None else mixed.bounds(predicted, cut_off)
+                        worst.append(bounds.largest(cut_off) if cut_off else None)
+                        cut_off = [*before, *cut_off]
+                    listed: list[tuple[Prediction, ...] | None] | None = None
+                    if request.top_k is not None:
+                        lists = kept
+                        if lists is None:
+                            lists = await self._places.find(request, input_ids, predicted, hiddens, found, ticket)
+                        listed = [*before, *lists]
+                        scoring.lists += lists
+                    scoring.logprobs.append(piece.logprobs)
+                    yield ScoredTokens(
+                        places.before(settled),
+                        places.spread(settled, end, request.tokens[settled:end]) or (),
+                        places.spread(settled, end, (*before, *found.tolist())) or (),
+                        places.spread(settled, end, cut_off),
+                        places.spread(settled, end, listed),
+                    )
+                    settled, predicted, total = end, predicted + len(found), total + float(found.sum())
+                yield ScoreProgress(done, count)
         share.progress(1)
         yield ScoreSummary(
             *identity,
@@ -257,44 +252,47 @@ class Scorer:
         limit: float | None,
         judge: Judge | None,
         scoring: Scoring,
-        held: ExitStack,
     ) -> AsyncGenerator[Scored, None]:
         """Yields the pieces of a score. The first come from the kept state and the kept scores of the longest beginning
         that have them; the rest runs. Keeps states and scores. The caller must store a piece in `scoring` before it
-        takes the next one. The slots are held until the end of `held`."""
+        takes the next one."""
         inputs, targets = input_ids[:-1], input_ids[1:]
-        slot = held.enter_context(self._pool.lease())
-        path = self._forward.path(inputs, request.owner)
-        prefixes, found = self._pool.prefixes, Found(ZERO, 0, 0)
-        if path is not None and not request.truncated:  # the bound of a truncated text needs the norms at each token
-            found = prefixes.find(path, scoring.accepts)
-        read, start = found.slot, found.length
-        held.enter_context(self._pool.hold(read))
-        if found.scores is not None:
-            scoring.cached = start
-            yield Piece(start - 1, ChunkPlan(), found.scores.logprobs), found.scores.lists, None
-            result = await self._forward.again(read, ticket)
-            logprob = log_softmax(result.network_logits)[targets[start - 1 : start]].astype(np.float64)
-            yield Piece(start, ChunkPlan(), logprob), None, None if request.top_k is None else result.hidden[None]
-        ends = [(len(inputs), slot)]
-        if found.branch and limit is None:
-            between = held.enter_context(self._pool.spare())
-            ends = ends if between is None else [(found.branch, between), *ends]
-        for end, write in ends:
-            if start == end:
-                continue
-            residual, part = 0.0, slice(start, end)
-            pieces = self.parallel.run(
-                "scan", inputs[part], targets[part], ticket, limit, judge, read=read, write=write
-            )
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    residual = piece.plan.residual
-                    hiddens = None if request.top_k is None else piece.hiddens  # read from the device only if needed
-                    yield replace(piece, done=start + piece.done), None, hiddens
-            if path is not None and not residual:
-                prefixes.keep(path, end, write, None if request.truncated else scoring.until(end))
-            read, start = write, end
+        if not len(inputs):  # the request has no token, or its only token has no prediction
+            yield Piece(0, ChunkPlan(), np.empty(0)), None, None
+            return
+        with self._pool.lease() as slot, ExitStack() as held:
+            path = self._forward.path(inputs, request.owner)
+            prefixes, found = self._pool.prefixes, Found(ZERO, 0, 0)
+            # The bound of a truncated text needs the norms at each token.
+            if path is not None and not request.truncated:
+                found = prefixes.find(path, scoring.accepts)
+            read, start = found.slot, found.length
+            held.enter_context(self._pool.hold(read))
+            if found.scores is not None:
+                scoring.cached = start
+                yield Piece(start - 1, ChunkPlan(), found.scores.logprobs), found.scores.lists, None
+                result = await self._forward.again(read, ticket)
+                logprob = log_softmax(result.network_logits)[targets[start - 1 : start]].astype(np.float64)
+                yield Piece(start, ChunkPlan(), logprob), None, None if request.top_k is None else result.hidden[None]
+            ends = [(len(inputs), slot)]
+            if found.branch and limit is None:
+                between = held.enter_context(self._pool.spare())
+                ends = ends if between is None else [(found.branch, between), *ends]
+            for end, write in ends:
+                if start == end:
+                    continue
+                residual, part = 0.0, slice(start, end)
+                pieces = self.parallel.run(
+                    "scan", inputs[part], targets[part], ticket, limit, judge, read=read, write=write
+                )
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        residual = piece.plan.residual
+                        hiddens = None if request.top_k is None else piece.hiddens  # read only if needed
+                        yield replace(piece, done=start + piece.done), None, hiddens
+                if path is not None and not residual:
+                    prefixes.keep(path, end, write, None if request.truncated else scoring.until(end))
+                read, start = write, end
 
     async def _aside(self, call: Callable[[], T]) -> T:
         """Runs a computation outside of the event loop's thread."""
@@ -319,15 +317,14 @@ class Scorer:
     async def _cut_off_at(self, known: range, plan: ChunkPlan) -> list[float | None]:
         """Returns the bounds of answers from the last n tokens of a truncated sequence, for each n in `known`. `plan`
         describes the run up to the last of these answers, and its joints."""
-        certificate = self._certificate
-        readout, curve = certificate.readout, certificate.state_error
-        if readout is not None and certificate.has_rounding and curve and plan.norms:
-            effect = self._effect(plan)
+        readout, curve = self._readout, self._certificate.state_error
+        if readout is not None and curve and plan.norms:
+            effect = self._effect(plan, readout)
             if effect is not None:
                 read = np.minimum(np.array(known, np.intp), len(curve))
                 states = np.array(curve)[read - 1] * (1 + readout.gate) ** read
                 states += readout.between_all(plan.norms[-1], effect)
-                variations: list[float | None] = total_variation(certificate.head_diameter, states).tolist()
+                variations: list[float | None] = total_variation(self._certificate.head_diameter, states).tolist()
                 return variations
         joints = await self._bound(plan)
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
@@ -358,33 +355,26 @@ class Scorer:
     async def _moved(self, plan: ChunkPlan) -> float:
         """Returns the bound of the total variation that the measured differences at the joints can cause; 1 if it is
         unknown."""
-        readout = self._certificate.readout
-        if readout is not None and self._certificate.has_rounding and plan.norms:
-            effect = self._effect(plan)
+        if self._readout is not None and plan.norms:
+            effect = self._effect(plan, self._readout)
             if effect is None:
                 return 1.0
-            furthest = max(float(readout.between_all(norms, effect).max()) for norms in plan.norms)
-            return float(total_variation(self._certificate.head_diameter, np.array(furthest)))
-        rounding = self._certificate.between_runs()
-        if self.propagation is None or rounding is None:
-            return 1.0
-        tokens = MAX_TOKENS if plan.apart is None else plan.apart
-        apart = await self._aside(partial(self.propagation.apart, plan.joints, tokens))
-        if apart is None:
-            return 1.0
-        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding)))
+            apart = max(float(self._readout.between_all(norms, effect).max()) for norms in plan.norms)
+        else:
+            rounding = self._certificate.between_runs()
+            if self.propagation is None or rounding is None:
+                return 1.0
+            caused = await self._aside(partial(self.propagation.apart, plan.joints, plan.apart or MAX_TOKENS))
+            if caused is None:
+                return 1.0
+            apart = caused + rounding
+        return float(total_variation(self._certificate.head_diameter, np.array(apart)))
 
-    def _effect(self, plan: ChunkPlan) -> float | None:
-        """Returns the bound of the 2-norm distance that the joints cause at the sum after the mixing matrix, in a model
-        with a `Readout`. None if it is unknown."""
+    def _effect(self, plan: ChunkPlan, readout: Readout) -> float | None:
+        """Returns the bound of the 2-norm distance that the joints cause at the sum after the mixing matrix. None if it
+        is unknown."""
         if not plan.residual:
             return 0.0
-        if self.propagation is None or self._certificate.readout is None:
+        if self.propagation is None:
             return None
-        tokens = MAX_TOKENS if plan.apart is None else plan.apart
-        return self.propagation.mixed(plan.joints, tokens, self._certificate.readout.gate)
-
-
-async def _nothing() -> AsyncGenerator[Scored, None]:
-    """Yields the result of a run without tokens."""
-    yield Piece(0, ChunkPlan(), np.empty(0)), None, None
+        return self.propagation.mixed(plan.joints, plan.apart or MAX_TOKENS, readout.gate)

@@ -1,8 +1,6 @@
 """Turns a bundle into an engine: reads and verifies the bundle, opens its graphs, and warms up the engine. All of this
-runs outside the event loop's thread.
-
-A load delays requests to other models by only a few milliseconds at a time, because arithmetic and graphs run without
-the interpreter's lock (GIL).
+runs outside the event loop's thread. A load delays requests to other models by only a few milliseconds at a time,
+because arithmetic and graphs run without the interpreter's lock (GIL).
 """
 
 from __future__ import annotations
@@ -42,9 +40,8 @@ rounding, so that no margin is ever compared with one."""
 
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
-    """A verified bundle with its proofs and runners. `shadow`: the runner that repeats sampled live answers on the CPU;
-    None if `shadow_rate` is 0. `bits`: a digest of the graphs' results on this machine. `direction`:
-    see `DirectionProof.of`."""
+    """A verified bundle with its proofs and runners. `direction`: see `DirectionProof.of`. `shadow`: the runner that
+    repeats sampled live answers; None if `shadow_rate` is 0. `bits`: a digest of the graphs' results here."""
 
     bundle: Bundle
     margin: MarginProof
@@ -54,7 +51,6 @@ class LoadedBundle:
     bits: bytes
 
     def close(self) -> None:
-        """Closes the runners. Call this only if no engine owns them."""
         self.runner.close()
         if self.shadow is not None:
             self.shadow.close()
@@ -92,10 +88,7 @@ def _close_result(loading: Future[LoadedBundle]) -> None:
 
 def read(path: Path) -> Bundle:
     """Reads a bundle and verifies everything except its graphs. Replaces a certificate that does not hold by an empty
-    one. Blocks.
-
-    Raises BundleError.
-    """
+    one. Blocks. Raises BundleError."""
     bundle = Bundle.open(path)
     try:
         bundle.verify_certificate()

@@ -1,5 +1,4 @@
-"""The models that this process serves, by name. They are loaded at start, and loaded again, replaced and unloaded while
-the process runs.
+"""The models that this process serves, by name.
 
 The default model is loaded first, and answers requests while the other models load. A request for another model waits
 until that model is loaded.
@@ -28,16 +27,16 @@ from wane.service.errors import (
     TokenizerChanged,
     Unavailable,
     UnknownModel,
-    UnknownSession,
     WaneError,
     truncate_repr,
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.registry.loader import LoadedBundle
-from wane.service.registry.repository import FoundBundle, RegistryError, Repository, RepositoryPoller, tell
+from wane.service.registry.repository import FoundBundle, RegistryError, Repository, tell
 from wane.service.registry.swap import Epochs, RetiredEngines
 from wane.service.runners.runner import DeviceError
+from wane.service.sessions.sessions import unknown
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.memory import OwnedSessions
 from wane.service.sessions.stores.store import Store, StoreHealth, UnsavedSessions
@@ -131,16 +130,11 @@ class ModelRegistry:
         return None if self.session_store is None else self.session_store.standing
 
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
-        """Opens the session store, then loads all models one by one. The default model is first.
-
-        A model answers requests as soon as it is loaded. `on_default` is called after the default model is loaded. A
-        model that cannot be loaded is skipped, and `failures` holds the error. Raises RegistryError, BundleError or
-        DeviceError if a model that the settings require cannot be loaded: the default model, or any model if the
-        settings require all models. The caller must then close the registry.
-
-        A model whose certificate does not hold is served as uncertified. Its certificate then contains the reason.
-        """
-        poller = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
+        """Opens the session store, then loads all models one by one. Calls `on_default` after the default model is
+        loaded. A model that cannot be loaded is skipped, and `failures` holds the error. Raises RegistryError,
+        BundleError or DeviceError if a model that the settings require cannot be loaded: the default model, or any
+        model if the settings require all models. The caller must then close the registry."""
+        await asyncio.to_thread(self._repository.changed)
         bundles = await asyncio.to_thread(self._find)
         self.default = self._choose_default(bundles)
         self._found = dict(sorted(bundles.items(), key=lambda item: (item[0] != self.default, item[0])))
@@ -164,7 +158,24 @@ class ModelRegistry:
             self._status = "ready"
             self._metrics.ready.set(1)
             if self._settings.model_poll_interval_s is not None:
-                self._background.add(asyncio.create_task(poller.run(self._settings.model_poll_interval_s)))
+                self._background.add(asyncio.create_task(self._poll(self._settings.model_poll_interval_s)))
+
+    async def _poll(self, every_s: float) -> None:
+        """Loads changed bundles, until it is cancelled. A failed load is repeated when the model's bundles change
+        again."""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self.load_changed()
+            except Exception:  # the disk may be unavailable for some time, so polling continues
+                logger.exception("the folder of bundles could not be read")
+
+    async def load_changed(self) -> None:
+        for name in await asyncio.to_thread(self._repository.changed):
+            try:
+                await self.load_model(name)
+            except WaneError as error:
+                logger.warning("the bundles of model %s have changed, but: %s", name, error.message)
 
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
         """Raises the error of a finished load at start if the server requires the model."""
@@ -202,10 +213,8 @@ class ModelRegistry:
         return load is not None and not load.done() and name not in self._engines
 
     async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
-        """Waits until the load of a model at start has succeeded or failed. None stands for the default model.
-
-        Raises DeadlineExceeded, and Unavailable if the server stops meanwhile.
-        """
+        """Waits until the load of a model at start has succeeded or failed. None stands for the default model. Raises
+        DeadlineExceeded, and Unavailable if the server stops meanwhile."""
         async with until(deadline, "the deadline passed while the server was loading the model"):
             await self._open.wait()
             load = self._loads.get(self.default if name is None else name)
@@ -221,12 +230,9 @@ class ModelRegistry:
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> Engine:
         """Returns the engine of a session. `session` is the session's internal name (see `types/request.py`). Waits
-        while the session's model is loading.
-
-        Raises UnknownSession and DeadlineExceeded. Raises InvalidRequest if `model` is not the session's model. Raises
-        TokenizerChanged if the session's tokens are from a tokenizer that is not loaded. Raises Unavailable if the
-        session's model could not be loaded.
-        """
+        while the session's model is loading. Raises UnknownSession and DeadlineExceeded. Raises InvalidRequest if
+        `model` is not the session's model, TokenizerChanged if the session's tokens are from a tokenizer that is not
+        loaded, and Unavailable if the session's model could not be loaded."""
         if not self._open.is_set():
             await self.wait_for(deadline=deadline)
         if self._status == "draining":
@@ -255,16 +261,13 @@ class ModelRegistry:
         return None
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
-        """Returns the engine for a session. `kind` is the session's model and vocabulary, or None if the session does
-        not exist."""
+        """See `engine_for`. `kind` is the session's model and vocabulary, or None if the session does not exist."""
         own, vocabulary = kind or ("", "")
         engine = self._engines.get(own)
         if engine is None and own in self.failures:
             raise Unavailable(self.failures[own].message)
         if kind is None or engine is None:
-            raise UnknownSession(
-                f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
-            )
+            raise unknown(session)
         if model is not None and model != own:
             raise other_model(session, own, model)
         if vocabulary != engine.tokenizer:
@@ -290,16 +293,13 @@ class ModelRegistry:
 
     async def load_model(self, name: str, deadline: float | None = None) -> Engine:
         """Serves the current bundle of a model. Replaces another loaded version. Does nothing if this bundle is loaded
-        already.
-
-        The load continues if the caller disconnects or its deadline passes. Raises UnknownModel if there is no such
-        bundle, LoadFailed if the load fails, DeadlineExceeded and Unavailable. After LoadFailed the earlier version is
-        still served.
-        """
+        already. The load continues if the caller disconnects or its deadline passes. Raises UnknownModel if there is no
+        such bundle, LoadFailed if the load fails, DeadlineExceeded and Unavailable. After LoadFailed the earlier
+        version is still served."""
         self.check_ready()
         task = asyncio.create_task(self._load(name))
         self._unfinished.add(task)
-        task.add_done_callback(self._load_ended)
+        task.add_done_callback(self._unfinished.discard)
         async with until(
             deadline, "the deadline passed, but the load continues: the index of models shows when the load has ended"
         ):
@@ -309,11 +309,6 @@ class ModelRegistry:
                 if task.cancelled():
                     self.check_ready()  # `close` has cancelled the load, not the caller
                 raise
-
-    def _load_ended(self, task: asyncio.Task[Engine]) -> None:
-        self._unfinished.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks the error as retrieved, because the caller may have disconnected
 
     async def _load(self, name: str) -> Engine:
         async with self._lock:
@@ -347,18 +342,16 @@ class ModelRegistry:
     async def _start(self, bundle: FoundBundle) -> Engine:
         """Loads a bundle and returns its engine. Raises LoadFailed."""
         assert self.session_store is not None, "a model is loaded before the store is open: this is a bug"
-        self._opening = bundle
+        self._opening, limit_s = bundle, self._settings.load_timeout_s
         try:
-            limit_s = self._settings.load_timeout_s
-            try:
-                async with asyncio.timeout(limit_s):
-                    opened = await loader.read_and_open(partial(self._read, bundle), bundle.name)
-            except TimeoutError as error:
-                why = f"its bundle was not read within load_timeout_s, {limit_s:g} s"
-                raise LoadFailed(bundle.name, why) from error
+            async with asyncio.timeout(limit_s):
+                opened = await loader.read_and_open(partial(self._read, bundle), bundle.name)
             longest = opened.bundle.manifest.history_tokens
             self.session_store.session_history_tokens = max(self.session_store.session_history_tokens, longest)
             return await loader.start(opened, self.session_store, self._settings, self._metrics)
+        except TimeoutError as error:
+            why = f"its bundle was not read within load_timeout_s, {limit_s:g} s"
+            raise LoadFailed(bundle.name, why) from error
         except (BundleError, DeviceError, ValueError) as error:
             raise LoadFailed(bundle.name, tell(error, bundle.path, bundle.folder)) from error
         except Exception as error:
@@ -410,10 +403,8 @@ class ModelRegistry:
                     )
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
-        """Stops serving a model. Its sessions continue if the model is loaded again before they expire.
-
-        Raises UnknownModel, Unavailable, DeadlineExceeded.
-        """
+        """Stops serving a model. Its sessions continue if the model is loaded again before they expire. Raises
+        UnknownModel, Unavailable, DeadlineExceeded."""
         if self._open.is_set():
             await self.wait_for(name, deadline)
         self.check_ready()
@@ -450,15 +441,13 @@ class ModelRegistry:
     # Shutdown
 
     def leave(self) -> None:
-        """Marks the registry as not ready, so that load balancers send requests elsewhere. Requests are still
-        accepted."""
+        """Marks the registry as not ready, so that load balancers send requests elsewhere. It still accepts them."""
         self._leaving = True
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Rejects new requests and requests that wait for a model. Waits for the requests in flight, but not longer
-        than the setting `drain_timeout_ms`. Then closes every engine. A second call waits until the first call has
-        ended."""
+        """Rejects new requests and requests that wait for a model. Waits for the requests in flight for at most
+        `drain_timeout_ms`. Then closes every engine. A second call waits until the first call has ended."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)

@@ -7,17 +7,15 @@ used. A bundle is identified by the digest of its manifest, which contains the d
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from wane.models.bundle_checks import MANIFEST, BundleError, manifest_bytes, parse_manifest
-from wane.service.errors import LoadFailed, UnknownModel, WaneError, truncate_repr
+from wane.service.errors import LoadFailed, UnknownModel, truncate_repr
 
 Signature = set[tuple[Path, int, int, int]]
 """The files of a model's bundles, each with its path, inode, size in bytes and modification time in nanoseconds."""
@@ -51,6 +49,8 @@ class Repository:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._seen: dict[str, Signature] | None = None
+        self._handled: dict[str, Signature] = {}
 
     def paths(self) -> Sequence[Path]:
         """Returns the folder of every bundle. Raises RegistryError if there is no bundle."""
@@ -76,6 +76,18 @@ class Repository:
                     (at, status.st_ino, status.st_size, status.st_mtime_ns) for at, status in statuses
                 }
         return signatures
+
+    def changed(self) -> Sequence[str]:
+        """Returns the names of the models whose bundles have changed since an earlier call returned them, sorted. The
+        first call regards the current bundles as loaded. A change is returned when two successive calls have found the
+        same files, so that no bundle is loaded while it is being copied. A model without bundles is never returned."""
+        before, self._seen = self._seen, self.signatures()
+        if before is None:
+            self._handled = self._seen
+        if self._seen != before:
+            return []
+        handled, self._handled = self._handled, self._seen
+        return sorted(name for name, files in self._seen.items() if files != handled.get(name))
 
     def list(self) -> list[FoundBundle]:
         """Returns every bundle, sorted by name and version."""
@@ -145,42 +157,3 @@ class Repository:
 def tell(error: Exception, path: Path, folder: str) -> str:
     """Returns the error's message, with the path of the bundle replaced by its path in the folder of bundles."""
     return str(error).replace(str(path), folder)
-
-
-logger = logging.getLogger("wane.engine")
-
-
-class RepositoryPoller:
-    """Polls the folder of bundles, and calls the load of the repository API for each model whose bundles have changed.
-
-    A load begins when two successive polls have found the same files, so that no bundle is loaded while it is being
-    copied. A failed load is repeated when the model's bundles change again. If the last bundle of a model is deleted,
-    the model is served until it is unloaded.
-    """
-
-    def __init__(self, repository: Repository, load: Callable[[str], Awaitable[object]]) -> None:
-        """Regards the current bundles as loaded. `load` is `ModelRegistry.load_model`. Blocks."""
-        self._repository = repository
-        self._load = load
-        self._seen = self._handled = repository.signatures()
-
-    async def run(self, every_s: float) -> None:
-        """Polls every `every_s` seconds until it is cancelled."""
-        while True:
-            await asyncio.sleep(every_s)
-            try:
-                await self.look()
-            except Exception:  # the disk may be unavailable for some time, so polling continues
-                logger.exception("the folder of bundles could not be read")
-
-    async def look(self) -> None:
-        """Polls once."""
-        before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
-        if self._seen != before:
-            return
-        handled, self._handled = self._handled, self._seen
-        for name in sorted(name for name, files in self._seen.items() if files != handled.get(name)):
-            try:
-                await self._load(name)
-            except WaneError as error:
-                logger.warning("the bundles of model %s have changed, but: %s", name, error.message)

@@ -24,23 +24,17 @@ from wane.service.registry import loader
 class Epoch:
     """The number of requests in flight that arrived between two calls of `Epochs.depart`."""
 
-    __slots__ = ("_gone", "count")
+    __slots__ = ("count", "gone")
 
     def __init__(self) -> None:
         self.count = 0
-        self._gone: asyncio.Event | None = None
+        self.gone: asyncio.Event | None = None  # set when the last request has ended, if something waits for that
 
     def leave(self) -> None:
         """Records the end of one request of this epoch."""
         self.count -= 1
-        if not self.count and self._gone is not None:
-            self._gone.set()
-
-    async def gone(self) -> None:
-        """Waits until the last request of this epoch has ended. No request may enter the epoch after this call."""
-        if self.count:
-            self._gone = self._gone or asyncio.Event()
-            await self._gone.wait()
+        if not self.count and self.gone is not None:
+            self.gone.set()
 
 
 class Epochs:
@@ -57,11 +51,12 @@ class Epochs:
 
     async def depart(self) -> None:
         """Waits until all requests that are in flight now have ended. Does not wait for later requests."""
-        epochs = [*self._earlier, self._latest]
         self._earlier.append(self._latest)
         self._latest = Epoch()
-        for epoch in epochs:
-            await epoch.gone()
+        for epoch in [*self._earlier]:
+            if epoch.count:
+                epoch.gone = epoch.gone or asyncio.Event()
+                await epoch.gone.wait()
             if epoch in self._earlier:
                 self._earlier.remove(epoch)
 
@@ -71,7 +66,6 @@ class RetiredEngines:
     sessions of their tokenizer. All methods must be called on the event loop's thread."""
 
     def __init__(self, epochs: Epochs, session_ttl_s: float) -> None:
-        """`epochs`: the epochs of all requests. `session_ttl_s`: the idle time after which a session expires."""
         self._epochs = epochs
         self._session_ttl_s = session_ttl_s
         self.leaving: list[Engine] = []
@@ -99,11 +93,6 @@ class RetiredEngines:
         """Keeps a replaced engine to serve the sessions of its tokenizer, until it has been unused for a session's time
         to live. All of these sessions have then expired."""
         self.lingering[engine] = asyncio.create_task(self._retire_unused(engine))
-
-    async def settled(self) -> None:
-        """Waits until all leaving engines are closed and their memory is freed."""
-        while self._ending:
-            await asyncio.wait(self._ending)
 
     def stop(self) -> list[Engine]:
         """Cancels the closing of engines, and returns the engines. The caller must close them."""

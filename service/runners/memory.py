@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,6 @@ from wane.service.runners.runner import KEPT, NEXT, Array, Feeds, Shapes, Slots,
 def output_name(name: str) -> str:
     """Returns the name of the output of a run that is written to the array `name`."""
     return name if name in KEPT else NEXT + name
-
-
-def _differences(values: Array, other: Array) -> Array:
-    """Returns the difference of each unit: see `StateMemory.differences`."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        differences: Array = np.abs(values - other)
-    if not np.isfinite(differences).all():
-        same = (values == other) | (np.isnan(values) & np.isnan(other))
-        differences = np.where(same, np.float32(0), np.where(np.isnan(differences), np.float32(np.inf), differences))
-    return differences
 
 
 class HostMemory(StateMemory):
@@ -63,31 +53,9 @@ class HostMemory(StateMemory):
         for output, name in self._outputs.items():
             self.arrays[name][slots] = outputs[output] if rows is None else outputs[output][rows]
 
-    def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
-        assert isinstance(source, HostMemory)
-        to, row = np.asarray(slots, np.intp), np.asarray(rows, np.intp)
-        for name, values in self.arrays.items():
-            values[to] = source.arrays[name][row]
-
-    def scratch(self, capacity: int) -> HostMemory:
-        return HostMemory({name: values.shape[1:] for name, values in self.arrays.items()}, capacity)
-
-    def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
-        largest = [
-            differences.reshape(len(slots), -1).max(axis=1) for _, differences in self._differences(slots, others)
-        ]
-        pairs: NDArray[np.float32] = np.max(largest, axis=0)
-        return pairs
-
-    def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
-        return {name: differences.max(axis=0) for name, differences in self._differences(slots, others)}
-
-    def _differences(self, slots: Slots, others: Slots) -> Iterator[tuple[str, Array]]:
-        """Yields the name of each state tensor, and the difference of each unit in each of n pairs: float32 (n,
-        *shape)."""
-        rows, other = np.asarray(slots, np.intp), np.asarray(others, np.intp)
-        for name in self._names:
-            yield name, _differences(self.arrays[name][rows], self.arrays[name][other])
+    def copy(self, slot: int, to: int) -> None:
+        for values in self.arrays.values():
+            values[to] = values[slot]
 
     def close(self) -> None:
         self.arrays.clear()

@@ -15,7 +15,7 @@ import onnxruntime
 from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Role
 from wane.service.runners.memory import HostMemory
-from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Runner, Shapes, StateMemory
+from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Shapes, StateMemory
 
 logger = logging.getLogger("wane.runner")
 
@@ -29,9 +29,10 @@ FIRST_REGION_BYTES = 64 * 2**20
 _sharing = threading.Lock()
 
 
-class OnnxRunner(Runner):
-    """Runs a bundle's graphs from states in the memory of the host. There is one onnxruntime inference session for each
-    graph. The graphs refer to offsets in the bundle's weights file, so the runs use exactly the verified bytes."""
+class OnnxRunner:
+    """A `Runner` of a bundle's graphs from states in the memory of the host. There is one onnxruntime inference session
+    for each graph. The graphs refer to offsets in the bundle's weights file, so the runs use exactly the verified
+    bytes."""
 
     def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
         """Opens every graph of `bundle`. `threads` is the number of threads that one run uses.
@@ -69,23 +70,15 @@ class OnnxRunner(Runner):
             self._sessions[role] = session
             self._outputs[role] = [output.name for output in session.get_outputs()]
         shapes = {output.name: output.shape for output in self._sessions["step"].get_outputs()}
-        self._top: int = shapes[TOP_IDS][1] if TOP_IDS in shapes else 0
-        self._device = "cuda" if wants_cuda else "cpu"
+        self.top: int = shapes[TOP_IDS][1] if TOP_IDS in shapes else 0
+        self.device = "cuda" if wants_cuda else "cpu"
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         """Opens an inference session for one of the bundle's graphs."""
         return open_session(bundle.graph_path(role), cuda, threads)
 
-    @property
-    def device(self) -> str:
-        return self._device
-
     def outputs(self, role: Role) -> Sequence[str]:
         return self._outputs[role]
-
-    @property
-    def top(self) -> int:
-        return self._top
 
     def close(self) -> None:
         self._sessions.clear()

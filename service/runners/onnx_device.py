@@ -105,10 +105,6 @@ class Device(NamedTuple):
         """Opens a session for a graph without weights."""
         return open_session(graph, self.name == "cuda", self.threads)
 
-    def bind_output(self, binding: onnxruntime.IOBinding, name: str) -> None:
-        """Binds an output of a run to the device's memory, so that it is not copied to the host."""
-        binding.bind_output(name, self.name, CUDA_DEVICE if self.name == "cuda" else 0)
-
     def zeros(self, shape: Sequence[int]) -> onnxruntime.OrtValue:
         """Returns float32 zeros on the device. On the CPU, the operating system commits their memory when it is first
         written."""
@@ -225,11 +221,8 @@ class TakeSessions(NamedTuple):
 
 
 class DeviceOutputs(Outputs):
-    """The outputs of one run on a device. The names are those of the bundle's graph.
-
-    Reading an output copies it to the host: all rows of the batch's items with `outputs[name]`, and one row with `row`.
-    The outputs of COPIED are already on the host. `part` and `only` copy nothing.
-    """
+    """The outputs of one run on a device. The names are those of the bundle's graph. Reading an output that is not in
+    COPIED copies it to the host: all rows of the batch's items with `outputs[name]`, and one row with `row`."""
 
     def __init__(
         self,
@@ -318,29 +311,15 @@ class DeviceOutputs(Outputs):
         return TopColumns(ids, logits.astype(np.float64), sums)
 
 
-class SlotSessions:
-    """The sessions of the graphs that read, write and compare the states in slots (`models/slot_graphs.py`)."""
-
-    def __init__(self, shapes: Shapes, device: Device) -> None:
-        # The package onnx is needed only here and in `DeviceRunner`.
-        from wane.models.slot_graphs import differences_graph, read_graph, write_graph
-
-        self.write = device.open(write_graph(shapes))
-        self.read = device.open(read_graph(shapes))
-        self.differences = device.open(
-            differences_graph({name: shape for name, shape in shapes.items() if name not in KEPT})
-        )
-
-
 class DeviceMemory(StateMemory):
-    """States on a device. The graphs gather, write and compare them there, so only what `read`, `differences` and
-    `unit_differences` return is copied to the host."""
+    """States on a device. The graphs gather and write them there, so only what `read` returns is copied to the host."""
 
-    def __init__(self, values: Mapping[str, onnxruntime.OrtValue], device: Device, sessions: SlotSessions) -> None:
-        """values: for each name, all slots on the device, float32 (capacity, *shape)."""
-        self._values = dict(values)
-        self._device = device
-        self._sessions = sessions
+    def __init__(self, shapes: Shapes, capacity: int, device: Device) -> None:
+        """See `Runner.memory`."""
+        from wane.models.slot_graphs import read_graph, write_graph
+
+        self._values = {name: device.zeros((capacity, *shape)) for name, shape in shapes.items()}
+        self._write, self._read = device.open(write_graph(shapes)), device.open(read_graph(shapes))
 
     def room(self, rows: int) -> Mapping[str, Array]:  # noqa: ARG002
         return {}
@@ -356,7 +335,7 @@ class DeviceMemory(StateMemory):
 
     def read(self, slots: Slots) -> dict[str, Array]:
         names = [*self._values]
-        return dict(zip(names, run_to_host(self._sessions.read, self._feeds(slots, names), names), strict=True))
+        return dict(zip(names, run_to_host(self._read, self._feeds(slots, names), names), strict=True))
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
         chosen = np.arange(len(slots)) if rows is None else np.array(rows)
@@ -365,30 +344,12 @@ class DeviceMemory(StateMemory):
             results, chosen = outputs.on_device, outputs.rows[chosen]
         self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, chosen)
 
-    def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
-        assert isinstance(source, DeviceMemory)
-        self._write_rows(np.asarray(slots), source._values, np.asarray(rows))
-
-    def scratch(self, capacity: int) -> DeviceMemory:
-        values = {name: self._device.empty((capacity, *value.shape()[1:])) for name, value in self._values.items()}
-        return DeviceMemory(values, self._device, self._sessions)
-
-    def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
-        pairs: NDArray[np.float32] = self._differences(slots, others, ["pairs"])[0]
-        return pairs
-
-    def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
-        names = [name for name in self._values if name not in KEPT]
-        return dict(zip(names, self._differences(slots, others, names), strict=True))
-
-    def _differences(self, slots: Slots, others: Slots, outputs: Sequence[str]) -> list[Array]:
-        """Returns outputs of the graph that compares states (`differences_graph`)."""
-        inputs = {**self.gather(slots), "others": np.asarray(others, np.int64)}
-        return run_to_host(self._sessions.differences, inputs, outputs)
+    def copy(self, slot: int, to: int) -> None:
+        self._write_rows(np.array([to]), self._values, np.array([slot]))
 
     def _write_rows(self, slots: NDArray[np.intp], values: Mapping[str, Any], rows: NDArray[np.intp]) -> None:
         """Writes rows of `values` to slots. The values are arrays of the host or values on the device."""
-        binding = self._sessions.write.io_binding()
+        binding = self._write.io_binding()
         bind_input(binding, "rows", rows.astype(np.int64))
         bind_input(binding, "to", slots.astype(np.int64).reshape(-1, 1))
         for name, value in self._values.items():
@@ -397,7 +358,7 @@ class DeviceMemory(StateMemory):
             source = values[name]
             is_on_device = isinstance(source, onnxruntime.OrtValue)
             bind_input(binding, f"next.{name}", source if is_on_device else np.asarray(source, np.float32))
-        self._sessions.write.run_with_iobinding(binding)
+        self._write.run_with_iobinding(binding)
 
     def close(self) -> None:
         self._values.clear()
@@ -415,13 +376,10 @@ class DeviceRunner(OnnxRunner):
         device: Literal["auto", "cpu", "cuda"],
         threads: int,
         *,
-        padded: bool | None = None,
         captured: bool = True,
     ) -> None:
-        """See `OnnxRunner`. padded: whether batches are padded to a power of two, and sequences to a `length_bucket`.
-        By default they are padded on CUDA only, because the padding takes time on a CPU. captured: whether the padded
-        runs of the graphs of CAPTURED are captured as CUDA graphs, one for each size of a batch. The CPU never captures
-        a run."""
+        """See `OnnxRunner`. captured: whether the runs of the graphs of CAPTURED are captured as CUDA graphs, one for
+        each padded size of a batch. The CPU never captures a run."""
         from wane.models.slot_graphs import rows_graph, top_graph
 
         self._states = [tensor.name for tensor in bundle.manifest.state]
@@ -429,7 +387,6 @@ class DeviceRunner(OnnxRunner):
         self._wants_captures = captured
         super().__init__(bundle, device, threads)
         self._on = Device(self.device, threads)
-        self._padded = self.device == "cuda" if padded is None else padded
         self._take = TakeSessions(self._on.open(rows_graph()), self._on.open(top_graph()))
         # the buffers that no result uses, by graph and padded size; runs of one graph do not overlap
         self._free = defaultdict[tuple[Role, int], list[Buffers]](list)
@@ -459,17 +416,14 @@ class DeviceRunner(OnnxRunner):
         return [HIDDEN] if role == "head" else self._states
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the names of the outputs of the bundle's graph."""
         return [name for name in super().outputs(role) if name not in ADDED]
 
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
-        """Returns memory for `capacity` states on the device."""
-        values = {name: self._on.zeros((capacity, *shape)) for name, shape in shapes.items()}
-        return DeviceMemory(values, self._on, SlotSessions(shapes, self._on))
+        return DeviceMemory(shapes, capacity, self._on)
 
     def run(self, role: Role, feeds: Feeds) -> Outputs:
-        """Runs one graph and returns its outputs by name. See `Runner` for the shapes. The state is either arrays of
-        the host, or the result of `DeviceMemory.gather`."""
+        """See `Runner`. The state is either arrays of the host, or the result of `DeviceMemory.gather`. Batches are
+        padded to a `bucket` of items, and sequences to a `length_bucket` of tokens."""
         inputs = dict(feeds)
         for name in self._inputs(role):
             if name in inputs:  # a graph reads row i of an array of the host as slot i
@@ -477,27 +431,21 @@ class DeviceRunner(OnnxRunner):
                 inputs.setdefault(SLOTS, np.arange(len(inputs[IN_SLOTS + name])))
         count = len(inputs[SLOTS] if role == "head" else inputs["tokens"])
         places = None if role in CAPTURED else inputs["tokens"].shape[1]
-        if self._padded:
-            for name in {"tokens", SLOTS} & inputs.keys():
-                if len(inputs[name]) != count:
-                    raise ValueError(f"{name} has {len(inputs[name])} items, but the batch has {count}")
-            # The states are arrays of the host in the checks of a bundle, and for the most probable tokens at each
-            # place of a text.
-            if role in CAPTURED and isinstance(inputs[IN_SLOTS + self._inputs(role)[0]], onnxruntime.OrtValue):
-                return self._run_in_buffers(role, inputs, count)
-            inputs |= {
-                name: padded(inputs[name], bucket(count), fill) for name, fill in PADDING.items() if name in inputs
-            }
+        for name in {"tokens", SLOTS} & inputs.keys():
+            if len(inputs[name]) != count:
+                raise ValueError(f"{name} has {len(inputs[name])} items, but the batch has {count}")
+        # The states are arrays of the host in the checks of a bundle, and for the most probable tokens at each place of
+        # a text.
+        if role in CAPTURED and isinstance(inputs[IN_SLOTS + self._inputs(role)[0]], onnxruntime.OrtValue):
+            return self._run_in_buffers(role, inputs, count)
+        inputs |= {name: padded(inputs[name], bucket(count), fill) for name, fill in PADDING.items() if name in inputs}
         session = self._sessions[role]
         binding = session.io_binding()
         for name, value in inputs.items():
             bind_input(binding, name, value)
         names = self._outputs[role]
         for name in names:
-            if name in COPIED:
-                binding.bind_output(name, "cpu")
-            else:
-                self._on.bind_output(binding, name)
+            binding.bind_output(name, "cpu" if name in COPIED else self.device, CUDA_DEVICE)
         session.run_with_iobinding(binding)
         results = dict(zip(names, binding.get_outputs(), strict=True))
         copied = {name: results.pop(name).numpy() for name in names if name in COPIED}

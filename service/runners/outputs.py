@@ -12,8 +12,7 @@ from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
 
 FEW = 6
 """The number of largest logits per row that are read by default: for five predictions and one token that is not listed,
-such as `<unk>`. A graph outputs more of them
-(`TOP` in `models/bundle_checks.py`)."""
+such as `<unk>`. A graph outputs more of them (`TOP` in `models/bundle_checks.py`)."""
 
 FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that must be finite in every answer."""
@@ -75,7 +74,6 @@ class Outputs(Mapping[str, Array]):
         return len(self._names)
 
     def row(self, name: str, row: int) -> Array:
-        """Returns one row of the output `name`."""
         value: Array = self._arrays[name][row]
         return value
 

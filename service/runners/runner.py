@@ -46,7 +46,7 @@ class StateMemory(Protocol):
     """
 
     def room(self, rows: int) -> Mapping[str, Array]:
-        """Returns buffers for the states of `rows` slots, for `gather`."""
+        """Returns buffers for `rows` states, for `gather`."""
         ...
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
@@ -67,32 +67,9 @@ class StateMemory(Protocol):
         slot. None: all rows."""
         ...
 
-    def copy(self, slots: Slots, source: StateMemory, rows: Slots) -> None:
-        """Copies the values of the slots `rows` of another memory to `slots`. Both memories must be of the same runner.
-        `source` may be this memory, if no slot is in both `slots` and `rows`."""
-        ...
+    def copy(self, slot: int, to: int) -> None: ...
 
-    def scratch(self, capacity: int) -> StateMemory:
-        """Returns memory for `capacity` more states of the same shapes. Its initial values are undefined."""
-        ...
-
-    def differences(self, slots: Slots, others: Slots) -> NDArray[np.float32]:
-        """Returns the difference of each of n pairs of states, for n >= 1: float32 (n). This is the largest difference
-        of any unit. `slots` and `others` are the slots of the states. `hidden` is not compared.
-
-        The difference of a unit is the absolute difference of its two values: 0 if both are equal or both are NaN, and
-        infinite if exactly one of them is NaN.
-        """
-        ...
-
-    def unit_differences(self, slots: Slots, others: Slots) -> dict[str, Array]:
-        """Like `differences`, but returns, for each state tensor's name, the largest difference of each unit in any
-        pair: float32 (*shape)."""
-        ...
-
-    def close(self) -> None:
-        """Frees the memory."""
-        ...
+    def close(self) -> None: ...
 
 
 MakeMemory = Callable[[Shapes, int], StateMemory]
@@ -129,10 +106,8 @@ class Runner(Protocol):
     `error.<name>` is a bound, for each unit, of the distance between `next.<name>` and the state of such a run.
     """
 
-    @property
-    def device(self) -> str:
-        """The device that the graphs run on, `cpu` or `cuda`."""
-        ...
+    device: str
+    """The device that the graphs run on, `cpu` or `cuda`."""
 
     def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
         """Runs one graph and returns its outputs by name. If the outputs are on a device, reading an output copies it
@@ -140,7 +115,7 @@ class Runner(Protocol):
         ...
 
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
-        """Returns memory for `capacity` states on the runner's device: see `MakeMemory`."""
+        """See `MakeMemory`. The memory is on the runner's device."""
         ...
 
     def outputs(self, role: Role) -> Sequence[str]:

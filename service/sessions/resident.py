@@ -73,8 +73,8 @@ class ResidentSessions:
         in a slot with a row, and the store leaves the tokens to this object. The cached state and the stored session
         must both have the revision of `record`."""
         session, position = record.session, record.position
-        slot = self._state_cache.slot_of(session)
-        if slot is None or slot >= len(self._rings) or not self._store.buffer(session, self, self._rings.strides[0]):
+        slot, row_bytes = self._state_cache.slot_of(session), self._rings.strides[0]
+        if slot is None or slot >= len(self._rings) or not self._store.buffer(session, self.flush, row_bytes):
             return
         self.buffered[slot] = True
         ids = record.tail.ids()
@@ -156,7 +156,7 @@ class ResidentSessions:
         return self.cache.shares(self._rings[slots[:, None], latest], np.full(len(slots), length - 1))
 
     def flush(self, session: str) -> tuple[TokenHistory, int, float]:
-        """See `HistoryBuffer`."""
+        """See `Flush` in `stores/store.py`."""
         slot = self._state_cache.slot_of(session)
         assert slot is not None, "a buffered session has no state: this is a bug"
         self.buffered[slot] = False
@@ -165,9 +165,8 @@ class ResidentSessions:
 
     async def close(self) -> None:
         """Writes all buffered sessions to the store, WRITTEN_AT_ONCE sessions at a time."""
-        for count, slot in enumerate(np.flatnonzero(self.buffered).tolist()):
-            session = self._state_cache.sessions[slot]
-            if self.buffered[slot] and session is not None:
+        for count, session in enumerate([*self._state_cache.order]):
+            if self.slot(session) is not None:
                 self._store.get_cached(session)
             if count % WRITTEN_AT_ONCE == WRITTEN_AT_ONCE - 1:
                 await asyncio.sleep(0)

@@ -112,6 +112,10 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
     raise conflict(record, start)
 
 
+def unknown(session: str) -> UnknownSession:
+    return UnknownSession(f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired")
+
+
 def _has_last_key(record: SessionRecord, key: str) -> bool:
     """Returns whether a step with this key has the key of the session's last step."""
     return record.last is not None and record.last.key == of_key(key)
@@ -273,9 +277,7 @@ class Sessions:
     def _known(self, session: str, record: SessionRecord | None) -> SessionRecord:
         if record is None or record.model != self._model:
             self._state_cache.drop(session)
-            raise UnknownSession(
-                f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
-            )
+            raise unknown(session)
         if record.vocabulary != self._vocabulary:
             raise TokenizerChanged(id_of(session), self._model, self._version)
         return record
@@ -300,10 +302,9 @@ class Sessions:
             return None
         if key is not None and (expected_position is None or _has_last_key(record, key)):
             return None
-        if self._checkpoint_interval_tokens is None or record.snapshot is not None:
-            return record
         # If the state is not resident, the store may have a snapshot, so the session must be read from the store.
-        return None if self.cached(record, behind=True, use=False) is None else record
+        has_snapshots = self._checkpoint_interval_tokens is not None
+        return None if has_snapshots and self.cached(record, behind=True, use=False) is None else record
 
     async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
         """Reads the session from the store. Returns the session and the kind of the step. If the session does not exist

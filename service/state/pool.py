@@ -1,5 +1,4 @@
-"""Slots for states, and the cache of sessions' states in them. A slot is one row of each array of the states' memory
-(`StateMemory`).
+"""Slots for states, and the cache of sessions' states in them. A slot is one row of each array of a `StateMemory`.
 
 Slots are reference-counted: users retain and release a slot. A slot without users is free. A session's next state is
 written to a new slot, which becomes the session's slot at the commit. `advance` instead overwrites the earlier states
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
-from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory, StateMemory
+from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory
 from wane.service.state.prefixes import PrefixStates
 
 ZERO: Final = 0  # the slot that holds the zero state
@@ -68,12 +67,8 @@ class StatePool:
     ) -> None:
         """`hidden` is the width of the output layer's input, which is stored with every state. So are the `norms`
         columns of the output `norms`, if the graphs have it. `beside_bytes` is what else the engine keeps in memory for
-        each state, and counts against the budget. `memory` allocates the memory of the states, on the device
-        of the runner that reads them. `on_evict` is called for every evicted state of a session. `clock`, `on_prefix`:
-        see `PrefixStates`.
-
-        Raises ValueError if the budget is too small for FEWEST_SLOTS states.
-        """
+        each state, and counts against the budget. `on_evict` is called for every evicted state of a session. `clock`,
+        `on_prefix`: see `PrefixStates`. Raises ValueError if the budget is too small for FEWEST_SLOTS states."""
         self._shapes = shapes = {tensor.name: tensor.shape for tensor in state}
         if norms:
             shapes[NORMS] = (norms,)
@@ -97,7 +92,6 @@ class StatePool:
         """Returns whether a session's state is resident."""
         # Data of the resident state in each slot. The arrays' rows for unused slots take no memory, because the
         # operating system commits zeroed memory only when it is first written.
-        self.sessions: list[str | None] = [None] * RESERVED  # the session in each slot that was ever used
         self._revisions = np.zeros(self.capacity, np.uint64)
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
@@ -117,7 +111,6 @@ class StatePool:
             slot = self._untouched
             self._untouched += 1
             self.users.append(0)
-            self.sessions.append(None)
         else:
             raise Overloaded(
                 f"all {self.capacity} states are in use by requests: retry later, or increase state_budget_bytes"
@@ -156,11 +149,10 @@ class StatePool:
             self.users[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Removes a user from a slot. Frees the slot if it has no other user."""
         self.release_all((slot,))
 
     def release_all(self, slots: Iterable[int]) -> None:
-        """Releases each of the slots: see `release`."""
+        """Removes a user from each of the slots. Frees a slot if it has no other user."""
         users, free = self.users, self.free
         for slot in slots:
             if slot >= RESERVED:
@@ -171,10 +163,7 @@ class StatePool:
 
     @contextmanager
     def lease(self) -> Iterator[int]:
-        """Yields a slot for a new state, and releases it at the end of the block.
-
-        Raises Overloaded if requests use every slot.
-        """
+        """Yields a slot (`acquire`), and releases it at the end of the block."""
         slot = self.acquire()
         try:
             yield slot
@@ -192,7 +181,6 @@ class StatePool:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot is in use."""
         return not self.free and self._untouched == self.capacity
 
     @property
@@ -220,13 +208,12 @@ class StatePool:
         assert slots.min() != ZERO, "the slot of the zero state is written to: this is a bug"
         self.memory.write(slots, outputs, rows)
 
-    def copy(self, slot: int, to: int, source: StateMemory | None = None) -> None:
-        """Copies the values in `slot` to the slot `to`. `source`: the memory of `slot`, if it is not this pool's."""
+    def copy(self, slot: int, to: int) -> None:
+        """Copies the values in `slot` to the slot `to`."""
         assert to not in (ZERO, START), "a reserved slot is written to: this is a bug"
-        self.memory.copy([to], self.memory if source is None else source, [slot])
+        self.memory.copy(slot, to)
 
     def pack(self, slot: int) -> bytes:
-        """Returns a slot's values as bytes."""
         return b"".join([values.tobytes() for values in self.memory.read([slot]).values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
@@ -244,7 +231,6 @@ class StatePool:
         self.write(np.array([slot], np.intp), values)
 
     def close(self) -> None:
-        """Frees the memory. The pool must not be used afterwards."""
         self.memory.close()
 
     # Sessions
@@ -256,7 +242,6 @@ class StatePool:
         self.retain(slot)
         self.drop(session)
         self.order[session] = slot
-        self.sessions[slot] = session
         self._revisions[slot] = revision
         self.dropped_tokens[slot] = dropped_tokens
         self.positions[slot] = position
@@ -270,10 +255,7 @@ class StatePool:
         self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
     ) -> None:
         """Replaces the states of B sessions by the outputs of a run over one token for each session. Increments the
-        sessions' positions and revisions. Counts as a use of the states.
-
-        `outputs`: float32 (B, ...), see `write`.
-        """
+        sessions' positions and revisions. Counts as a use of the states. `outputs`: see `write`."""
         self.write(slots, outputs)
         self.positions[slots] += 1
         self._revisions[slots] += np.uint64(1)
@@ -297,12 +279,11 @@ class StatePool:
         return CachedState(slot, self._revisions.item(slot), self.dropped_tokens.item(slot), self.positions.item(slot))
 
     def drop(self, session: str) -> None:
-        """Drops a session's state, if it is resident."""
+        """Drops the session's state, if it is resident."""
         slot = self.order.get(session)
         if slot is not None:
             self.on_drop(session, slot)
             del self.order[session]
-            self.sessions[slot] = None
             self.release(slot)
 
     def drop_idle(self, since_s: float) -> None:
@@ -320,15 +301,18 @@ class StatePool:
 
     # Integrity
 
-    def miscounts(self) -> list[str]:
-        """Returns the faults of the reference counts. Each slot that was ever used must either be in use or occur
-        exactly once in the list of free slots."""
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError if the cache's indexes or the reference counts are inconsistent. For tests and
+        debugging. Each slot that was ever used must either be in use or occur exactly once in the list of free slots.
+
+        `idle` says whether no request is in flight. If so, every slot in use must hold a resident state.
+        """
         users = np.frombuffer(self.users.tobytes(), np.int32)[: self._untouched]
         free = np.frombuffer(self.free.tobytes(), np.int32)
-        if len(free) and not RESERVED <= free.min() <= free.max() < self._untouched:
-            return ["a free slot does not exist"]
+        assert not len(free) or RESERVED <= free.min() <= free.max() < self._untouched, "a free slot does not exist"
         is_free = np.zeros(self._untouched, bool)
         is_free[free] = True
+        resident, used = [*self.order.values()], self.used - len(self.prefixes)
         wrong = {
             "a slot was freed twice": np.count_nonzero(is_free) < len(free),
             "a slot was released once too often": (users < 0).any(),
@@ -336,28 +320,14 @@ class StatePool:
             "a slot is neither in use nor free": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
             "the number of used slots is wrong": np.count_nonzero(users) != self.used,
             "the zero state was written to": any(values.any() for values in self.memory.read([ZERO]).values()),
+            "the next state to evict is not the least recently used": any(
+                one > other for one, other in pairwise(self.touched_s[resident])
+            ),
+            "a slot has the states of two sessions": len({*resident}) < len(resident),
+            "a slot with a state is free": not users[resident].all(),
+            f"{used} slots are in use for {len(resident)} sessions, but no request is in flight": idle
+            and used != len(resident),
+            "a slot has two users, but no request is in flight": idle and (users > 1).any(),
         }
-        return [text for text, is_wrong in wrong.items() if is_wrong]
-
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError if the cache's indexes or the reference counts are inconsistent. For tests and
-        debugging.
-
-        `idle` says whether no request is in flight. If so, every slot in use must hold a resident state.
-        """
-        faults = self.miscounts() + self.prefixes.faults()
-        owned = {slot: session for slot, session in enumerate(self.sessions) if session is not None}
-        if len(owned) != len(self.order):
-            faults.append(f"{len(owned)} slots have a session, but {len(self.order)} sessions have a slot")
-        used = self.used - len(self.prefixes)
-        if idle and used != len(self.order):
-            faults.append(f"{used} slots are in use for {len(self.order)} sessions, but no request is in flight")
-        if idle and (np.frombuffer(self.users.tobytes(), np.int32) > 1).any():
-            faults.append("a slot has two users, but no request is in flight")
-        if any(one > other for one, other in pairwise(self.touched_s[[*self.order.values()]])):
-            faults.append("the next state to evict is not the least recently used")
-        if any(self.order.get(session) != slot for slot, session in owned.items()):
-            faults.append("a slot belongs to a session whose state is in another slot")
-        if any(not self.users[slot] for slot in owned):
-            faults.append("a slot with a state is free")
+        faults = [text for text, is_wrong in wrong.items() if is_wrong] + self.prefixes.faults()
         assert not faults, "; ".join(faults)

@@ -132,7 +132,6 @@ class PrefixStates:
         self._scores_bytes = 0
 
     def __len__(self) -> int:
-        """Returns the number of kept states."""
         return len(self._kept)
 
     def find(self, path: Path, scored: Callable[[Scores], bool] | None = None) -> Found:
@@ -215,11 +214,8 @@ class PrefixStates:
     def _drop(self, key: Key) -> None:
         self._forget(key)
         kept = self._kept.pop(key)
-        rests = self._rests[kept.block]
-        rests[kept.rest] -= 1
-        if not rests[kept.rest]:
-            del rests[kept.rest]
-        if not rests:
+        self._rests[kept.block] -= Counter((kept.rest,))
+        if not self._rests[kept.block]:
             del self._rests[kept.block]
         self._pool.release(kept.slot)
 

@@ -1,5 +1,5 @@
-"""Encodes sessions: in memory, in a dump file, and in a shared store. Numbers are big-endian, and token ids are
-little-endian. Both encodings end with the same four fields and the tail:
+"""Encodes sessions in a dump file and in a shared store. Numbers are big-endian, and token ids are little-endian. This
+encoding and that in memory (`packed.py`) have the same four fields, and end with the tail:
 
     position  start  tokens' digest    key's digest      tail
     uint64    int64  16 bytes at most  16 bytes at most  token ids
@@ -7,20 +7,15 @@ little-endian. Both encodings end with the same four fields and the tail:
 `start` is the last step's starting position, or -1 if there is no last step. A byte with the digest's length stands
 before each digest. The key's digest is empty if the step had no key.
 
-In memory (`Packing`), the session's last use and its identity stand before them. An identity (model, version, mode, the
-width of a token id, the vocabulary) is stored once for all sessions that share it:
-
-    used in seconds  revision  identity's number
-    float64          uint64    uint16
-
-For other processes (`write`), the identity itself stands between the digests and the tail, and before them:
+The identity (model, version, mode, the width of a token id, the vocabulary) stands between the digests and the tail, as
+JSON. Before them stand:
 
     revision  run     format  stamp   bytes of the identity  bytes of the tail
     uint64    uint32  uint8   uint64  uint16                 uint32
 
 `run` is the time of Redis's last save to disk or, before the first save, of its start. It therefore changes with every
-restart of Redis. In a dump file it is 0. `stamp` is a random number that identifies a change and its writer. The
-identity is JSON. The fields from `format` to the identity are the head.
+restart of Redis. In a dump file it is 0. `stamp` is a random number that identifies a change and its writer. The fields
+from `format` to the identity are the head.
 
 A snapshot (`Snapshot`), which is stored at every checkpoint in addition to the session's last tokens:
 
@@ -49,15 +44,10 @@ STAMP_BITS = 64
 FARTHEST = 2**53  # the scripts of a store count exactly up to this position
 IDENTITIES = 4096  # size of the cache of identities: above the number of versions and modes of all loaded models
 REVISION = struct.Struct(">Q")
-_FIELDS = f"Qq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p"
-_PACKED = struct.Struct(f">dQH{_FIELDS}")
-_USED = struct.Struct(">d")
-_USED_REVISION_IDENTITY = struct.Struct(">dQH")
-_HEAD = struct.Struct(f">BQHI{_FIELDS}")
+FIELDS = f"Qq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p"
+_HEAD = struct.Struct(f">BQHI{FIELDS}")
 _RUN_AT, _HEAD_AT = 8, 12
 _SNAPSHOT_HEAD = struct.Struct(">QQH")
-HEADER_BYTES = _PACKED.size
-"""The size of a packed session without its tail."""
 
 Identity = tuple[str, str, Mode, int, str]
 """Model, version, mode, number of bytes of a token id, and vocabulary."""
@@ -67,60 +57,11 @@ class Unreadable(ValueError):
     """The bytes are not a session, or were written by another version of Wane."""
 
 
-def used_s(packed: bytes) -> float:
-    """Returns the time of a packed session's last use, in seconds."""
-    (when,) = _USED.unpack_from(packed)
-    return float(when)
-
-
-def used_at(packed: bytes, now_s: float) -> bytes:
-    """Returns the packed session with the time of its last use set to `now_s`."""
-    return _USED.pack(now_s) + packed[_USED.size :]
-
-
-class Packing:
-    """Packs and unpacks records in memory. Identities are numbered in the order in which they are first packed."""
-
-    def __init__(self) -> None:
-        self._identities: list[Identity] = []
-        self._numbers: dict[Identity, int] = {}
-
-    def pack(self, record: SessionRecord, now_s: float) -> bytes:
-        """Packs the record, with `now_s` as the time of its last use."""
-        identity, tail = _identity_of(record), record.tail.data
-        number = self._numbers.get(identity)
-        if number is None:
-            number = self._numbers[identity] = len(self._identities)
-            self._identities.append(identity)
-        start, tokens, key = record.last or (NO_STEP, b"", b"")
-        return _PACKED.pack(now_s, record.revision, number, record.position, start, tokens, key or b"") + tail
-
-    def unpack(
-        self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
-    ) -> SessionRecord:
-        """Unpacks the record. The record's `idle_s` is the idle time at `now_s`. `durable` and `snapshot` are fields of
-        the record that are not packed."""
-        when_s, revision, number, position, start, tokens, key = _PACKED.unpack_from(packed)
-        model, version, mode, width, vocabulary = self._identities[number]
-        tail = TokenHistory(packed[HEADER_BYTES:], width)
-        last = None if start == NO_STEP else LastStep(start, tokens, key or None)
-        idle_s = now_s - when_s
-        return SessionRecord(
-            session, model, version, mode, position, tail, revision, last, idle_s, vocabulary, durable, snapshot
-        )
-
-    def identity(self, packed: bytes) -> Identity:
-        """Returns the identity of the packed session."""
-        _, _, number = _USED_REVISION_IDENTITY.unpack_from(packed)
-        identity: Identity = self._identities[number]
-        return identity
-
-
 def head(record: SessionRecord) -> bytes:
     """Encodes a session for other processes, without its revision, its run and its tail. Every call draws a new
     stamp."""
     start, tokens, key = record.last or (NO_STEP, b"", b"")
-    identity, stamp, size = _written(_identity_of(record)), getrandbits(STAMP_BITS), len(record.tail.data)
+    identity, stamp, size = _written(identity_of(record)), getrandbits(STAMP_BITS), len(record.tail.data)
     return _HEAD.pack(FORMAT, stamp, len(identity), size, record.position, start, tokens, key or b"") + identity
 
 
@@ -166,7 +107,7 @@ def read(
     return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)
 
 
-def _identity_of(record: SessionRecord) -> Identity:
+def identity_of(record: SessionRecord) -> Identity:
     return record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
 
 

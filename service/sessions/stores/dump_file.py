@@ -1,26 +1,25 @@
 """Saves sessions in a file. A server writes the file after it has drained, and the next server reads it when it starts.
 
-    "wane sessions 1\\n"  unix time  count   sessions  SHA-256 of all
-                         float64    uint64            32 bytes
+    "wane sessions 1\\n"  SHA-256 of the rest  unix time  count   sessions
+                         32 bytes             float64    uint64
 
 Each session:
 
-    length  id     idle_s   length  session
-    uint16  UTF-8  float64  uint32  as in codec.py
+    bytes of the id  idle_s   bytes of the session  id     session
+    uint16           float64  uint32                UTF-8  as in codec.py
 
-Numbers are big-endian. `length` is the number of bytes of the id or the session that follows. The file is replaced
-atomically, and is read only if it is complete.
+Numbers are big-endian. The file is replaced atomically, and is read only if it is complete.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.store import SessionRecord, StoreError
@@ -28,8 +27,7 @@ from wane.service.sessions.stores.store import SessionRecord, StoreError
 MAGIC = b"wane sessions 1\n"
 PART = ".part"
 _HEAD = struct.Struct(">dQ")
-_ID = struct.Struct(">H")
-_ENTRY = struct.Struct(">dI")
+_ENTRY = struct.Struct(">HdI")
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -38,12 +36,15 @@ def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float
     then unchanged."""
     part = path.with_name(path.name + PART)
     try:
-        with part.open("wb") as file:
-            sha = hashlib.sha256()
-            for piece in _pieces(records, now_s()):
-                sha.update(piece)
-                file.write(piece)
-            file.write(sha.digest())
+        with part.open("w+b") as file:
+            file.write(MAGIC + bytes(DIGEST_BYTES))
+            file.write(_HEAD.pack(now_s(), len(records)))
+            for record in records:
+                session, data = record.session.encode(), codec.write(record)
+                file.write(_ENTRY.pack(len(session), record.idle_s, len(data)) + session + data)
+            digest = _digest(file)
+            file.seek(len(MAGIC))
+            file.write(digest)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -63,11 +64,18 @@ def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[
     """
     try:
         with path.open("rb") as file:
-            _check(path, file)
-            file.seek(len(MAGIC))
+            if file.read(len(MAGIC)) != MAGIC:
+                raise StoreError(f"session_file {path} is not a file of sessions; {ADVICE}")
+            if file.read(DIGEST_BYTES) != _digest(file):
+                raise StoreError(f"session_file {path} is damaged: its SHA-256 does not match; {ADVICE}")
+            file.seek(len(MAGIC) + DIGEST_BYTES)
             saved_s, count = _HEAD.unpack(file.read(_HEAD.size))
             since_s = max(0.0, now_s() - saved_s)
-            records = [_record(file, keep, since_s) for _ in range(count)]
+            records = []
+            for _ in range(count):
+                id_bytes, idle_s, size = _ENTRY.unpack(file.read(_ENTRY.size))
+                session = file.read(id_bytes).decode()
+                records.append(codec.read(session, file.read(size), keep, idle_s + since_s))
     except (OSError, struct.error, ValueError) as error:
         raise StoreError(f"session_file {path} cannot be read: {error}; {ADVICE}") from error
     records.sort(key=lambda record: -record.idle_s)
@@ -77,30 +85,7 @@ def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[
 ADVICE = "the file was left unchanged; to start without its sessions, move it away"
 
 
-def _check(path: Path, file: BinaryIO) -> None:
-    """Raises StoreError if the file was not written by `save`, or is incomplete."""
-    if file.read(len(MAGIC)) != MAGIC:
-        raise StoreError(f"session_file {path} is not a file of sessions; {ADVICE}")
-    left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
-    sha = hashlib.sha256()
-    file.seek(0)
-    while left > 0:
-        piece = file.read(min(left, 2**20))
-        sha.update(piece)
-        left -= len(piece)
-    if file.read() != sha.digest():
-        raise StoreError(f"session_file {path} is damaged: its SHA-256 does not match; {ADVICE}")
-
-
-def _pieces(records: Sequence[SessionRecord], now_s: float) -> Iterator[bytes]:
-    yield MAGIC + _HEAD.pack(now_s, len(records))
-    for record in records:
-        session, data = record.session.encode(), codec.write(record)
-        yield _ID.pack(len(session)) + session + _ENTRY.pack(record.idle_s, len(data)) + data
-
-
-def _record(file: BinaryIO, keep: int, since_s: float) -> SessionRecord:
-    (length,) = _ID.unpack(file.read(_ID.size))
-    session = file.read(length).decode()
-    idle_s, length = _ENTRY.unpack(file.read(_ENTRY.size))
-    return codec.read(session, file.read(length), keep, idle_s + since_s)
+def _digest(file: io.BufferedReader | io.BufferedRandom) -> bytes:
+    """Returns the digest of what follows the file's own digest."""
+    file.seek(len(MAGIC) + DIGEST_BYTES)
+    return hashlib.file_digest(file, hashlib.sha256).digest()

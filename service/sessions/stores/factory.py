@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore, OwnedSessions
@@ -31,7 +31,8 @@ def make_store(
     from wane.service.sessions.stores.redis import RedisStore
 
     return RedisStore(
-        _with_password(settings),
+        settings.store,
+        password=_password(settings),
         namespace=settings.store_namespace,
         session_history_tokens=session_history_tokens,
         ttl_s=settings.session_ttl_s,
@@ -41,14 +42,11 @@ def make_store(
     )
 
 
-def _with_password(settings: Settings) -> str:
-    """Returns the address of Redis. Adds the password from the password file if the address has no password."""
+def _password(settings: Settings) -> str | None:
+    """Returns the password from the password file, unless the address of Redis has a password."""
     if settings.store_password_file is None or urlsplit(settings.store).password is not None:
-        return settings.store
+        return None
     try:
-        password = settings.store_password_file.read_text(encoding="utf-8").strip()
+        return settings.store_password_file.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise StoreError(f"store_password_file, {error.filename}, cannot be read: {error.strerror}") from error
-    scheme, rest = settings.store.split("://", 1)
-    user, at, place = rest.rpartition("@")
-    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{place}"

@@ -1,8 +1,6 @@
 """Keeps sessions in this process's memory. They are lost when the process ends, unless they are saved to a file.
 
-The tokens of a session whose state is in memory are in a buffer (`HistoryBuffer`), to which each step adds its token.
-The store has the rest of the session, and takes the tokens from the buffer before any other operation on the session,
-except `kind`.
+The tokens of a session whose state is in memory may be in a buffer: see `Store.buffer`.
 """
 
 from __future__ import annotations
@@ -20,12 +18,11 @@ from wane.service.sessions.stores.packed import PackedSessions, entry_bytes
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
-    HistoryBuffer,
+    Flush,
     LastStep,
     SessionRecord,
     StoreHealth,
     UnsavedSessions,
-    appended,
     branch,
     of_tokens,
 )
@@ -84,8 +81,8 @@ class MemoryStore:
         self._file = file
         self._is_open = self._is_closed = False
         self._owned = OwnedSessions() if owned is None else owned
-        # For each session whose tokens are in a buffer, the buffer and the bytes that it uses.
-        self._buffered: dict[str, tuple[HistoryBuffer, int]] = {}
+        # For each session whose tokens are in a buffer, the buffer's `Flush` and the bytes that the buffer uses.
+        self._buffered: dict[str, tuple[Flush, int]] = {}
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         session, sessions = record.session, self.sessions
@@ -112,8 +109,8 @@ class MemoryStore:
         return self.get_cached(session)
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (the record is always current)
-        if session in self._buffered:
-            self.flush(session)
+        if session in self._buffered and self._unbuffer(session):
+            self._squeeze()
         return self.sessions.get(session)
 
     def kind(self, session: str) -> tuple[str, str] | None:
@@ -135,36 +132,31 @@ class MemoryStore:
             session, model, version, mode, before = record[:5]
             position, vocabulary = before + len(tokens), record.vocabulary
             tail = record.tail.append(tokens, position, self.session_history_tokens)
-            revision = appended(record.revision)
+            revision = record.revision + 1
             after = SessionRecord(session, model, version, mode, position, tail, revision, step, 0.0, vocabulary)
             self.sessions.put(after)
             results.append(after)
         self._squeeze()
         return results
 
-    def buffer(self, session: str, buffer: HistoryBuffer, most_bytes: int) -> bool:
+    def buffer(self, session: str, flush: Flush, most_bytes: int) -> bool:
         """See `Store`. If the sessions are then over the budget, the next change evicts some."""
         if self.sessions.kind(session, expired=True) is None:
             return False
-        self._buffered[session] = buffer, most_bytes
+        self._buffered[session] = flush, most_bytes
         self.sessions.drop_tail(session)
         self.sessions.used_bytes += most_bytes
         return True
 
-    def flush(self, session: str) -> None:
-        """Takes the session's tokens from its buffer, if it has one. The session is no longer buffered."""
-        if self._unbuffer(session):
-            self._squeeze()
-
     def _unbuffer(self, session: str) -> bool:
-        """Like `flush`, even if the sessions are then over the budget. Removes the session if it has expired. Returns
-        whether the session was buffered."""
+        """Takes the session's tokens from its buffer, even if the sessions are then over the budget. Removes the
+        session if it has expired. Returns whether the session was buffered."""
         found = self._buffered.pop(session, None)
         if found is None:
             return False
-        buffer, most_bytes = found
+        flush, most_bytes = found
         self.sessions.used_bytes -= most_bytes
-        tail, position, idle_s = buffer.flush(session)
+        tail, position, idle_s = flush(session)
         before = self.sessions.peek(session)
         steps = position - before.position
         if steps:
@@ -179,8 +171,7 @@ class MemoryStore:
         record = self.get_cached(session)
         if record is None or record.revision != revision:
             return None
-        tail = record.tail.without_last(record.position - position)
-        rewound = record._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0)
+        rewound = record.rewound(position)
         self.sessions.put(rewound)
         return rewound
 
@@ -218,7 +209,7 @@ class MemoryStore:
         """See `Store`. Does not overwrite a file that could not be read. Raises UnsavedSessions if writing fails."""
         self._is_closed = True
         for session in [*self._buffered]:
-            self.flush(session)
+            self.get_cached(session)
         if self._file is None or not self._is_open:
             return
         alive = [*self.sessions.all()]

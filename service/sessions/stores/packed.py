@@ -2,27 +2,46 @@
 those that its process uses.
 
 A session is one `bytes` object, because a million sessions must fit into a gigabyte, and because the garbage collector
-does not traverse an object that holds no references. The sessions are spread over shards. A shard is a plain dict,
-which keeps its order of insertion: a used entry is removed and inserted again, so the longest idle session comes first.
-Unlike an OrderedDict, a dict needs no memory for the order. A dict is copied when it outgrows its table. For a million
-entries the copy would delay every request, so the sessions are spread over many small dicts.
+does not traverse an object that holds no references. It has these fields, then those of `codec.py` and the tail:
+
+    used in seconds  revision  identity's number
+    float64          uint64    uint16
+
+An identity is stored once for all sessions that share it.
+
+The sessions are spread over shards. A shard is a plain dict, which keeps its order of insertion: a used entry is
+removed and inserted again, so the longest idle session comes first. Unlike an OrderedDict, a dict needs no memory for
+the order. A dict is copied when it outgrows its table. For a million entries the copy would delay every request, so the
+sessions are spread over many small dicts.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from wane.service.sessions.stores.codec import HEADER_BYTES, Packing, used_at, used_s
-from wane.service.sessions.stores.store import SessionRecord, Snapshot
+from wane.service.sessions.stores.codec import FIELDS, NO_STEP, Identity, identity_of
+from wane.service.sessions.stores.store import LastStep, SessionRecord, TokenHistory
 
 # The memory of a session in addition to its id and its packed bytes, measured by benchmarks/parked.py: the overhead of
 # a string, of a bytes object, of an entry in a dict's table, and of an allocator that rounds up to 16 bytes.
 OVERHEAD_BYTES = 200
+_USED, _NUMBER = struct.Struct(">d"), struct.Struct(">H")
+_HEADER = struct.Struct(f">dQH{FIELDS}")
+_NUMBER_AT = 16
+HEADER_BYTES = _HEADER.size
+"""The size of a packed session without its tail."""
 SHARDS = 64
 EXPIRED_AT_ONCE = 1000  # largest number of expired sessions that one call removes, which limits the time of a call
+
+
+def used_s(packed: bytes) -> float:
+    """Returns the time of a packed session's last use, in seconds."""
+    (when,) = _USED.unpack_from(packed)
+    return float(when)
 
 
 def entry_bytes(session: str, tail: int) -> int:
@@ -40,16 +59,21 @@ class PackedSessions:
         clock: Callable[[], float] = time.monotonic,
         update: Callable[[str], bool] = lambda _session: False,
         on_forget: Callable[[str], object] = lambda _session: None,
+        *,
+        durable: bool | None = None,
     ) -> None:
         """`clock` returns seconds. `update` is called with a session before it is removed as expired or evicted. It
-        returns True if it stored a newer record of the session. `on_forget` is called with each removed session."""
+        returns True if it stored a newer record of the session. `on_forget` is called with each removed session.
+        `durable`: see `SessionRecord`, for all sessions."""
         self.used_bytes = 0
         self.budget_bytes = budget_bytes
         self._ttl_s = ttl_s
         self._clock = clock
         self._update = update
         self._on_forget = on_forget
-        self._packing = Packing()
+        self._durable = durable
+        self._identities: list[Identity] = []  # numbered in the order in which they are first packed
+        self._numbers: dict[Identity, int] = {}
         self._shards: list[dict[str, bytes]] = [{} for _ in range(SHARDS)]
         self._quiet_until_s = [-math.inf] * SHARDS  # until this time, no session of the shard can expire
         self._counts: Counter[str] = Counter()
@@ -65,30 +89,53 @@ class PackedSessions:
         if before is None:
             self.used_bytes += entry_bytes(session, tail)
         else:
-            self._counts[self._packing.identity(before)[0]] -= 1
+            self._counts[self._identity(before)[0]] -= 1
             self.used_bytes += tail + HEADER_BYTES - len(before)
         self._counts[record.model] += 1
-        shard[session] = self._packing.pack(record, self._clock() - record.idle_s)
+        identity = identity_of(record)
+        number = self._numbers.get(identity)
+        if number is None:
+            number = self._numbers[identity] = len(self._identities)
+            self._identities.append(identity)
+        start, tokens, key = record.last or (NO_STEP, b"", b"")
+        when_s, position = self._clock() - record.idle_s, record.position
+        shard[session] = (
+            _HEADER.pack(when_s, record.revision, number, position, start, tokens, key or b"") + record.tail.data
+        )
 
-    def get(self, session: str, durable: bool | None = None, snapshot: Snapshot | None = None) -> SessionRecord | None:
-        """Returns the session unless it has expired. This is no use of the session. `durable` and `snapshot`: see
-        `SessionRecord`."""
+    def get(self, session: str) -> SessionRecord | None:
+        """Returns the session unless it has expired. This is no use of the session."""
         packed = self._shards[hash(session) % SHARDS].get(session)
         if packed is None:
             return None
-        record = self._packing.unpack(session, packed, self._clock(), durable, snapshot)
+        record = self._unpack(session, packed, self._clock())
         return record if record.idle_s <= self._ttl_s else None
 
     def peek(self, session: str) -> SessionRecord:
         """Returns a stored session, even if it has expired."""
-        return self._packing.unpack(session, self._shards[hash(session) % SHARDS][session], self._clock())
+        return self._unpack(session, self._shards[hash(session) % SHARDS][session], self._clock())
+
+    def _unpack(self, session: str, packed: bytes, now_s: float) -> SessionRecord:
+        when_s, revision, number, position, start, tokens, key = _HEADER.unpack_from(packed)
+        model, version, mode, width, vocabulary = self._identities[number]
+        tail = TokenHistory(packed[HEADER_BYTES:], width)
+        last = None if start == NO_STEP else LastStep(start, tokens, key or None)
+        idle_s = now_s - when_s
+        return SessionRecord(
+            session, model, version, mode, position, tail, revision, last, idle_s, vocabulary, self._durable
+        )
+
+    def _identity(self, packed: bytes) -> Identity:
+        (number,) = _NUMBER.unpack_from(packed, _NUMBER_AT)
+        identity: Identity = self._identities[number]
+        return identity
 
     def kind(self, session: str, *, expired: bool = False) -> tuple[str, str] | None:
         """Returns the session's model and vocabulary, unless it has expired. `expired`: also of an expired session."""
         packed = self._shards[hash(session) % SHARDS].get(session)
         if packed is None or (not expired and self._clock() > used_s(packed) + self._ttl_s):
             return None
-        model, _, _, _, vocabulary = self._packing.identity(packed)
+        model, _, _, _, vocabulary = self._identity(packed)
         return model, vocabulary
 
     def touch(self, session: str) -> None:
@@ -96,7 +143,7 @@ class PackedSessions:
         shard = self._shards[hash(session) % SHARDS]
         packed = shard.pop(session, None)
         if packed is not None:
-            shard[session] = used_at(packed, self._clock())
+            shard[session] = _USED.pack(self._clock()) + packed[_USED.size :]
 
     def drop_tail(self, session: str) -> None:
         """Removes the tokens of a stored session, which the caller keeps elsewhere until the next `put`."""
@@ -109,7 +156,7 @@ class PackedSessions:
         packed = self._shards[hash(session) % SHARDS].pop(session, None)
         if packed is None:
             return None
-        model = self._packing.identity(packed)[0]
+        model = self._identity(packed)[0]
         self._counts[model] -= 1
         self.used_bytes -= entry_bytes(session, len(packed) - HEADER_BYTES)
         self._on_forget(session)
@@ -121,7 +168,7 @@ class PackedSessions:
         for shard in self._shards:
             for session, packed in shard.items():
                 if used_s(packed) >= now_s - self._ttl_s:
-                    yield self._packing.unpack(session, packed, now_s)
+                    yield self._unpack(session, packed, now_s)
 
     def count(self, model: str) -> int:
         """Returns the number of a model's sessions. Removes expired sessions: see `expire`."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -34,30 +33,23 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
 from wane.service.sessions.stores.packed import PackedSessions
-from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Row, Script
+from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Row, script
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
     DamagedSession,
-    HistoryBuffer,
+    Flush,
     SessionRecord,
-    Snapshot,
     StoreHealth,
-    appended,
     branch,
 )
 from wane.service.types.request import SLASH, owner_of
 
-APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
-CLAIM = Script("claim")
-COUNTED = 1
-"""The claim script's reply if it counted the session. Otherwise the reply lists sessions that may have expired, with
-their scores."""
+APPEND, REPLACE, READ, CLAIM = map(script, ("append", "replace", "read", "claim"))
 DOUBT_BITS = 40
 """Number of bits of a random score that marks a session's expiry time as uncertain. In the sorted set of an owner's
 sessions, a session's score is its expiry time in milliseconds since 1970. A random score of so few bits is a time in
 the past. So a `_claim` that finds the set full takes the session for expired, and looks it up."""
-SNAPSHOTS = 256  # largest number of cached snapshots; a snapshot is dropped when its session changes
 # Steps do not use the cache if more than this share of the calls of `_saw` have moved=True. A step that finds an
 # outdated session calls `_saw` once with moved=True, and once or twice with moved=False after it has read the session
 # again. Any other step calls it once with moved=False. If half of all steps find an outdated session, the share is
@@ -76,6 +68,7 @@ class RedisStore:
         self,
         url: str,
         *,
+        password: str | None = None,
         namespace: str,
         session_history_tokens: int,
         ttl_s: float,
@@ -84,31 +77,27 @@ class RedisStore:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`namespace` is part of every key. `budget_bytes`: the largest size of the cache of sessions. `timeout_s`: the
-        timeout of a round trip in seconds. Raises ValueError if the address is invalid."""
-        self.trips = RedisPipeline(url, timeout_s, metrics)
+        """`url`, `password`, `timeout_s`: see `RedisPipeline`. `namespace` is part of every key. `budget_bytes`: the
+        largest size of the cache of sessions. Raises ValueError if the address is invalid."""
+        self.trips = RedisPipeline(url, timeout_s, metrics, password)
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
         self.most_buffered_bytes = 0  # other processes must see each step
         self.vocabulary_sizes: dict[str, int] = {}
         self._ttl_ms = max(1, round(1000 * ttl_s))
-        self._remembered = PackedSessions(ttl_s, budget_bytes, clock)
-        self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        self._remembered = PackedSessions(ttl_s, budget_bytes, clock, durable=True)
         self._moved = 0.0
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
         session = record.session
         if most is not None:
             await self._claim(session, most)
-        created: SessionRecord | None = None
         try:
-            created = await self._replace(record._replace(revision=branch()), None)
+            return await self._replace(record._replace(revision=branch()), None)
         finally:
-            # If the session was not created, its expiry time in the set is marked as uncertain. A later `_claim` then
-            # removes the entry unless the session exists.
+            # A later `_claim` that finds the set full removes the entry unless the session exists.
             if most is not None:
-                self.trips.tell(*(self.counting(session) if created is not None else self._doubting(session)))
-        return created
+                self.trips.tell(*self._doubting(session))
 
     async def _claim(self, session: str, most: int) -> None:
         """Counts a new session against its owner's quota of `most` sessions. Raises QuotaExceeded.
@@ -123,20 +112,13 @@ class RedisStore:
             over = await self.trips.run(
                 CLAIM, [self._owned(owner)], session, most, self._ttl_ms, *chain.from_iterable(looked)
             )
-            if over == COUNTED:
+            if over == 1:  # counted; otherwise the reply lists sessions that may have expired, with their scores
                 return
             if not over:
                 raise QuotaExceeded(owner, most)
             found, scores = over[::2], over[1::2]
             left_ms = await asyncio.gather(*(self.trips.do("PTTL", self.keys(one.decode())[0]) for one in found))
             looked = list(zip(found, scores, left_ms, strict=True))
-
-    def counting(self, session: str) -> tuple[str, ...]:
-        """Returns the command that counts a session against its owner's quota, even if that exceeds the quota. A
-        session that is not in the set gets an uncertain time. The time of a session that is already in the set
-        increases by 0.5 to 0.75 milliseconds, so that its score changes."""
-        part = 0.5 + secrets.randbits(DOUBT_BITS) / (4 << DOUBT_BITS)
-        return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
     async def get(self, session: str) -> SessionRecord | None:
         data, left_ms, state = await self.trips.run(READ, self.keys(session))
@@ -145,16 +127,15 @@ class RedisStore:
         if remembered is not None:
             self._saw(moved=record is None or record.revision != remembered.revision)
         if record is None:
-            self._forget(session)
+            self._remembered.forget(session)
             return None
-        record = record._replace(snapshot=None if state is None else read_snapshot(state))
         self._remember(record)
-        return record
+        return record if state is None else record._replace(snapshot=read_snapshot(state))
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         if to_step and (self._moved > MOVED_OFTEN or not self.trips.reachable):
             return None
-        return self._remembered.get(session, True, self._snapshots.get(session))
+        return self._remembered.get(session)
 
     def _saw(self, *, moved: bool) -> None:
         """Records one comparison of a cached session with the stored session. `moved` says whether the cached session
@@ -163,21 +144,10 @@ class RedisStore:
 
     def _remember(self, record: SessionRecord) -> None:
         """Caches a session in place of its earlier record, if there is one."""
-        session, snapshots = record.session, self._snapshots
-        if snapshots:
-            snapshots.pop(session, None)
-        if record.snapshot is not None:
-            snapshots[session] = record.snapshot
-            if len(snapshots) > SNAPSHOTS:
-                snapshots.popitem(last=False)
         self._remembered.put(record)
         if self._remembered.used_bytes > self._remembered.budget_bytes:
             for _ in self._remembered.squeeze():
                 pass
-
-    def _forget(self, session: str) -> None:
-        self._snapshots.pop(session, None)
-        self._remembered.forget(session)
 
     def kind(self, session: str) -> tuple[str, str] | None:
         return self._remembered.kind(session)
@@ -197,7 +167,7 @@ class RedisStore:
         afters, others, rows = list[SessionRecord](), list[int](), list[Row]()
         keep = self.session_history_tokens
         for record, tokens, step, snapshot in appends:
-            position, width, revision = record.position + len(tokens), record.tail.width, appended(record.revision)
+            position, width, revision = record.position + len(tokens), record.tail.width, record.revision + 1
             tail = record.tail.append(tokens, position, keep)
             session, model, version, mode = record[:4]
             after = SessionRecord(
@@ -220,7 +190,7 @@ class RedisStore:
             )
             afters.append(after)
             others.append(other)
-        replies = await self.trips.run_many(APPEND, rows, self._ttl_ms, tells=lambda done: done in DONE)
+        replies = await self.trips.run_many(APPEND, rows, self._ttl_ms, done=DONE)
         return [*map(self._appended, afters, others, replies)]
 
     def _appended(self, after: SessionRecord, other: int, reply: Any) -> Appended:
@@ -239,18 +209,14 @@ class RedisStore:
         self._remember(after)
         return after
 
-    def buffer(self, session: str, buffer: HistoryBuffer, most_bytes: int) -> bool:  # noqa: ARG002
+    def buffer(self, session: str, flush: Flush, most_bytes: int) -> bool:  # noqa: ARG002
         return False
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         before = await self.get(session)
         if before is None or before.revision != revision:
             return None
-        tail = before.tail.without_last(before.position - position)
-        return await self._replace(
-            before._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None),
-            revision,
-        )
+        return await self._replace(before.rewound(position), revision)
 
     async def _replace(self, record: SessionRecord, before: int | None) -> SessionRecord | None:
         """Replaces a session at the revision `before` with `record`, which must have a new revision. If `before` is
@@ -274,7 +240,7 @@ class RedisStore:
         return kept
 
     async def delete(self, session: str) -> bool:
-        self._forget(session)
+        self._remembered.forget(session)
         deleted = await self.trips.do("DEL", *self.keys(session))
         if owner_of(session):
             self.trips.tell(*self._doubting(session, "XX"))  # another request may be creating the session again
@@ -298,8 +264,8 @@ class RedisStore:
         return f"{self.prefix}{{{owner}{SLASH}}}:sessions"
 
     def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
-        """Returns the command that makes a session's expiry time in the set uncertain. With "XX", the command has no
-        effect if the session is not in the set."""
+        """Returns the command that counts a session against its owner's quota, even if that exceeds the quota, with an
+        uncertain expiry time. With "XX", the command has no effect if the session is not in the set."""
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def keys(self, session: str) -> tuple[str, str]:
@@ -316,7 +282,7 @@ class RedisStore:
             record = codec.read(session, data, self.session_history_tokens, idle_s, self.vocabulary_sizes)
             return record._replace(durable=True)
         except codec.Unreadable as error:
-            self._forget(session)
+            self._remembered.forget(session)
             raise DamagedSession(f"{error}: is a replica of another version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:
@@ -324,6 +290,6 @@ class RedisStore:
         self._saw(moved=True)
         record = self._read(session, found)
         if record is None:
-            self._forget(session)
+            self._remembered.forget(session)
         else:
             self._remember(record)

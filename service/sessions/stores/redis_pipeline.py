@@ -15,7 +15,7 @@ import builtins
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -53,9 +53,6 @@ PROBE_EVERY_S = 0.25
 CLUSTER = "+cluster"
 KIND = "redis"
 Argument = bytes | str | int
-Tells = Callable[[Any], bool]
-"""A function of one reply of a script that was sent twice. Returns whether the reply shows the result of the script's
-first run."""
 Row = tuple[Sequence[str], Sequence[Argument]]
 """The keys and the arguments of one change of a script that makes many."""
 AWAY = (
@@ -76,32 +73,36 @@ FAILED = (RedisError, RedisClusterException, OSError)
 _pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[assignment]  # hiredis types one argument
 
 
-class Script:
-    """A Lua script in this file's folder. The script is called by its digest. The source is sent if Redis does not know
-    the digest."""
+_SOURCES: dict[str, str] = {}
 
-    def __init__(self, name: str) -> None:
-        self.source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
-        self.digest = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+def script(name: str) -> str:
+    """Returns the digest by which Redis calls a Lua script in this file's folder. The source is sent if Redis does not
+    know the digest."""
+    source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
+    digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+    _SOURCES[digest] = source
+    return digest
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     command: tuple[Argument, ...]
-    script: Script | None
     reply: asyncio.Future[Any]
-    tells: Tells | None = None
     again: bool = False  # the command was sent twice, and may have run twice
 
 
 class RedisPipeline:
     """Sends commands to one Redis server or one Redis cluster."""
 
-    def __init__(self, url: str, timeout_s: float, metrics: Metrics) -> None:
+    def __init__(self, url: str, timeout_s: float, metrics: Metrics, password: str | None = None) -> None:
         """`url` is in redis-py's format. If the scheme ends in `+cluster`, `url` is the address of a node of a cluster.
-        `timeout_s`: the timeout of a round trip in seconds. Raises ValueError if the address is invalid."""
+        `timeout_s`: the timeout of a round trip in seconds. `password` is used if `url` has none. Raises ValueError if
+        the address is invalid."""
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {"socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
+        if password is not None:
+            options["password"] = password
         self._connect: Callable[..., Redis | RedisCluster] = partial(Redis.from_url, url, **options)
         if scheme.endswith(CLUSTER):
             url = f"{scheme.removesuffix(CLUSTER)}://{rest}"
@@ -111,8 +112,7 @@ class RedisPipeline:
         self._timeout_s = timeout_s
         self._idle: list[AbstractConnection] = []  # connections to a server that no round trip uses
         self._queue: list[_Call] = []
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._is_leaving = False  # whether a round trip is about to take the queued commands
+        self._senders: set[asyncio.Task[Any]] = set()  # each sends the queued commands until there are none
         self._probing: asyncio.Task[None] | None = None
         self._seconds = metrics.store_roundtrip_seconds.labels(KIND)
         self._commands = metrics.store_roundtrip_commands.labels(KIND)
@@ -130,26 +130,24 @@ class RedisPipeline:
         """Waits for the round trips in flight. No command may be sent afterwards."""
         if self._probing is not None:
             self._probing.cancel()
-        while self._under_way:
-            await asyncio.wait(self._under_way)
+        while self._senders:
+            await asyncio.wait(self._senders)
         with suppress(*FAILED):
             for connection in self._idle:
                 await connection.disconnect()
             await self._client.aclose()
 
-    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
-        """Runs a script and returns its reply. If the connection is lost before the reply, the script is sent again,
-        although it may have run.
+    async def run(self, script: str, keys: Sequence[str], *arguments: Argument) -> Any:
+        """Runs a script and returns its reply: see `do`."""
+        return await self._ask(("EVALSHA", script, len(keys), *keys, *arguments)).reply
 
-        Raises Overloaded if Redis is full, and Unavailable if Redis is unreachable.
-        """
-        return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script)
-
-    async def run_many(self, script: Script, rows: Sequence[Row], *arguments: Argument, tells: Tells) -> list[Any]:
+    async def run_many(
+        self, script: str, rows: Sequence[Row], *arguments: Argument, done: Collection[Any]
+    ) -> list[Any]:
         """Runs a script once with the keys and arguments of all rows after the common `arguments`. In a cluster, runs
         it once for each row, because the rows' keys may be on different nodes. Returns a reply for each row, or the
         row's error: Overloaded if Redis is full; Unavailable if Redis is unreachable, or if the script was sent twice
-        and `tells` returns False for the reply.
+        and the reply is not in `done`, the replies that show the result of the first run.
         """
         parts = [[row] for row in rows] if isinstance(self._client, RedisCluster) else [rows]
         try:
@@ -157,14 +155,12 @@ class RedisPipeline:
                 self._ask(
                     (
                         "EVALSHA",
-                        script.digest,
+                        script,
                         sum([len(keys) for keys, _ in part]),
                         *chain.from_iterable([keys for keys, _ in part]),
                         *arguments,
                         *chain.from_iterable([given for _, given in part]),
-                    ),
-                    script,
-                    tells,
+                    )
                 )
                 for part in parts
             ]
@@ -173,51 +169,50 @@ class RedisPipeline:
         replies = list[Any]()
         for part, call in zip(parts, calls, strict=True):
             try:
-                replies += await call
+                for reply in await call.reply:
+                    if isinstance(reply, Exception):
+                        replies.append(self._failure(reply))
+                    elif call.again and reply not in done:
+                        lost = "the connection to the session store was lost; the store may have made the change"
+                        replies.append(Unavailable(lost))
+                    else:
+                        replies.append(reply)
             except (Unavailable, Overloaded) as error:
                 replies += [error] * len(part)
         return replies
 
     async def do(self, *command: Argument) -> Any:
-        """Runs a command and returns its reply. The reply of a DEL that was sent twice is 1. Raises Unavailable,
-        Overloaded."""
-        return await self._ask(command, None)
+        """Runs a command and returns its reply. If the connection is lost before the reply, the command is sent again,
+        although it may have run. The reply of a DEL that was sent twice is 1. Raises Overloaded if Redis is full, and
+        Unavailable if Redis is unreachable."""
+        return await self._ask(command).reply
 
     def tell(self, *command: Argument) -> None:
         """Sends a command without waiting for its reply, if Redis is reachable."""
         if self.reachable:
-            reply = self._ask(command, None)
-            reply.add_done_callback(lambda told: told.cancelled() or told.exception())
+            call = self._ask(command)
+            call.reply.add_done_callback(lambda told: told.cancelled() or told.exception())
 
-    def _ask(
-        self, command: tuple[Argument, ...], script: Script | None, tells: Tells | None = None
-    ) -> asyncio.Future[Any]:
+    def _ask(self, command: tuple[Argument, ...]) -> _Call:
         if not self.reachable:
             raise away()
-        loop = asyncio.get_running_loop()
-        call = _Call(command, script, loop.create_future(), tells)
+        call = _Call(command, asyncio.get_running_loop().create_future())
         self._queue.append(call)
-        if not self._is_leaving and len(self._under_way) < MOST_TRIPS:
-            self._leave()
-        return call.reply
+        # A sender begins in the event loop's next iteration, so it sends all commands that are queued until then.
+        if len(self._queue) == 1 and len(self._senders) < MOST_TRIPS:
+            self._senders.add(asyncio.create_task(self._send_queued()))
+        return call
 
-    def _leave(self) -> None:
-        """Starts a round trip in the event loop's next iteration, with all commands that are queued until then."""
-        self._is_leaving = True
-        trip = asyncio.create_task(self._travel())
-        self._under_way.add(trip)
-        trip.add_done_callback(self._arrive)
+    async def _send_queued(self) -> None:
+        try:
+            while self._queue:
+                calls, self._queue = self._queue, []
+                await self._travel(calls)
+        finally:
+            self._senders.discard(cast(asyncio.Task[Any], asyncio.current_task()))
 
-    def _arrive(self, trip: asyncio.Task[None]) -> None:
-        self._under_way.discard(trip)
-        if self._queue and not self._is_leaving:
-            self._leave()
-
-    async def _travel(self) -> None:
-        self._is_leaving = False
-        calls, self._queue = self._queue, []
-        if not calls:  # Redis became unreachable meanwhile
-            return
+    async def _travel(self, calls: Sequence[_Call]) -> None:
+        """Makes a round trip with these commands."""
         started_s = time.perf_counter()
         self._commands.observe(len(calls))
         try:
@@ -232,11 +227,11 @@ class RedisPipeline:
         except FAILED as error:
             self._lose(error)
             replies = [error] * len(calls)
-        except BaseException as error:
+        except Exception as error:
             for call in calls:
                 if not call.reply.done():
                     call.reply.set_exception(error)
-            raise
+            return
         self._seconds.observe(time.perf_counter() - started_s)
         for call, reply in zip(calls, replies, strict=True):
             self._settle(call, reply)
@@ -277,13 +272,8 @@ class RedisPipeline:
         """Sends the source of scripts that Redis did not know. Returns all replies."""
         unknown = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
-            commands = []
-            for index in unknown:
-                call = calls[index]
-                assert call.script is not None, (
-                    "Redis answered NOSCRIPT to a command that is not a script: this is a bug"
-                )
-                commands.append(("EVAL", call.script.source, *call.command[2:]))
+            known = [calls[index].command for index in unknown]
+            commands = [("EVAL", _SOURCES[str(digest)], *rest) for _, digest, *rest in known]
             for index, reply in zip(unknown, await self.send(commands), strict=True):
                 replies[index] = reply
         return replies
@@ -295,18 +285,8 @@ class RedisPipeline:
             call.reply.set_exception(self._failure(reply))
         elif call.again and call.command[0] == "DEL":
             call.reply.set_result(1)  # the first run may have deleted the keys
-        elif call.tells is None:
-            call.reply.set_result(reply)
         else:
-            call.reply.set_result([self._of_row(call, call.tells, found) for found in reply])
-
-    def _of_row(self, call: _Call, tells: Tells, reply: Any) -> Any:
-        """Returns the reply for one row, or its error: see `run_many`."""
-        if isinstance(reply, Exception):
-            return self._failure(reply)
-        if call.again and not tells(reply):
-            return Unavailable("the connection to the session store was lost; the store may have made the change")
-        return reply
+            call.reply.set_result(reply)
 
     def _failure(self, reply: Exception) -> Unavailable | Overloaded:
         """Returns the error that the caller gets for an error of Redis."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import getrandbits
 from typing import NamedTuple, Protocol, Self
@@ -22,8 +22,7 @@ class DamagedSession(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """The health of a store. `kind` is `memory` or `redis`. `reachable`: whether the store answers. Requests to
-    sessions are refused while it does not."""
+    """`kind`: `memory` or `redis`. `reachable`: whether the store answers. If not, requests to sessions are refused."""
 
     kind: str
     reachable: bool = True
@@ -34,14 +33,9 @@ DIGEST_BYTES = 16
 _BRANCH_BITS = 32
 
 
-def appended(revision: int) -> int:
-    """Returns the revision after an append."""
-    return revision + 1
-
-
 def branch() -> int:
-    """Returns an unused revision for a session that is created or rewound. The revisions after it (`appended`) are
-    unused too."""
+    """Returns an unused revision for a session that is created or rewound. Each append increments the revision by 1.
+    These revisions are unused too."""
     # `secrets` would ask the kernel for each append of a batch. Python seeds this generator for every process.
     return getrandbits(_BRANCH_BITS) << _BRANCH_BITS
 
@@ -64,14 +58,12 @@ def digest(data: bytes) -> bytes:
 
 
 def of_tokens(tokens: Sequence[int]) -> bytes:
-    """Returns the digest of a step's tokens."""
     if len(tokens) == 1:
         return tokens[0].to_bytes(8, "little", signed=True)  # short, so its own digest
     return digest(struct.pack(f"<{len(tokens)}q", *tokens))
 
 
 def of_key(key: str | None) -> bytes | None:
-    """Returns the digest of a step's idempotency key."""
     return None if key is None else digest(key.encode())
 
 
@@ -154,8 +146,8 @@ class Snapshot(NamedTuple):
 class SessionRecord(NamedTuple):
     """A session as a store keeps it.
 
-    Every change gives the session another `revision`: see `appended` and `branch`. A change succeeds only if the
-    revision is the expected one. Unlike a position, a revision is never used twice. A session that another process
+    Every change gives the session another `revision`: see `branch`. A change succeeds only if the revision is the
+    expected one. Unlike a position, a revision is never used twice. A session that another process
     rewound and stepped, or deleted and created again, is therefore not mistaken for the earlier session. `tail` holds
     the latest tokens. `idle_s` is the time between the session's last use and the read of this record. `model_version`
     is the version that created the session, for information only. `vocabulary` identifies the tokenizer of `tail`. A
@@ -188,6 +180,11 @@ class SessionRecord(NamedTuple):
         """The earliest position to which the session can be rewound. At least one token must remain in `tail`."""
         return self.position - len(self.tail) + 1
 
+    def rewound(self, position: int) -> SessionRecord:
+        """Returns the session after a rewind to `position`: see `Store.rewind`."""
+        tail = self.tail.without_last(self.position - position)
+        return self._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
+
 
 class Append(NamedTuple):
     """One change of `Store.append_many`: appends `tokens` if the session is at the revision of `record`
@@ -209,25 +206,18 @@ class StoreError(Exception):
 
 
 class UnsavedSessions(StoreError):
-    """The sessions in memory could not be saved when the process ended. They are lost."""
+    """The sessions in memory could not be saved when the process ended."""
 
 
-class HistoryBuffer(Protocol):
-    """Holds the tokens of sessions whose states are in memory: see `Store.buffer`."""
-
-    def flush(self, session: str) -> tuple[TokenHistory, int, float]:
-        """Removes a session from the buffer. Returns the session's tokens, its position, and its idle time in seconds.
-        Each token since `Store.buffer` was appended by a separate step without a key."""
-        ...
+Flush = Callable[[str], tuple[TokenHistory, int, float]]
+"""Removes a session from a buffer (`Store.buffer`). Returns the session's tokens, its position, and its idle time in
+seconds. Each token since `Store.buffer` was appended by a separate step without a key."""
 
 
 class Store(Protocol):
     """Stores sessions. Every method is atomic. Every method resets the session's idle time, unless its docstring says
-    otherwise.
-
-    A store that can answer immediately does not suspend its caller, so that requests do not wait for the event loop. A
-    session expires when it is idle for longer than the store's time to live. A store raises Unavailable if its backend
-    is unreachable.
+    otherwise. A store that can answer immediately does not suspend its caller. A session expires when it is idle for
+    longer than the store's time to live. A store raises Unavailable if its backend is unreachable.
 
     `session_history_tokens`: the number of latest tokens that a session keeps. If this number is increased, the
     histories of existing sessions grow with their next tokens. `most_buffered_bytes`: the most memory that the tokens
@@ -250,16 +240,11 @@ class Store(Protocol):
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """Returns the session as this process last saw it, without a request to the backend. A later append or rewind
-        checks whether the session is still the same.
-
-        `to_step` says that the caller will append to the session. If it is true, the method also returns None if an
-        append would probably fail.
-        """
+        checks whether the session is still the same. `to_step`: the caller will append to the session, so the result
+        is also None if an append would probably fail."""
         ...
 
-    async def touch(self, session: str) -> None:
-        """Resets the session's idle time."""
-        ...
+    async def touch(self, session: str) -> None: ...
 
     def kind(self, session: str) -> tuple[str, str] | None:
         """Returns the session's model and vocabulary as this process last saw them, without a request to the backend.
@@ -271,18 +256,16 @@ class Store(Protocol):
         or fails by itself. A store of another process makes them in one round trip."""
         ...
 
-    def buffer(self, session: str, buffer: HistoryBuffer, most_bytes: int) -> bool:
-        """Leaves the tokens of a stored session to `buffer`, which uses up to `most_bytes` for them. The session's
+    def buffer(self, session: str, flush: Flush, most_bytes: int) -> bool:
+        """Leaves the tokens of a stored session to a buffer, which uses up to `most_bytes` for them. The session's
         steps then add their tokens to the buffer alone. Before any other operation on the session, except `kind`, the
-        store takes the tokens from the buffer. Returns False, without side effects, if the store does not do so:
+        store takes the tokens from the buffer by `flush`. Returns False, without side effects, if it does not do so:
         because other processes must see each step, or because the session has been evicted."""
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """Rewinds the session to `position`, and deletes its `LastStep`. At least one token must remain in `tail`.
-
-        Returns None, without side effects, if the session is not at `revision`.
-        """
+        Returns None, without side effects, if the session is not at `revision`."""
         ...
 
     async def delete(self, session: str) -> bool:
@@ -295,15 +278,10 @@ class Store(Protocol):
         ...
 
     @property
-    def standing(self) -> StoreHealth:
-        """The health of the store, for the readiness probe."""
-        ...
+    def standing(self) -> StoreHealth: ...
 
     async def open(self) -> None:
-        """Opens the store. Must be called before all other methods. Raises StoreError if saved sessions cannot be
-        read."""
+        """Must be called before all other methods. Raises StoreError if saved sessions cannot be read."""
         ...
 
-    async def close(self) -> None:
-        """Closes the store. Must be called last."""
-        ...
+    async def close(self) -> None: ...

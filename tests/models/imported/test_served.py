@@ -258,7 +258,7 @@ def test_a_state_whose_whole_past_is_not_kept_has_no_bound(graphs: Path, tmp_pat
 def test_states_on_a_device_are_gathered_and_padded(imported: dict[str, Imported], folder: Path, name: str) -> None:
     """The runner of a GPU, on the CPU."""
     bundle = Bundle.read(folder / name)
-    runner = DeviceRunner(bundle, "cpu", 1, padded=True)
+    runner = DeviceRunner(bundle, "cpu", 1)
     try:
         assert verify_graphs(bundle, lambda role, feeds: dict(runner.run(role, feeds))) < 1e-5
     finally:

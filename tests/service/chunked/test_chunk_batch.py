@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from wane.service.batching.batch import Row
-from wane.service.chunked.chunked import ChunkBatch
+from wane.service.chunked.chunked import ChunkBatch, ChunkPlan, largest
 from wane.service.chunked.layout import ChunkLayout
 from wane.service.runners.memory import HostMemory
-from wane.service.runners.onnx_device import Device, DeviceMemory, SlotSessions
+from wane.service.runners.onnx_device import Device, DeviceMemory
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, Shapes, StateMemory
 
@@ -19,9 +19,7 @@ SHAPES: Shapes = {"s": (1,), HIDDEN: (2,)}
 
 
 def device_memory(shapes: Shapes, capacity: int) -> DeviceMemory:
-    device = Device("cpu", threads=1)
-    values = {name: device.zeros((capacity, *shape)) for name, shape in shapes.items()}
-    return DeviceMemory(values, device, SlotSessions(shapes, device))
+    return DeviceMemory(shapes, capacity, Device("cpu", threads=1))
 
 
 @pytest.fixture(params=[HostMemory, device_memory], ids=["host", "device"])
@@ -45,6 +43,11 @@ def start(segment: ChunkBatch, memory: StateMemory, cells: range, *values: float
 def end(segment: ChunkBatch, memory: StateMemory, cells: range, *values: float) -> None:
     # The result rows have no outputs, like those of the graph "advance".
     segment.ended(cells, put(memory, values), [Row(Outputs({}), row) for row in range(len(values))])
+
+
+def residuals(segment: ChunkBatch, first: int = 1, last: int | None = None) -> list[float]:
+    found: list[float] = largest(segment.differences(first, last)).tolist()
+    return found
 
 
 @pytest.fixture
@@ -72,27 +75,31 @@ def test_cells_are_numbered_along_the_sequence_and_run_column_after_column(segme
 
 
 def test_the_states_differ_where_a_cell_does_not_start_from_the_end_of_the_previous_cell(segment: ChunkBatch) -> None:
-    assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 5.0, 0.0]
-    assert segment.residuals(2, 5).tolist() == [0.5, 0.0, 5.0]
-    assert segment.residuals(6, 7).tolist() == []
-    assert segment.joints()["s"].tolist() == [5.0]
+    assert residuals(segment) == [0.0, 0.5, 0.0, 5.0, 0.0]
+    assert residuals(segment, 2, 5) == [0.5, 0.0, 5.0]
+    assert residuals(segment, 6, 7) == []
+    assert ChunkPlan().then(segment, 100, 0).joints["s"].tolist() == [5.0]
+    assert ChunkPlan().then(segment, 100, 0).places == (108, 116)
 
 
 def test_repeating_a_cell_moves_the_difference_to_the_end_of_the_cell(segment: ChunkBatch, memory: StateMemory) -> None:
-    segment.edges.copy([4], segment.edges, [segment.cells + 3])
+    segment.restore(3, 7)
+    segment.begin([4], [7], [7], binding=False)
     end(segment, memory, range(4, 5), 4.75)
-    assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]
+    assert residuals(segment) == [0.0, 0.5, 0.0, 0.0, 0.25]
 
 
 def test_non_finite_states_are_equal_or_infinitely_far_apart(segment: ChunkBatch, memory: StateMemory) -> None:
     start(segment, memory, range(1, 5), np.inf, np.nan, np.inf, 1.0)
     end(segment, memory, range(4), np.inf, np.nan, -np.inf, np.nan)
-    assert segment.residuals().tolist() == [0.0, 0.0, 0.0, np.inf, np.inf, 0.0]
-    assert segment.joints()["s"].tolist() == [np.inf]
+    assert residuals(segment) == [0.0, 0.0, np.inf, np.inf, 0.0]
+    assert ChunkPlan().then(segment, 0, 0).joints["s"].tolist() == [np.inf]
 
 
 def test_a_segment_of_one_cell_has_no_joints(memory: StateMemory) -> None:
     segment = ChunkBatch("advance", LAYOUT, TOKENS[:3], None, memory)
     start(segment, memory, range(1), 2.0)
     end(segment, memory, range(1), 3.0)
-    assert (segment.residuals().tolist(), segment.joints()) == ([0.0], {})
+    assert residuals(segment) == []
+    plan = ChunkPlan().then(segment, 0, 0)
+    assert (plan.residual, plan.joints["s"].tolist(), plan.places) == (0.0, [0.0], ())

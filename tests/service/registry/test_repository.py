@@ -11,7 +11,6 @@ from tests.service.versions import MODEL, put
 from wane.service.errors import LoadFailed
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.registry.repository import Repository, RepositoryPoller
 from wane.service.settings import Settings
 
 
@@ -36,46 +35,54 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-async def poll(poller: RepositoryPoller, times: int) -> None:
+def poll_with(folder: Path, loads: Loads) -> ModelRegistry:
+    """Returns a registry that has seen the current bundles, and whose loads are only recorded."""
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu"), Metrics())
+    registry._repository.changed()
+    registry.load_model = loads  # type: ignore[method-assign,assignment]
+    return registry
+
+
+async def poll(registry: ModelRegistry, times: int) -> None:
     for _ in range(times):
-        await poller.look()
+        await registry.load_changed()
 
 
 async def test_a_changed_bundle_is_loaded_once_after_it_has_settled(folder: Path) -> None:
     loads = Loads()
-    poller = RepositoryPoller(Repository(folder), loads)
-    await poll(poller, 2)
+    registry = poll_with(folder, loads)
+    await poll(registry, 2)
     assert loads.names == []
     put(folder, "2")
-    await poller.look()
+    await registry.load_changed()
     assert loads.names == [], (
         "a changed bundle must not be loaded at the first look, because it may still be being copied"
     )
-    await poll(poller, 3)
+    await poll(registry, 3)
     assert loads.names == [MODEL]
 
 
 async def test_a_bundle_that_is_still_being_copied_is_not_loaded(folder: Path) -> None:
     loads = Loads()
-    poller = RepositoryPoller(Repository(folder), loads)
+    registry = poll_with(folder, loads)
     path = put(folder, "1", name="other")
     weights = (path / "weights.safetensors").read_bytes()
     for end in (1, 2, 3):
         (path / "weights.safetensors").write_bytes(weights[:end])
-        await poller.look()
+        await registry.load_changed()
     assert loads.names == []
     (path / "weights.safetensors").write_bytes(weights)
-    await poll(poller, 2)
+    await poll(registry, 2)
     assert loads.names == ["other"]
 
 
 async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     loads = Loads()
     loads.failure = LoadFailed(MODEL, "its weights are missing")
-    poller = RepositoryPoller(Repository(folder), loads)
+    registry = poll_with(folder, loads)
     for version in ("2", "3"):
         put(folder, version)
-        await poll(poller, 4)
+        await poll(registry, 4)
     assert loads.names == [MODEL, MODEL]
     assert (
         "the bundles of model small have changed, but: model 'small' was not loaded: its weights are missing"
@@ -85,30 +92,30 @@ async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: 
 
 async def test_a_deleted_bundle_changes_nothing_and_is_loaded_again_if_it_is_restored(folder: Path) -> None:
     loads = Loads()
-    poller = RepositoryPoller(Repository(folder), loads)
+    registry = poll_with(folder, loads)
     shutil.move(folder / MODEL, folder.parent / "away")
-    await poll(poller, 2)
+    await poll(registry, 2)
     assert loads.names == []
     shutil.move(folder.parent / "away", folder / MODEL)
-    await poll(poller, 2)
+    await poll(registry, 2)
     assert loads.names == [MODEL]
 
 
 async def test_only_the_models_whose_bundles_have_changed_are_loaded(folder: Path) -> None:
     put(folder, "1", name="other")
     loads = Loads()
-    poller = RepositoryPoller(Repository(folder), loads)
+    registry = poll_with(folder, loads)
     put(folder, "2", name="other")
-    await poll(poller, 3)
+    await poll(registry, 3)
     assert loads.names == ["other"]  # the model `small`, which may have been unloaded, is not loaded again
 
 
 async def test_a_model_is_loaded_when_one_of_its_bundles_is_deleted(folder: Path) -> None:
     shutil.copytree(folder / MODEL, folder / "another")
     loads = Loads()
-    poller = RepositoryPoller(Repository(folder), loads)
+    registry = poll_with(folder, loads)
     shutil.rmtree(folder / "another")
-    await poll(poller, 3)
+    await poll(registry, 3)
     assert loads.names == [MODEL]
 
 

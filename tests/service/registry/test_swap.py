@@ -74,6 +74,12 @@ async def registry(folder: Path, metrics: Metrics) -> AsyncIterator[ModelRegistr
     await registry.close()
 
 
+async def settled(registry: ModelRegistry) -> None:
+    """Waits until all leaving engines are closed and their memory is freed."""
+    while registry.retired_engines._ending:
+        await asyncio.wait(registry.retired_engines._ending)
+
+
 async def step(registry: ModelRegistry, session: str, *tokens: int, position: int | None = None) -> Answer:
     engine = await registry.engine_for(session)
     return await engine.submit(StepRequest(session, tokens, expected_position=position))
@@ -140,7 +146,7 @@ async def test_requests_in_flight_at_a_swap_are_answered_by_the_old_version(
     assert IndexEntry(MODEL, "1", "UNLOADING", "answers its last requests") in await registry.index()
     assert (await old.submit(PredictRequest(TOKENS))).predictions
     epoch.leave()
-    await registry.retired_engines.settled()
+    await settled(registry)
     assert await registry.index() == [IndexEntry(MODEL, "2", "READY", "")]
     with pytest.raises(Unavailable):
         await old.submit(PredictRequest(TOKENS))
@@ -152,7 +158,7 @@ async def test_an_old_version_finishes_requests_of_disconnected_callers(registry
     running = asyncio.ensure_future(old.submit(StepRequest(session, TOKENS)))
     put(folder, "2", "lstm")
     await registry.load_model(MODEL)
-    await registry.retired_engines.settled()
+    await settled(registry)
     assert (await running).position == 4
     assert (await registry.get().get_session(session)).position == 4
 
@@ -337,7 +343,7 @@ async def test_sessions_continue_when_their_tokenizer_is_served_again(folder: Pa
     put(folder, "3", "lstm")
     third = await registry.load_model(MODEL)
     assert await registry.engine_for(session) is third
-    await registry.retired_engines.settled()
+    await settled(registry)
     assert [entry.version for entry in await registry.index()] == ["2", "3"]
 
 
@@ -350,7 +356,7 @@ async def test_a_version_kept_for_its_sessions_is_closed_when_all_have_expired(f
     async with asyncio.timeout(TIMEOUT_S):
         while not old.retired:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await registry.retired_engines.settled()
+    await settled(registry)
     assert await registry.index() == [IndexEntry(MODEL, "2", "READY", "")]
     await registry.close()
 
@@ -377,7 +383,7 @@ async def test_an_unloaded_model_is_unknown_and_its_sessions_continue_after_a_re
     with pytest.raises(UnknownSession):
         await registry.engine_for(session)
     assert registry.ready and registry.list() == []
-    await registry.retired_engines.settled()
+    await settled(registry)
     assert await registry.index() == [IndexEntry(MODEL, "1", "UNAVAILABLE", "not loaded")]
     await registry.load_model(MODEL)
     again = await step(registry, session, 9, position=4)
@@ -480,7 +486,7 @@ async def swap_by_turns() -> None:
             await step(registry, session, *TOKENS)
             put(folder, str(version), "lstm" if version % 2 else "rnn-stable")
             await registry.load_model(MODEL)
-            await registry.retired_engines.settled()
+            await settled(registry)
             assert live_objects(Engine) == [registry.get()]
             used.append(bytes_in_use())
             running.append(threads())
@@ -516,7 +522,7 @@ async def load_and_unload() -> None:
             put(folder, "1", name=f"model-{number}")
             await registry.load_model(f"model-{number}")
             await registry.unload_model(f"model-{number}")
-            await registry.retired_engines.settled()
+            await settled(registry)
             assert live_objects(Engine) == [registry.get()]
             used.append(bytes_in_use())
         text, _ = metrics.render()

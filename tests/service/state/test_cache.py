@@ -92,10 +92,8 @@ def test_using_a_state_resets_its_idle_time() -> None:
 
 
 SPOILT: dict[str, Callable[[StatePool], object]] = {
-    "4 slots have a session, but 3 sessions have a slot": lambda state_cache: state_cache.order.pop("b"),
-    "a slot belongs to a session whose state is in another slot": lambda state_cache: state_cache.order.__setitem__(
-        "b", 2
-    ),
+    "4 slots are in use for 3 sessions, but no request is in flight": lambda state_cache: state_cache.order.pop("b"),
+    "a slot has the states of two sessions": lambda state_cache: state_cache.order.__setitem__("b", 2),
     "a slot with a state is free": lambda state_cache: state_cache.users.__setitem__(3, 0),
     "not the least recently used": lambda state_cache: state_cache.order.move_to_end("a"),
     "a slot is neither in use nor free": lambda state_cache: state_cache.free.pop(),

@@ -18,7 +18,7 @@ from tests.service.sessions.stores.test_redis import STEP, record
 from wane.service.errors import QuotaExceeded
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.redis import REPLACE, RedisStore
-from wane.service.sessions.stores.redis_pipeline import Argument, RedisPipeline, Script
+from wane.service.sessions.stores.redis_pipeline import Argument, RedisPipeline
 from wane.service.sessions.stores.store import SessionRecord
 
 TTL_S = 2.0
@@ -105,7 +105,7 @@ async def test_expired_sessions_in_redis_free_the_quota_and_sessions_in_use_do_n
 
 async def counted(store: RedisStore, owner: str) -> set[str]:
     """Returns the names of the sessions that Redis counts for the owner."""
-    key = store.counting(f"{owner}/any")[1]
+    key = store._owned(owner)
     return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
 
 
@@ -137,7 +137,7 @@ def before_creating(store: RedisStore, then: Callable[[], Awaitable[object]], mo
     """Calls `then` after the store has counted a session and before it creates the session."""
     run = store.trips.run
 
-    async def make(script: Script, *arguments: Any, **options: Any) -> Any:
+    async def make(script: str, *arguments: Any, **options: Any) -> Any:
         if script is REPLACE:
             monkeypatch.setattr(store.trips, "run", run)
             await then()

@@ -20,7 +20,7 @@ from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer, redis_server
 from wane.service.errors import Overloaded, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.stores.redis import SNAPSHOTS, RedisStore
+from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
 from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, TokenHistory, follows
 from wane.service.types.common import Mode
@@ -213,9 +213,6 @@ async def test_a_state_is_kept_until_the_session_is_rewound_to_before_the_state(
     found = await store.get("s")
     assert found is not None
     assert found.snapshot == SNAPSHOT
-    recalled = store.get_cached("s")
-    assert recalled is not None
-    assert recalled.snapshot == SNAPSHOT
     here = await store.rewind("s", here.revision, 2) or here
     found = await store.get("s")
     assert found is not None
@@ -657,31 +654,12 @@ async def test_a_damaged_session_can_be_deleted(
     await harness.engine.create_session("s", None)
     async with Redis.from_url(common.url) as redis:
         await redis.append(store.keys("s")[0], b"x" * 3)
-    store._forget("s")
+    store._remembered.forget("s")
     with pytest.raises(DamagedSession, match="'s'"):
         await harness.engine.get_session("s")
     await harness.engine.delete_session("s")
     with pytest.raises(UnknownSession):
         await harness.engine.get_session("s")
-
-
-async def test_a_limited_number_of_snapshots_is_cached_until_the_session_changes(
-    common: RedisServer, make_store: MakeStore
-) -> None:
-    store = await make_store(common.url)
-    for index in range(SNAPSHOTS + 1):
-        assert await append(store, await begin(store, str(index)), (5, 6), STEP, SNAPSHOT)
-        await store.get(str(index))
-    kept = [store.get_cached(str(index)) for index in range(SNAPSHOTS + 1)]
-    assert [one.snapshot is None for one in kept if one] == [True] + [False] * SNAPSHOTS
-    last = kept[-1]
-    assert last is not None
-    after = await append(store, last, (7,), STEP)
-    assert after is not None
-    assert after.snapshot is None
-    again = store.get_cached(last.session)
-    assert again is not None
-    assert again._replace(idle_s=0.0) == after
 
 
 async def test_a_step_reads_the_session_first_while_most_copies_are_out_of_date(
