@@ -22,7 +22,7 @@ import argparse
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,6 @@ class FirstCome(FairScheduler[WorkItem]):
 
     def put(self, item: WorkItem) -> None:
         self._line.append(item)
-
-    @property
-    def full(self) -> bool:
-        return False  # If this were True, the batcher could submit a batch before the running batch ends.
-
-    def put_back(self, items: Sequence[WorkItem]) -> None:
-        self._line.extendleft(reversed(items))
 
     def take(self, runs: Callable[[WorkItem], bool]) -> list[WorkItem]:
         taken, left, longest, total = list[WorkItem](), list[WorkItem](), 0, 0

@@ -140,8 +140,7 @@ def measured(
     with served(bundles, console) as url, connect(url, None) as client, Progress(console=console) as progress:
         load = Load(url)
         models = [Compared(client, load, choose(client, name), text, None, positions) for name in bundles]
-        task = progress.add_task("measuring", total=sum(model.requests for model in models))
-        found = measure_models(models, advance=lambda: progress.advance(task))
+        found = measure_models(models, progress)
     return {one.model: one for one in found}
 
 

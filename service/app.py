@@ -40,8 +40,7 @@ from wane.service.api.routes import (
     vocabulary,
 )
 from wane.service.auth.guard import Authenticator
-from wane.service.auth.key_file import KeySource
-from wane.service.auth.keyring import MakeBucket, own_bucket
+from wane.service.auth.keyring import KeySource, MakeBucket, TokenBucket
 from wane.service.errors import NotFound
 from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
@@ -133,7 +132,7 @@ def create_app(
     on_default: Callable[[], None] = lambda: None,
     on_ready: Callable[[], None] = lambda: None,
     tracing: Tracing | None = None,
-    make_bucket: MakeBucket = own_bucket,
+    make_bucket: MakeBucket = TokenBucket,
 ) -> Application:
     """Returns the application for a registry whose models are not loaded yet. The application accepts requests
     immediately. A request for a model waits until the model is loaded, verified and warmed up. If a required model

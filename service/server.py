@@ -1,6 +1,5 @@
 """Runs a server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
-it finishes the requests in flight. numpy uses one thread, unless the operator sets another number.
-"""
+it finishes the requests in flight."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from wane.models.bundle import BundleError
 from wane.service.app import VERSION, Application, create_app
-from wane.service.auth.key_file import KeySource
-from wane.service.auth.keyring import MakeBucket, own_bucket
+from wane.service.auth.keyring import KeySource, MakeBucket, TokenBucket
 from wane.service.auth.keys import KeysError
 from wane.service.net.limits import Limits
 from wane.service.net.server import DrainingServer, limit_connections
@@ -57,9 +55,7 @@ def spare_the_processors(environment: Mapping[str, str]) -> None:
         threadpool_limits(1, user_api="blas")
 
 
-# The idle timeout of connections. It exceeds the usual idle timeout of proxies (60 s), so that the proxy, and not the
-# server, closes an idle connection.
-KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 75  # longer than the usual idle timeout of proxies (60 s), so that the proxy closes an idle connection
 GC_THRESHOLDS = (2_000, 10, 10)  # a collection of many more objects would hold the event loop too long
 CLOSE_S = 5  # the time after the drain in which clients can read the rest of their responses
 END_S = 5  # the time after the server has stopped in which its threads can end
@@ -73,32 +69,14 @@ def say_ready(urls: Sequence[str]) -> None:
         sys.stdout.flush()
 
 
-class Announcer:
-    """Logs the listening addresses when the server listens. Calls `ready` when the server listens and the default model
-    is ready."""
-
-    def __init__(self, registry: ModelRegistry, keys: KeySource, ready: Callable[[Sequence[str]], None]) -> None:
-        self._registry = registry
-        self._keys = keys
-        self._ready = ready
-        self._urls: list[str] = []
-
-    def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Logs the listening addresses. If there is a key file, installs a SIGHUP handler that reloads the file."""
-        if self._keys.has_file:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.reload)
-        for host, port in addresses:
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            self._urls.append(url)
-            SERVICE.info("listening", extra={"fields": {"url": url}})
-            if self._keys.keyring is None and not ip_address(host.partition("%")[0]).is_loopback:
-                SERVICE.warning("no API keys are set: every client that can connect to %s has access", url)
-        self.announce()
-
-    def announce(self) -> None:
-        """Is called when the server starts to listen, and when all models are loaded."""
-        if self._urls and self._registry.ready:
-            self._ready(self._urls)
+def log_addresses(addresses: Sequence[tuple[str, int]], keys: KeySource) -> list[str]:
+    """Logs the listening addresses, and returns them as URLs."""
+    urls = [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host, port in addresses]
+    for (host, _), url in zip(addresses, urls, strict=True):
+        SERVICE.info("listening", extra={"fields": {"url": url}})
+        if keys.keyring is None and not ip_address(host.partition("%")[0]).is_loopback:
+            SERVICE.warning("no API keys are set: every client that can connect to %s has access", url)
+    return urls
 
 
 async def drain(registry: ModelRegistry, notice_s: float) -> None:
@@ -134,30 +112,35 @@ def spare_the_collector() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What one of several workers of a server does in another way than the only process of a server.
+    """What one of several workers of a server does in another way than the only process of a server, which has the
+    defaults.
 
     `place` returns the worker's ASGI application, which gets the server's own and the limits of connections. The worker
     listens on `sockets`. `ready` is called with the addresses when the worker is ready. `number` and `log_turns`: see
     `logs.configure`. `make_bucket` and `owned`: see `Keyring` and `MemoryStore`.
     """
 
-    number: int
-    log_turns: Path
+    number: int | None = None
+    log_turns: Path | None = None
 
-    place: Callable[[Application, Limits], Callable[..., Awaitable[None]]]
-    sockets: list[socket.socket]
-    ready: Callable[[Sequence[str]], None]
-    make_bucket: MakeBucket
-    owned: OwnedSessions
+    place: Callable[[Application, Limits], Callable[..., Awaitable[None]]] = lambda app, _: app
+    sockets: list[socket.socket] | None = None
+    ready: Callable[[Sequence[str]], None] = say_ready
+    make_bucket: MakeBucket = TokenBucket
+    owned: OwnedSessions | None = None
 
 
-def configured(app: Application, worker: Worker | None = None, **options: Any) -> uvicorn.Config:
+ALONE = Worker()
+"""The only process of a server."""
+
+
+def configured(app: Application, worker: Worker = ALONE, **options: Any) -> uvicorn.Config:
     """Returns uvicorn's configuration with the application's limits for connections. `options` are uvicorn's. The
     options for proxies are always set, because uvicorn trusts the forwarding headers of local clients by default."""
     settings = app.settings
     limits = Limits(settings, app.state.metrics)
     config = uvicorn.Config(
-        app if worker is None else worker.place(app, limits),
+        worker.place(app, limits),
         http="httptools",
         ws="websockets-sansio",
         # WebSocket messages are short, so compressing a message would take longer than answering it.
@@ -176,13 +159,10 @@ def configured(app: Application, worker: Worker | None = None, **options: Any) -
     return config
 
 
-def run(settings: Settings, worker: Worker | None = None) -> None:
-    """Runs the server until a signal stops it. `worker`: if the process is one of several workers, what it does in
-    another way. Raises RegistryError or BundleError if a required model cannot be loaded."""
-    if worker is None:
-        logs.configure(settings.log_level)
-    else:
-        logs.configure(settings.log_level, worker.number, worker.log_turns)
+def run(settings: Settings, worker: Worker = ALONE) -> None:
+    """Runs the server until a signal stops it. Raises RegistryError or BundleError if a required model cannot be
+    loaded."""
+    logs.configure(settings.log_level, worker.number, worker.log_turns)
     spare_the_processors(os.environ)
     failures: list[Exception] = []
 
@@ -190,24 +170,36 @@ def run(settings: Settings, worker: Worker | None = None) -> None:
         failures.append(error)
         server.should_exit = True
 
+    urls: list[str] = []
+
     def announce() -> None:
+        if urls and registry.ready:
+            worker.ready(urls)
+
+    def listening(addresses: Sequence[tuple[str, int]]) -> None:
+        if keys.has_file:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
+        urls.extend(log_addresses(addresses, keys))
+        announce()
+
+    def loaded() -> None:
         spare_the_collector()
-        announcer.announce()
+        announce()
 
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
-    registry = ModelRegistry(settings, metrics, None if worker is None else worker.owned)
+    registry = ModelRegistry(settings, metrics, worker.owned)
     app = create_app(
         settings,
         registry,
         metrics,
         on_load_failure=end,
         on_default=spare_the_collector,
-        on_ready=announce,
+        on_ready=loaded,
         tracing=tracing,
-        make_bucket=own_bucket if worker is None else worker.make_bucket,
+        make_bucket=worker.make_bucket,
     )
-    announcer = Announcer(registry, app.state.keys, say_ready if worker is None else worker.ready)
+    keys: KeySource = app.state.keys
     config = configured(
         app,
         worker,
@@ -219,10 +211,10 @@ def run(settings: Settings, worker: Worker | None = None) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = DrainingServer(config, partial(drain, registry, settings.shutdown_delay_ms / 1000), announcer.listening)
+    server = DrainingServer(config, partial(drain, registry, settings.shutdown_delay_ms / 1000), listening)
 
     async def serve() -> None:
-        await server.serve(None if worker is None else worker.sockets)
+        await server.serve(worker.sockets)
         if tracing is not None:
             tracing.close()
         end_at_the_latest(failed=bool(failures) or registry.unsaved is not None)

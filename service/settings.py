@@ -296,7 +296,6 @@ class Settings(BaseModel):
         The message of SettingsError names the invalid variable or option.
         """
         values: dict[str, str] = {}
-        sources: dict[str, str] = {}
         for variable, value in environment.items():
             if not variable.startswith(PREFIX) or variable in FOREIGN:
                 continue
@@ -304,18 +303,17 @@ class Settings(BaseModel):
             if name not in cls.model_fields or variable != PREFIX + name.upper():
                 raise SettingsError(f"{variable} is not a setting; `wane serve --help` lists all settings")
             values[name] = value
-            sources[name] = variable
-        for name, value in vars(options).items() if options is not None else ():
-            if name in cls.model_fields:
-                values[name] = value
-                sources[name] = f"--{name.replace('_', '-')}"
+        given = {
+            name: value for name, value in vars(options or argparse.Namespace()).items() if name in cls.model_fields
+        }
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values | given)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
+            source = f"--{name.replace('_', '-')}" if name in given else PREFIX + name.upper()
             value = "..." if name in NOT_AN_OPTION else SECRET.sub("...", repr(first["input"]))
-            raise SettingsError(f"{sources[name]} is {value}: {first['msg']}") from None
+            raise SettingsError(f"{source} is {value}: {first['msg']}") from None
 
     @field_validator("trusted_proxies")
     @classmethod

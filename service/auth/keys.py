@@ -77,7 +77,7 @@ class Key:
         for option in ("rate", "burst", "sessions"):
             value = getattr(self, option)
             if value is not None:
-                words.append(f"{option}={value:g}" if option != "sessions" else f"{option}={value}")
+                words.append(f"{option}={value:.15g}")
         return " ".join(words)
 
 

@@ -43,9 +43,9 @@ from wane.service.state.pool import ZERO, StatePool
 PADDED_SHARE = 2
 MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_048}
 
-ANSWERS = (*FINITE, HIDDENS, EVERY_NORMS, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
-"""Outputs that a `Row` returns. A window's row also returns the outputs of its trace. All other outputs are written to
-the state pool."""
+ANSWERS = (*FINITE, HIDDENS, EVERY_NORMS, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP, STREAM)
+"""Outputs that a `Row` returns. It also returns the errors of a window's trace and the states to which they belong. All
+other outputs are written to the state pool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -248,25 +248,18 @@ def _run(
         states = {} if role == "window" else pool.memory.gather(reads, room)
         outputs = Outputs.of(runner.run(role, {**_tokens(works), **states}))
         pool.scatter([work.write for work in works], outputs)
-    radii = _radii(outputs, len(works))
-    norms = outputs[NORMS].tolist() if NORMS in outputs else [None] * len(works)
+    none = [None] * len(works)
+    radii = outputs[RADIUS].tolist() if RADIUS in outputs else none
+    norms = outputs[NORMS].tolist() if NORMS in outputs else none
     finite: list[bool] = outputs.finite.tolist()
-    answers = outputs.only(_answers(outputs))
+    bounded = [name.removeprefix(ERROR) for name in outputs if name.startswith(ERROR)]
+    answers = outputs.only({*ANSWERS, *(prefix + name for name in bounded for prefix in (ERROR, NEXT))})
     return [
-        Row(answers, row, radii[row], work.length, norms[row])
+        Row(answers, row, radius if radius is not None and math.isfinite(radius) else None, work.length, norms[row])
         if finite[row]
         else FloatingPointError("the model's output is not finite")
-        for row, work in enumerate(works)
+        for row, (work, radius) in enumerate(zip(works, radii, strict=True))
     ]
-
-
-def _answers(outputs: Outputs) -> set[str]:
-    """Returns the names of the outputs that a `Row` returns."""
-    names = {*ANSWERS, STREAM}
-    for name in outputs:
-        if name.startswith(ERROR):
-            names |= {name, NEXT + name.removeprefix(ERROR)}
-    return names
 
 
 def _hidden(works: Sequence[Work], pool: StatePool) -> Feeds:
@@ -275,13 +268,6 @@ def _hidden(works: Sequence[Work], pool: StatePool) -> Feeds:
         return pool.memory.gather_hidden([work.read for work in works])
     rows = [pool.memory.read([work.read])[HIDDEN][0] if work.hidden is None else work.hidden for work in works]
     return {HIDDEN: np.stack(rows)}
-
-
-def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
-    """Returns each row's radius, or None for a row without a finite bound."""
-    if RADIUS not in outputs:
-        return [None] * count
-    return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
 
 
 def _tokens(works: Sequence[Work]) -> dict[str, Array]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 from wane.models.bundle_checks import ROLES
@@ -21,10 +21,10 @@ from wane.service.batching import batch
 from wane.service.batching.batch import ColumnBatch, Row, Work
 from wane.service.batching.cost_model import CostModel, RunTimeModel
 from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler
-from wane.service.batching.ticket import Ticket, WorkItem, enter
+from wane.service.batching.ticket import Ticket, WorkItem
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
-from wane.service.observability.tracing import Batch, Traced
+from wane.service.observability.tracing import Traced, trace_batch
 from wane.service.runners.runner import Runner
 from wane.service.state.pool import StatePool
 
@@ -33,9 +33,6 @@ logger = logging.getLogger("wane.engine")
 ALONE = 3
 """The factor of `inline_s` for a batch of one item. A batch of one means that few requests arrive. The processor is
 then often idle, so the handover to the other thread and back is slow: it waits until the thread is woken up."""
-
-MOST_TAKEN = 2
-"""The largest number of batches handed to the runner: the running batch and the next batch."""
 
 EMA_ALPHA = 1 / 8
 """Weight of the latest batch of sequences in the average run time per item (`Batcher.sequence_s`)."""
@@ -50,9 +47,7 @@ T = TypeVar("T")
 class Columns(Protocol):
     """A queue of steps in columns (see `ColumnBatch`)."""
 
-    def __len__(self) -> int:
-        """Returns the number of queued steps."""
-        ...
+    def __len__(self) -> int: ...
 
     def begin(self, most: int) -> ColumnBatch | None:
         """Returns the next batch of at most `most` steps. Returns None if no queued step can run. Calls
@@ -70,14 +65,13 @@ class Columns(Protocol):
 
 
 class _Ran(NamedTuple):
-    """A batch after its run. `items_run`: the number of items that ran. `cancelled` holds the items whose callers left
-    before the run. `started_s` is when the run started, by `time.perf_counter`."""
+    """A batch after its run. `items_run`: the number of items that ran. `started_s` is when the run started, by
+    `time.perf_counter`."""
 
     role: Role
     items_run: int
     items: Sequence[WorkItem]
     rows: Sequence[Row | Exception]
-    cancelled: Sequence[WorkItem]
     started_s: float
     seconds: float
     columns: ColumnBatch | None = None
@@ -115,15 +109,13 @@ class Batcher:
         self._queue = FairScheduler[WorkItem](max_batch_size, cost_model)
         self.sequence_s = 0.0  # average run time per item of the latest batches of sequences
         self._starting = False
-        self._taken = 0  # the number of batches handed to the runner
-        self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the handed-over batch that has not started
+        self._running = False  # whether a batch is on the runner's thread
         self._now = 0.0  # the event loop's clock when the latest batch was taken
         self._closed = False
         self.columns: Columns | None = None
         # the item that stands in the queue for all steps in columns; it is made in the event loop, like every future
         self._columns_item: WorkItem | None = None
         self._columns_queued = False
-        self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
         self._room = pool.memory.room(max_batch_size)
         self._items, self._padding, self._seconds = (
@@ -140,18 +132,18 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """The number of items that wait for the runner."""
-        return len(self._queue) + self._in_columns + (0 if self._ahead is None else len(self._ahead[0]))
+        return len(self._queue) + self._in_columns
 
     @property
     def _in_columns(self) -> int:
-        """The number of queued steps in columns that the scheduler's queue does not count. One item in that queue
-        stands for all queued steps in columns."""
+        """The number of queued steps in columns that the scheduler's queue does not count: one item in it stands for
+        all of them."""
         return 0 if self.columns is None else len(self.columns) - self._columns_queued
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing is queued."""
-        return not self._taken and not self._starting
+        return not self._running and not self._starting
 
     def submit(self, work: Work, ticket: Ticket) -> WorkItem:
         """Queues work and returns its item. Awaiting the item returns the item's row of the outputs. The item's state
@@ -203,9 +195,7 @@ class Batcher:
 
     def _put(self, item: WorkItem) -> None:
         self._queue.put(item)
-        if self._ahead is not None and item.work.role in ONE_TOKEN:
-            self._take_back(*self._ahead)
-        if not self._starting and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
+        if not self._running:
             self._start_soon()
 
     def _check_turn(self, waiting: int, deadline: float) -> None:
@@ -237,31 +227,22 @@ class Batcher:
     async def close(self) -> None:
         """Rejects new work, fails queued work, and stops the runner's thread after its current batch."""
         self._closed = True
-        if self._ahead is not None:
-            self._take_back(*self._ahead)
         for item in self._queue.clear():
             if item is not self._columns_item:
                 self._drop(item, Unavailable("the server is stopping"))
         await asyncio.to_thread(self._executor.shutdown)
 
     def _waiting(self, role: Role) -> int:
-        """Returns the number of waiting items in this role's queue, including items of a batch that was handed over and
-        has not started."""
-        waiting = self._queue.before(role)
-        if role in ONE_TOKEN:
-            return waiting + self._in_columns
-        return waiting if self._ahead is None else waiting + len(self._ahead[0])
+        """Returns the number of waiting items in this role's queue."""
+        return self._queue.before(role) + (self._in_columns if role in ONE_TOKEN else 0)
 
     def _start(self) -> None:
-        """Starts the next batch, or becomes idle.
-
-        A batch that cannot grow is handed over while another batch runs. The runner then starts it without waiting for
-        the event loop. After a batch has run on the event loop's thread, a batch of the other queue may be handed over
-        before the results are delivered."""
+        """Starts the next batch, if work is queued. After a batch has run on the event loop's thread, a batch of the
+        other queue may be handed over before the results are delivered."""
         self._starting = False
         ran: _Ran | None = None
         queue = self._queue
-        while not self._taken or (self._taken < MOST_TAKEN and queue.full):
+        while not self._running:
             self._now = asyncio.get_running_loop().time()
             items = queue.take(self._runs)
             if not items:  # nothing is queued, or the callers of all items have left
@@ -273,6 +254,9 @@ class Batcher:
                 columns = self.columns.begin(self._max_batch)
                 if columns is None:
                     continue
+            else:
+                for item in items:
+                    item.ticket.entered |= item.work.binding
             if not self._quick(items[0].work.role, len(items if columns is None else columns.tokens)):
                 self._hand_over(items, columns)
                 continue
@@ -287,8 +271,6 @@ class Batcher:
                 break
         if ran is not None:
             self._hand_out(ran)
-        if self.on_idle is not None and self.idle:
-            self.on_idle()
 
     def _start_soon(self) -> None:
         """Schedules `_start` for the event loop's next iteration, so that all work submitted in this iteration shares a
@@ -304,42 +286,23 @@ class Batcher:
 
     def _hand_over(self, items: list[WorkItem], columns: ColumnBatch | None) -> None:
         """Hands a batch to the runner's thread."""
-        self._taken += 1
+        self._running = True
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
-        elif self._taken < MOST_TAKEN:
-            # The runner is idle, so this batch starts immediately. For a second batch, only `_run` calls `enter`,
-            # because `_take_back` may withdraw that batch before it starts.
-            enter(items)
-        running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
-        if self._taken == MOST_TAKEN:
-            self._ahead = items, running
-
-    def _take_back(self, items: list[WorkItem], waiting: Future[None]) -> None:
-        """Puts a handed-over batch back into the queue if it has not started."""
-        self._ahead = None
-        if waiting.cancel():
-            self._taken -= 1
-            self._queue.put_back(items)
+        self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
 
     def _run_aside(self, items: list[WorkItem], columns: ColumnBatch | None, loop: asyncio.AbstractEventLoop) -> None:
         """Runs a batch on the runner's thread, and passes its results to the event loop."""
         loop.call_soon_threadsafe(self._finish, self._run(items, columns))
 
     def _run(self, items: list[WorkItem], columns: ColumnBatch | None) -> _Ran:
-        """Runs a batch without the items whose callers have left."""
+        """Runs a batch."""
         started_s = time.perf_counter()
         if columns is not None:
             batch.run_columns(columns, self._pool, self._runner, self._room)
-            count, seconds = len(columns.tokens), time.perf_counter() - started_s
-            return _Ran("step", count, (), (), (), started_s, seconds, columns)
-        wanted = [item for item in items if not item.done()]
-        enter(wanted)
-        rows = batch.run([item.work for item in wanted], self._pool, self._runner, self._room) if wanted else []
-        cancelled = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
-        return _Ran(
-            items[0].work.role, len(wanted), wanted, rows, cancelled, started_s, time.perf_counter() - started_s
-        )
+            return _Ran("step", len(columns.tokens), (), (), started_s, time.perf_counter() - started_s, columns)
+        rows = batch.run([item.work for item in items], self._pool, self._runner, self._room)
+        return _Ran(items[0].work.role, len(items), items, rows, started_s, time.perf_counter() - started_s)
 
     def _runs(self, item: WorkItem) -> bool:
         """Returns whether an item should run. Drops the item if its caller has left or its deadline has passed."""
@@ -366,27 +329,20 @@ class Batcher:
     def _finish(self, ran: _Ran) -> None:
         """Starts the next batch, then delivers the results of a batch that ran on the runner's thread."""
         self._queue.ran(ran.role, ran.seconds)
-        if ran.role in ONE_TOKEN and ran.items_run:
+        if ran.role in ONE_TOKEN:
             self._times.took(ran.role, ran.items_run, ran.seconds, here=False)
-        self._taken -= 1
-        self._ahead = None  # a batch that waited on the runner's thread is now running
+        self._running = False
         self._start()
         self._hand_out(ran)
 
     def _hand_out(self, ran: _Ran) -> None:
         """Delivers the results of a batch to its items, and releases their slots."""
-        role, count, items, rows, cancelled, started_s, compute_s, columns = ran
+        role, count, items, rows, started_s, compute_s, columns = ran
         if columns is not None and self.columns is not None:
             self._observe(role, count, count, 1, columns.waited_s(started_s), compute_s)
             traced = columns.traced
             self.columns.finish(columns, started_s, compute_s)
-            if traced:
-                self._trace(traced, role, count, columns.failed, started_s, compute_s)
-            return
-        for item in cancelled:
-            deadline = item.ticket.deadline
-            self._skip(item, late=deadline is not None and deadline <= self._now)
-        if not items:
+            self._trace(traced, ran, columns.failed)
             return
         lengths = [item.work.length for item in items]
         waited_s = sum([started_s - item.queued_s for item in items])
@@ -410,16 +366,14 @@ class Batcher:
                 failure.__cause__ = row
                 item.fail(failure)
         traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
-        if traced:
-            failed = sum(isinstance(row, Exception) for row in rows)
-            self._trace(traced, role, count, failed, started_s, compute_s)
+        self._trace(traced, ran, sum(isinstance(row, Exception) for row in rows))
 
-    def _trace(
-        self, traced: Mapping[Traced, float], role: Role, items: int, failed: int, started_s: float, compute_s: float
-    ) -> None:
+    def _trace(self, traced: Mapping[Traced, float], ran: _Ran, failed: int) -> None:
         """Creates the spans of a batch. `failed`: the number of items that failed."""
-        ended_s = started_s + compute_s
-        Batch(self._model, role, self._runner.device, items, failed, started_s, ended_s).trace(traced)
+        if traced:
+            ended_s = ran.started_s + ran.seconds
+            device = self._runner.device
+            trace_batch(traced, self._model, ran.role, device, ran.items_run, failed, ran.started_s, ended_s)
 
     def _observe(self, role: Role, items: int, tokens: int, longest: int, waited_s: float, compute_s: float) -> None:
         """Records a batch in the metrics and the cost model. `tokens`: the total length of its items, without padding.

@@ -5,16 +5,12 @@ run.
 the seconds. Between two points the cost is interpolated linearly. Beyond the last point the cost is proportional to the
 length. In a batch each item costs an equal share of the run's time, because under load one more item of the same kind
 adds about that share to the time.
-
-`RunTimeModel` estimates the run time of a batch of steps or heads from its size. A short batch needs no separate
-thread. `warm_up` runs every graph before the first request.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypedDict
@@ -33,7 +29,8 @@ RUN_EMA_ALPHA = 1 / 8
 
 
 class RunTimeModel:
-    """Estimates the run time of a batch in seconds, by role and by the batch size rounded up to a power of two.
+    """Estimates the run time of a batch of steps or heads in seconds, by role and by the batch size rounded up to a
+    power of two.
 
     A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting for the event
     loop. A run on that thread changes the estimate only if the run was faster than the estimate.
@@ -125,14 +122,9 @@ class CostModel:
         points = sorted(self._points.get(role, {}).values(), key=lambda point: point.tokens)
         if not points:
             return 0.0
-        at = bisect_left(points, float(tokens), key=lambda point: point.tokens)
-        if at == len(points):
+        if tokens > points[-1].tokens:
             return points[-1].seconds * tokens / points[-1].tokens
-        if at == 0:
-            return points[0].seconds
-        before, after = points[at - 1], points[at]
-        share = (tokens - before.tokens) / (after.tokens - before.tokens)
-        return before.seconds + share * (after.seconds - before.seconds)
+        return float(np.interp(tokens, [point.tokens for point in points], [point.seconds for point in points]))
 
     def window(self, k: int) -> float:
         """Returns the seconds of compute of a window of `k` tokens."""

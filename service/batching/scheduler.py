@@ -17,7 +17,7 @@ A step then waits at most for one batch of sequences and for the steps before it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from wane.models.manifest import Role
@@ -62,7 +62,6 @@ class FairScheduler(Generic[I]):
         self._cost_model = cost_model
         self._steps: deque[I] = deque()
         self._sequences: deque[I] = deque()
-        self._latest_most = max_batch_size  # the size limit that applied to the latest batch of sequences
         self._stepped = False  # whether a step has arrived since the latest batch of sequences
         self._contended = False
         self._ahead_s = 0.0  # the first queue's run time minus the second queue's, while both had work
@@ -91,15 +90,6 @@ class FairScheduler(Generic[I]):
             return self._take_steps(runs) or self._take_sequences(runs)
         return self._take_sequences(runs) or self._take_steps(runs)
 
-    @property
-    def full(self) -> bool:
-        """Whether the next batch has its largest size, so that waiting cannot make it larger."""
-        return len(self._sequences) >= self._latest_most and not self._steps
-
-    def put_back(self, items: Sequence[I]) -> None:
-        """Moves a batch of sequences back to the front of their queue, because the batch did not run."""
-        self._sequences.extendleft(reversed(items))
-
     def ran(self, role: Role, seconds: float) -> None:
         """Records the run time of the last batch taken."""
         if not self._contended:
@@ -120,7 +110,7 @@ class FairScheduler(Generic[I]):
         line, taken, left = self._steps, list[I](), list[I]()
         while line and len(taken) < self._max_batch:
             item = line.popleft()
-            if item.work is not COLUMNS and not runs(item):
+            if not runs(item):
                 continue
             if taken and (item.work.role != taken[0].work.role or item.work is COLUMNS):
                 left.append(item)
@@ -154,7 +144,6 @@ class FairScheduler(Generic[I]):
             taken.append(item)
             total += length
         line.extendleft(reversed(left))
-        self._latest_most = most
         self._stepped = self._stepped and not taken
         return taken
 

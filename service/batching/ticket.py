@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 from wane.service.batching.batch import Row, Work
 from wane.service.observability.tracing import CURRENT, Traced
@@ -86,10 +85,3 @@ class WorkItem(asyncio.Future[Row]):
         """Sets the error, unless the item was cancelled."""
         if not self.done():
             self.set_exception(error)
-
-
-def enter(items: Sequence[WorkItem]) -> None:
-    """Sets `entered` on the tickets of binding work, because its batch starts now."""
-    for item in items:
-        if item.work.binding:
-            item.ticket.entered = True

@@ -7,25 +7,30 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from wane.arguments import Parser
-from wane.client import WaneError
+from wane.client import Model, Wane, WaneError
 from wane.service.cli import render
-from wane.service.cli.compared_input import read_inputs, same_tokens
-from wane.service.cli.connect import CommandError, connect, traced
+from wane.service.cli.compared_input import ComparedInput, read_inputs, same_tokens
+from wane.service.cli.connect import CommandError, Document, connect, traced
 from wane.service.cli.load import Load
-from wane.service.cli.measure import choose, measure, requests_needed
+from wane.service.cli.measure import choose, measure
 from wane.service.cli.render import agreement_table, cost_table, latency_table, quality_table
 from wane.service.cli.side_by_side import POSITIONS, WINDOW, Compared, measure_models
 
 FAILURES = (CommandError, WaneError, OSError, UnicodeError)
+
+Result = tuple[Document, list[Table], Callable[[Path], None]]
+"""A comparison as a JSON document and as tables, and a function that plots it to a file."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,65 +81,62 @@ def main(arguments: Sequence[str]) -> int:
         raise CommandError(f"--plot is {options.plot}, but must end in {', '.join(render.FORMATS)}")
     if options.plot is not None and find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: in the checkout of Wane, run pip install '.[plot]'")
-    screen = Console(stderr=True)
-    if len(options.model) > 1:
-        return _compare_models(options, screen)
-    with traced() as tracing, connect(options.url, tracing) as client, progress_on(screen) as progress:
-        card = choose(client, *options.model)
-        k = card.k if options.window is None else options.window
-        (compared_input,) = read_inputs(client, [card], options.file, options.tokens, options.experiment)
-        task = progress.add_task(f"Comparing the modes of {card.id}", total=requests_needed(compared_input.steps))
-        compared = measure(client, options.url, card, k, compared_input, advance=lambda: progress.advance(task))
-
-    console = Console()
-    if card.vocabulary.kind == "events":
-        console.print(compared_input.describe(), highlight=False, markup=False, soft_wrap=True)
-    console.print(latency_table(compared), agreement_table(compared))
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(compared), indent=2) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        render.save(compared, options.plot)
-    return 0
-
-
-def _compare_models(options: Namespace, screen: Console) -> int:
-    """Compares several models."""
-    twice = [name for name, count in Counter(options.model).items() if count > 1]
-    if twice:
+    if twice := [name for name, count in Counter(options.model).items() if count > 1]:
         raise CommandError(f"--model {twice[0]} is given twice")
-    load = Load(options.url)
-    with traced() as tracing, connect(options.url, tracing) as client, progress_on(screen) as progress:
-        cards = [choose(client, name) for name in options.model]
+    screen = Console(stderr=True)
+    with (
+        traced() as tracing,
+        connect(options.url, tracing) as client,
+        Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress,
+    ):
+        cards = [choose(client, name) for name in options.model or (None,)]
         inputs = read_inputs(client, cards, options.file, options.tokens, options.experiment)
-        same = same_tokens(cards, inputs)
-        models = [
-            Compared(client, load, card, its_input.sequences, options.window, POSITIONS)
-            for card, its_input in zip(cards, inputs, strict=True)
-        ]
-        task = progress.add_task(f"Comparing {len(models)} models", total=sum(model.requests for model in models))
-        figures = measure_models(models, advance=lambda: progress.advance(task))
+        compare = _compare_modes if len(cards) == 1 else _compare_models
+        document, tables, save = compare(client, cards, inputs, options, progress)
 
     console = Console()
     for card, its_input in zip(cards, inputs, strict=True):
         if card.vocabulary.kind == "events":
-            console.print(f"{card.id}: {its_input.describe()}", highlight=False, markup=False, soft_wrap=True)
-    shown = sorted(figures, key=lambda figure: figure.perplexity) if same else figures
-    console.print(quality_table(shown, same), cost_table(shown))
+            of = f"{card.id}: " if len(cards) > 1 else ""
+            console.print(of + its_input.describe(), highlight=False, markup=False, soft_wrap=True)
+    console.print(*tables)
     if options.json is not None:
-        document = {
-            "url": options.url,
-            "same_tokens": same,
-            "models": [
-                {**asdict(figure), "unknown": dict(its_input.unknown)}
-                for figure, its_input in zip(figures, inputs, strict=True)
-            ],
-        }
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if options.plot is not None:
-        render.save_models(figures, options.plot, same)
+        save(options.plot)
     return 0
 
 
-def progress_on(screen: Console) -> Progress:
-    """Returns a progress bar, which is shown on a terminal only."""
-    return Progress(console=screen, transient=True, disable=not screen.is_terminal)
+def _compare_modes(
+    client: Wane, cards: Sequence[Model], inputs: Sequence[ComparedInput], options: Namespace, progress: Progress
+) -> Result:
+    """Compares the two modes of one model."""
+    (card,), (its_input,) = cards, inputs
+    k = card.k if options.window is None else options.window
+    compared = measure(client, options.url, card, k, its_input, progress)
+    return asdict(compared), [latency_table(compared), agreement_table(compared)], partial(render.save, compared)
+
+
+def _compare_models(
+    client: Wane, cards: Sequence[Model], inputs: Sequence[ComparedInput], options: Namespace, progress: Progress
+) -> Result:
+    """Compares several models."""
+    load = Load(options.url)
+    same = same_tokens(cards, inputs)
+    figures = measure_models(
+        [
+            Compared(client, load, card, its_input.sequences, options.window, POSITIONS)
+            for card, its_input in zip(cards, inputs, strict=True)
+        ],
+        progress,
+    )
+    models = [
+        {**asdict(figure), "unknown": dict(its_input.unknown)}
+        for figure, its_input in zip(figures, inputs, strict=True)
+    ]
+    shown = sorted(figures, key=lambda figure: figure.perplexity) if same else figures
+    return (
+        {"url": options.url, "same_tokens": same, "models": models},
+        [quality_table(shown, same), cost_table(shown)],
+        partial(render.save_models, figures, same_tokens=same),
+    )

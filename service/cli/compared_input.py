@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,26 +101,21 @@ def _read_text(client: Wane, cards: Sequence[Model], file: Path | None, tokens: 
         scores = [client.score(text, model=card.id) for card in cards]
         return [ComparedInput([[token for token in score.tokens if token is not None]]) for score in scores]
 
+    def most(inputs: Sequence[ComparedInput]) -> int:
+        return max(each.steps for each in inputs)
+
     whole = read(text)
     first = [ComparedInput([each.sequences[0][:tokens]]) for each in whole]
     if same_tokens(cards, first):
         return first
-    if max(each.steps for each in whole) <= tokens:
+    if most(whole) <= tokens:
         return whole
     # the longest beginning of whole words in which no model has more than `tokens` tokens
     ends = [word.end() for word in re.finditer(r"\S+", text)]
-    fitting, too_many = 0, len(ends) + 1
-    longest = whole
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        now = read(text[: ends[middle - 1]])
-        if max(each.steps for each in now) <= tokens:
-            fitting, longest = middle, now
-        else:
-            too_many = middle
+    fitting = bisect_right(ends, tokens, key=lambda end: most(read(text[:end])))
     if not fitting:
         raise CommandError(f"the first word of {file or SAMPLE} has more than {tokens} tokens for one of the models")
-    return longest
+    return read(text[: ends[fitting - 1]])
 
 
 def _read_events(

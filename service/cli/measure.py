@@ -9,11 +9,14 @@ function of k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
+from typing import TypeVar
 
 import numpy as np
+from rich.progress import Progress
 
 from wane.client import Agreement, Answer, ComparedMode, Model, Wane
 from wane.client.answers import Mode
@@ -26,8 +29,10 @@ COMPARED_POSITIONS = 16  # the number of positions at which windows of every siz
 COMPARED_HISTORY = 1024  # the largest number of tokens that are sent for such a position
 REPEAT = 5
 
-Advance = Callable[[], None]
-"""A function that updates a progress bar. It is called after each request."""
+Timed = tuple[Answer, float]
+"""An answer and its round-trip time in milliseconds."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,37 +123,45 @@ def choose(client: Wane, name: str | None = None) -> Model:
     raise CommandError(f"there is no model {name!r}; there are {', '.join(card.id for card in cards)}")
 
 
-def requests_needed(steps: int) -> int:
-    """Returns the number of times that `measure` calls `advance` for `steps` tokens."""
-    return 3 * steps + min(steps, COMPARED_POSITIONS)
+def track(progress: Progress, items: Iterable[T], total: int, description: str) -> list[T]:
+    """Collects the items, and shows on a bar how many of `total` there are."""
+    task = progress.add_task(description, total=total)
+    found = []
+    for item in items:
+        found.append(item)
+        progress.advance(task)
+    progress.remove_task(task)
+    return found
 
 
-def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput, advance: Advance) -> Measurements:
-    """Measures both modes of a model over the sequences of `compared`. `k` is the number of tokens in a
-    window. Calls `advance` after each request. Raises WaneError."""
+def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput, progress: Progress) -> Measurements:
+    """Measures both modes of a model over the sequences of `compared`. `k` is the number of tokens in a window. Raises
+    WaneError."""
     model, sequences = card.id, compared.sequences
     # Each place is a pair: a sequence, and the number of its tokens that the model has read.
     places = [(tokens, end) for tokens in sequences for end in range(1, len(tokens) + 1)]
-
-    def window(index: int) -> Answer:
-        # The request has one token more than the window, because an input that fits in the window would be run from the
-        # start token.
-        tokens, end = places[index]
-        part = tokens[max(0, end - 1 - k) : end]
-        return client.predict(part, model=model, mode="window", window=k)
-
-    recurrent = [
-        answer for tokens in sequences for answer in _drive_session(client, model, tokens, "recurrent", advance)
-    ]
-    windowed = _drive(window, len(places), advance)
-    both = [answer for tokens in sequences for answer in _drive_session(client, model, tokens, "both", advance)]
+    few = [places[at] for at in np.linspace(0, len(places) - 1, min(len(places), COMPARED_POSITIONS), dtype=int)]
     sizes = sorted({*(size for size in WINDOWS if size <= card.max_window), k})
-    answers = []
-    for index in np.linspace(0, len(places) - 1, min(len(places), COMPARED_POSITIONS), dtype=int):
-        tokens, end = places[index]
-        part = tokens[max(0, end - COMPARED_HISTORY) : end]
-        answers.append(client.compare(part, model=model, windows=sizes, repeat=REPEAT)[0])
-        advance()
+
+    def in_sessions(mode: Mode) -> Iterator[Timed]:
+        for tokens in sequences:
+            with client.session(model=model) as session:
+                yield from (_timed(partial(session.append, token, mode=mode)) for token in tokens)
+
+    # The request has one token more than the window, because an input that fits in the window would be run from the
+    # start token.
+    in_windows = (
+        _timed(partial(client.predict, tokens[max(0, end - 1 - k) : end], model=model, mode="window", window=k))
+        for tokens, end in places
+    )
+    comparisons = (
+        client.compare(tokens[max(0, end - COMPARED_HISTORY) : end], model=model, windows=sizes, repeat=REPEAT)[0]
+        for tokens, end in few
+    )
+    recurrent = track(progress, in_sessions("recurrent"), len(places), "Mode recurrent")
+    windowed = track(progress, in_windows, len(places), "Mode window")
+    both = track(progress, in_sessions("both"), len(places), "Mode both")
+    answers = track(progress, comparisons, len(few), "Windows of several sizes")
     return Measurements(
         url=url,
         model=model,
@@ -166,23 +179,10 @@ def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput
     )
 
 
-Timed = tuple[Answer, float]
-"""An answer and its round-trip time in milliseconds."""
-
-
-def _drive(ask: Callable[[int], Answer], count: int, advance: Advance) -> list[Timed]:
-    answers = []
-    for index in range(count):
-        started = perf_counter()
-        answer = ask(index)
-        answers.append((answer, (perf_counter() - started) * 1000))
-        advance()
-    return answers
-
-
-def _drive_session(client: Wane, model: str, tokens: Sequence[int], mode: Mode, advance: Advance) -> list[Timed]:
-    with client.session(model=model) as session:
-        return _drive(lambda index: session.append(tokens[index], mode=mode), len(tokens), advance)
+def _timed(ask: Callable[[], Answer]) -> Timed:
+    started = perf_counter()
+    answer = ask()
+    return answer, (perf_counter() - started) * 1000
 
 
 def _quantiles(answers: Sequence[Timed]) -> dict[str, Quantiles]:

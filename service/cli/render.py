@@ -288,41 +288,32 @@ def _draw_latency(axes: Axes, compared: Measurements) -> None:
         lines = ([0.0] * len(PHASES), tails)
         axes.errorbar(places, medians, lines, fmt="o", capsize=3, color=COLOURS[mode], label=label)
     axes.set_xticks(range(len(PHASES)), [phase.replace("_", " ") for phase in PHASES])
-    axes.set_yscale("log")
-    axes.set_title(f"Latency of one next token ({compared.steps} tokens)")
-    axes.set_ylabel("ms, from p50 to p99")
+    title = f"Latency of one next token ({compared.steps} tokens)"
+    axes.set(yscale="log", title=title, ylabel="ms, from p50 to p99")
     axes.legend(loc="lower right")
 
 
 def _draw_distance(axes: Axes, compared: Measurements) -> None:
-    """Draws the mean and the maximum of the total variation as a function of the window size. For a window size at
-    which every answer has an error bound, draws the largest bound, too."""
+    """For a window size at which every answer has an error bound, draws the largest bound, too."""
     sizes = [line.window for line in compared.windows]
-    for name, style in (("total_variation_max", "o-"), ("total_variation_mean", "s--")):
-        values = [max(getattr(line.agreement, name), FLOOR) for line in compared.windows]
-        axes.plot(
-            sizes, values, style, color=COLOURS["window"], label=name.rsplit("_", 1)[-1].replace("max", "largest")
-        )
+    for name, label, style in (("max", "largest", "o-"), ("mean", "mean", "s--")):
+        values = [max(getattr(line.agreement, f"total_variation_{name}"), FLOOR) for line in compared.windows]
+        axes.plot(sizes, values, style, color=COLOURS["window"], label=label)
     certified = [(line.window, line.agreement.error_bound) for line in compared.windows]
     bounds = [(size, max(bound, FLOOR)) for size, bound in certified if bound is not None]
     if bounds:
         axes.plot(*zip(*bounds, strict=True), ":", color="black", label="bound")
-    axes.set_yscale("log")
-    axes.set_title("Total variation between window and recurrent")
     floored = any(line.agreement.total_variation_mean < FLOOR for line in compared.windows)
-    axes.set_ylabel("total variation" + (f" (values under {FLOOR:g} are drawn at {FLOOR:g})" if floored else ""))
+    label = "total variation" + (f" (values under {FLOOR:g} are drawn at {FLOOR:g})" if floored else "")
+    axes.set(yscale="log", title="Total variation between window and recurrent", ylabel=label)
     _finish_window_axis(axes, compared, "lower left")
 
 
 def _draw_top1(axes: Axes, compared: Measurements) -> None:
-    """Draws the share of positions at which both modes have the same most probable token, as a function of the window
-    size."""
     sizes = [line.window for line in compared.windows]
     shares = [100 * line.agreement.top1_match_rate for line in compared.windows]
     axes.plot(sizes, shares, "o-", color=COLOURS["window"], label="top-1 equal")
-    axes.set_ylim(min(*shares, 90) - 2, 102)
-    axes.set_title("The same most probable token")
-    axes.set_ylabel("% of positions")
+    axes.set(ylim=(min(*shares, 90) - 2, 102), title="The same most probable token", ylabel="% of positions")
     _finish_window_axis(axes, compared, "lower right")
 
 

@@ -15,20 +15,22 @@ import json
 import math
 import statistics
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
+from rich.progress import Progress
 
 from wane.client import Model, Wane
 from wane.models.architecture import AnyArchitecture, Architecture, ImportedGraph
 from wane.models.weights import weight_shapes
 from wane.service.cli.connect import CommandError
 from wane.service.cli.load import Load, Timed
+from wane.service.cli.measure import track
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WINDOW = 64
@@ -63,20 +65,34 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFigures:
+class Quality:
+    """The figures of one model that are the same in every round.
+
+    - tokens: the number of tokens in `perplexity`. perplexity: per token, in recurrent mode.
+    - positions: the number of positions at which windows were measured. by_k: the perplexity of windows of k tokens.
+    - smallest_k: the smallest k from which on the perplexity is at most WITHIN times the recurrent perplexity; None if
+      there is none.
+    - proved: the share of windows whose most probable token is proved; None if no sequence is longer than the window.
+    """
+
+    tokens: int
+    perplexity: float
+    positions: int
+    by_k: dict[int, float]
+    smallest_k: int | None
+    proved: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures(Quality):
     """The figures of one model.
 
     - weights: the number of its weights; None if its layers are unknown, such as those of an imported graph. reach: the
       number of earlier tokens on which an answer depends; None if its memory fades or its layers are unknown.
     - state_bytes: the size of a session's state; None if it is unknown.
-    - tokens: the number of tokens in `perplexity`. perplexity: per token, in recurrent mode.
-    - positions: the number of positions at which windows were measured. by_k: the perplexity of windows of k tokens.
-    - smallest_k: the smallest k from which on the perplexity is at most WITHIN times the recurrent perplexity; None if
-      there is none.
     - window: the number of tokens in the windows of `window_ms` and `proved`.
     - step_ms, window_ms: the median round trip of one step and of one window, over one connection.
     - tokens_per_s: the steps per second of CONNECTIONS sessions.
-    - proved: the share of windows whose most probable token is proved; None if no sequence is longer than the window.
     """
 
     model: str
@@ -85,27 +101,10 @@ class ModelFigures:
     weights: int | None
     reach: int | None
     state_bytes: int | None
-    tokens: int
-    perplexity: float
-    positions: int
-    by_k: dict[int, float]
-    smallest_k: int | None
     window: int
     step_ms: Spread
     window_ms: Spread
     tokens_per_s: Spread
-    proved: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The figures of a model that are the same in every round."""
-
-    tokens: int
-    perplexity: float
-    positions: int
-    by_k: dict[int, float]
-    proved: float | None
 
 
 class Compared:
@@ -133,57 +132,56 @@ class Compared:
         with suppress(ValidationError):  # a newer server may have layers that this version of Wane lacks
             self.architecture = ARCHITECTURE.validate_python(fields)
         longest = max(map(len, sequences))
-        self._proved = spread_over(self._places(lambda end: end > self.window), positions)
+        self._proved = spread_over(self._places(self.window + 1), positions)
         self._stream = max(sequences, key=len) * (1 + (self.window + ROUNDS) // longest)
 
-    @property
-    def requests(self) -> int:
-        """The number of times that `measure` and `turn`, in all rounds, call `advance`."""
-        places = min(self.positions, len(self._places(lambda end: end > 0)))
-        return (
-            sum(-(-len(tokens) // MOST_SCORED) for tokens in self.sequences)
-            + len(self.sizes) * -(-places // ROWS)
-            + len(self._proved)
-            + 3 * (ROUNDS + 1)
-        )
+    def _places(self, least: int) -> list[Place]:
+        """Returns the places with at least so many tokens before them."""
+        return [(index, end) for index, tokens in enumerate(self.sequences) for end in range(least, len(tokens))]
 
-    def _places(self, accept: Callable[[int], bool]) -> list[Place]:
-        return [
-            (index, end) for index, tokens in enumerate(self.sequences) for end in range(len(tokens)) if accept(end)
-        ]
-
-    def measure(self, advance: Callable[[], None]) -> Measured:
+    def measure(self, progress: Progress) -> Quality:
         """Measures perplexities and the share proved. Raises WaneError, CommandError."""
-        scored: list[list[float | None]] = []
-        cache = 0
-        for tokens in self.sequences:
-            scored.append([])
-            for begin in range(0, len(tokens), MOST_SCORED):
-                score = self._client.score(tokens[begin : begin + MOST_SCORED], model=self.card.id)
-                scored[-1] += score.logprobs
-                cache = max(cache, score.cache_tokens or 0)
-                advance()
+        model = self.card.id
+        parts = [
+            (index, tokens[begin : begin + MOST_SCORED])
+            for index, tokens in enumerate(self.sequences)
+            for begin in range(0, len(tokens), MOST_SCORED)
+        ]
+        scores = track(
+            progress,
+            ((index, self._client.score(part, model=model)) for index, part in parts),
+            len(parts),
+            f"{model}: perplexity",
+        )
+        scored: list[list[float | None]] = [[] for _ in self.sequences]
+        for index, score in scores:
+            scored[index] += score.logprobs
+        cache = max(score.cache_tokens or 0 for _, score in scores)
         known = [value for values in scored for value in values if value is not None]
         if not known:
-            raise CommandError(f"model {self.card.id} predicts none of the tokens: each sequence has one token only")
+            raise CommandError(f"model {model} predicts none of the tokens: each sequence has one token only")
         perplexity = math.exp(-statistics.fmean(known))
-        places = spread_over(self._places(lambda end: end > 0), self.positions)
+        places = spread_over(self._places(1), self.positions)
         recurrent = np.array([scored[index][end] for index, end in places], np.float64)
         by_k: dict[int, float] = {}
-        for k in self.sizes:
-            windows = np.concatenate(
-                [
-                    self._windows(places[first : first + ROWS], k, cache, advance)
-                    for first in range(0, len(places), ROWS)
-                ]
-                or [np.zeros(0)]
-            )
-            if len(windows):
-                by_k[k] = perplexity * math.exp(float(np.mean(recurrent - windows)))
-        proofs = [self._is_proved(place, cache, advance) for place in self._proved]
-        return Measured(len(known), perplexity, len(places), by_k, statistics.fmean(proofs) if proofs else None)
+        for k in self.sizes if places else ():
+            rows = range(0, len(places), ROWS)
+            windows = (self._windows(places[first : first + ROWS], k, cache) for first in rows)
+            logprobs = track(progress, windows, len(rows), f"{model}: windows of {k}")
+            by_k[k] = perplexity * math.exp(float(np.mean(recurrent - np.concatenate(logprobs))))
+        proofs = track(
+            progress, (self._is_proved(place, cache) for place in self._proved), len(self._proved), f"{model}: proofs"
+        )
+        return Quality(
+            tokens=len(known),
+            perplexity=perplexity,
+            positions=len(places),
+            by_k=by_k,
+            smallest_k=smallest_k(by_k, perplexity),
+            proved=statistics.fmean(proofs) if proofs else None,
+        )
 
-    def _windows(self, places: Sequence[Place], k: int, cache: int, advance: Callable[[], None]) -> NDArray[np.float64]:
+    def _windows(self, places: Sequence[Place], k: int, cache: int) -> NDArray[np.float64]:
         """Returns the log-probability of the token at each place, after a window of the k tokens before it."""
         needed = max(k, cache) + 1  # with k tokens or fewer, the window would have the start token
         rows = [self.sequences[index][max(0, end - needed) : end] for index, end in places]
@@ -203,25 +201,22 @@ class Compared:
         logits = values.astype(np.float64)
         largest = logits.max(axis=1)
         total: NDArray[np.float64] = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
-        advance()
         targets = [self.sequences[index][end] for index, end in places]
         return np.asarray(logits[np.arange(len(rows)), targets] - total, np.float64)
 
-    def _is_proved(self, place: Place, cache: int, advance: Callable[[], None]) -> bool:
+    def _is_proved(self, place: Place, cache: int) -> bool:
         index, end = place
         needed = max(self.window, cache)
         part = self.sequences[index][max(0, end - needed) : end]
         answer = self._client.predict(
             part, model=self.card.id, mode="window", window=self.window, prove=True, top_k=1, truncated=end > needed
         )
-        advance()
         return answer.top1_proved
 
-    def turn(self, advance: Callable[[], None]) -> tuple[float, float, float]:
+    def turn(self) -> tuple[float, float, float]:
         """Returns the median ms of a step and of a window over one connection, and the steps per second over
         CONNECTIONS connections."""
         (steps,), _ = self._load.drive([self._steps(0, STEPS)])
-        advance()
         window = [
             self._stream[begin : begin + self.window + 1]
             for begin in np.linspace(0, len(self._stream) - self.window - 1, WINDOWS_OF_A_ROUND, dtype=int)
@@ -229,10 +224,8 @@ class Compared:
         body = {"model": self.card.id, "mode": "window", "window": self.window}
         sent = [self._load.request("POST", "/v1/predict", {**body, "tokens": tokens}) for tokens in window]
         (windows,), _ = self._load.drive([sent])
-        advance()
         many = [self._steps(1 + index, STEPS_OF_A_CONNECTION) for index in range(CONNECTIONS)]
         _, seconds = self._load.drive(many)
-        advance()
         return _median_ms(steps), _median_ms(windows), CONNECTIONS * STEPS_OF_A_CONNECTION / seconds
 
     def _steps(self, session: int, count: int) -> list[bytes]:
@@ -277,49 +270,39 @@ def smallest_k(by_k: dict[int, float], perplexity: float) -> int | None:
     return smallest
 
 
-def measure_models(models: Sequence[Compared], advance: Callable[[], None], rounds: int = ROUNDS) -> list[ModelFigures]:
-    """Measures the models. Calls `advance` after each part of the work. Raises WaneError, CommandError."""
-    quality = [model.measure(advance) for model in models]
-    turns: list[list[tuple[float, float, float]]] = [[] for _ in models]
+def measure_models(models: Sequence[Compared], progress: Progress, rounds: int = ROUNDS) -> list[ModelFigures]:
+    """Measures the models. Raises WaneError, CommandError."""
+    quality = [model.measure(progress) for model in models]
     try:
-        for _ in range(rounds + 1):
-            for model, turns_of_model in zip(models, turns, strict=True):
-                turns_of_model.append(model.turn(advance))
+        turns = [model.turn for model in models] * (rounds + 1)
+        times = track(progress, (turn() for turn in turns), len(turns), "Latency")
     finally:
         for model in models:
             model.close()
     figures = []
-    for model, measured, turns_of_model in zip(models, quality, turns, strict=True):
-        step, window, rate = (
-            Spread.of(values) for values in zip(*turns_of_model[1:], strict=True)
-        )  # the first is a warm-up
+    for index, (model, its_quality) in enumerate(zip(models, quality, strict=True)):
+        _, *of_rounds = times[index :: len(models)]  # the first is a warm-up
+        step, window, rate = (Spread.of(values) for values in zip(*of_rounds, strict=True))
         architecture = model.architecture
         layered = None if isinstance(architecture, ImportedGraph) else architecture
         figures.append(
             ModelFigures(
+                **asdict(its_quality),
                 model=model.card.id,
                 model_version=model.card.model_version,
                 family=model.card.family,
                 weights=None if layered is None else sum(map(math.prod, weight_shapes(layered).values())),
                 reach=None if layered is None or layered.fading else layered.reach,
-                state_bytes=None if architecture is None else _state_bytes(architecture),
-                tokens=measured.tokens,
-                perplexity=measured.perplexity,
-                positions=measured.positions,
-                by_k=measured.by_k,
-                smallest_k=smallest_k(measured.by_k, measured.perplexity),
+                state_bytes=None
+                if architecture is None
+                else sum(4 * math.prod(tensor.shape) for tensor in architecture.state_tensors()),
                 window=model.window,
                 step_ms=step,
                 window_ms=window,
                 tokens_per_s=rate,
-                proved=measured.proved,
             )
         )
     return figures
-
-
-def _state_bytes(architecture: Architecture) -> int:
-    return sum(4 * math.prod(tensor.shape) for tensor in architecture.state_tensors())
 
 
 def _median_ms(answers: Sequence[Timed]) -> float:

@@ -35,11 +35,9 @@ LONG_S = 0.05
 backlog, because it runs between the pieces of long requests.
 """
 
-MEASURED_S = 0.5
-"""The pace is measured again after this many seconds of work."""
-
-EMA_ALPHA = 1 / 4
-"""Weight of the latest measurement in the moving average of the pace."""
+MEASURED_S, EMA_ALPHA = 0.5, 1 / 4
+"""A measurement over MEASURED_S seconds of work or more has the weight EMA_ALPHA in the moving average of the pace. The
+weight of a shorter measurement is proportional to its work."""
 
 MARGIN = 1.25
 """Safety factor on the expected time until a request ends. The factor is above 1 because a request that misses its
@@ -103,8 +101,6 @@ class Backlog:
         self._clock = clock
         self.shares: list[Share] = []
         self.pace = 1.0
-        self._worked_s = 0.0
-        self._turn_s = 0.0
         self._divided_s = 0.0  # until when the elapsed time is divided among the shares
 
     @contextmanager
@@ -137,13 +133,8 @@ class Backlog:
 
     def worked(self, seconds: float, turn_s: float) -> None:
         """Updates the pace: `seconds` of expected work were done in `turn_s` of turn time."""
-        self._worked_s += seconds
-        self._turn_s += turn_s
-        if self._worked_s < MEASURED_S:
-            return
-        measured = self._turn_s / self._worked_s
-        self.pace += EMA_ALPHA * (min(max(measured, FASTEST), SLOWEST) - self.pace)
-        self._worked_s = self._turn_s = 0.0
+        weight = EMA_ALPHA * min(seconds / MEASURED_S, 1)
+        self.pace += weight * (min(max(turn_s / seconds, FASTEST), SLOWEST) - self.pace)
 
     def check(self, new: Share) -> None:
         """Raises Overloaded if the new request would miss its deadline, or would make an admitted request miss its

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
@@ -149,34 +148,9 @@ def window_report(k: int, prove: bool, variations: Observed, proved: int) -> Win
     }
 
 
-class ModeStats:
-    """Counts one mode's predictions in Prometheus's metrics, which the report reads too. Each metric is looked up only
-    once."""
-
-    def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
-        self._seconds = metrics.answer_seconds
-        self._phases = [metrics.answer_seconds.part(model, mode.value, phase) for phase in PHASES]
-        self._error_bound = metrics.answer_error_bound.labels(model, mode.value)
-        self._proved = metrics.answers_top1_proved.labels(model, mode.value)
-
-    def document(self) -> PhasesReport:
-        """Returns the durations of each phase."""
-        queue, compute, total = map(durations, self._phases)
-        return {"queue": queue, "compute": compute, "total": total}
-
-    def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int) -> None:
-        """Counts answers. phases: the durations of the answers in seconds, for each phase; variations: the error
-        bounds of those answers that have one; proved: the number of proved answers."""
-        for seconds, values in zip(self._phases, phases, strict=False):
-            seconds.observe_all(values)
-        self._error_bound.observe_all(variations)
-        if proved:
-            self._proved.inc(proved)
-
-    def end(self) -> None:
-        """Leaves the counts to the metrics of the model. Must be called last."""
-        for phase in self._phases:
-            self._seconds.end(phase)
+def _seconds(latency: Latency) -> list[tuple[float]]:
+    """Returns the durations of one answer as `Stats.stepped` expects them."""
+    return [(value_ms / 1e3,) for value_ms in latency.phases()]
 
 
 class Stats:
@@ -187,16 +161,17 @@ class Stats:
         self._metrics = metrics
         self._model = model
         self._answered: Counter[tuple[str, Mode]] = Counter()
-        self._modes: dict[Mode, ModeStats] = {}
+        self._phases: dict[Mode, list[Observed]] = {}
         # by the number of tokens, a power of two, and whether the proof was searched for
         self._windows: defaultdict[tuple[int, bool], Observed] = defaultdict(lambda: Observed(REACHED))
         self._proved: Counter[tuple[int, bool]] = Counter()
         self._metric = cache(lambda operation, mode: metrics.answers.labels(model, operation, mode.value))
+        self._bounds_metric = cache(lambda mode: metrics.answer_error_bound.labels(model, mode.value))
+        self._proved_metric = cache(lambda mode: metrics.answers_top1_proved.labels(model, mode.value))
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
-        self._made: list[tuple[Answer, str | None]] = []  # answers that are not counted yet
         metrics.agreement_bound_violations.labels(model)  # exports the metric as 0 from the start
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
@@ -207,44 +182,32 @@ class Stats:
     def took(self, mode: Mode, latency: Latency) -> None:
         """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
         its parts under the part's mode."""
-        self._of(mode).made([[value_ms / 1e3] for value_ms in latency.phases()], (), 0)
+        self._took(mode, _seconds(latency), (), 0)
 
     def made(self, answer: Answer, operation: str | None) -> None:
         """Counts an answer. `operation` is None if the caller was cancelled: only the answer's latency and bound are
-        then counted. All answers of one iteration of the event loop are counted together."""
-        if not self._made:
-            asyncio.get_running_loop().call_soon(self._count_made)
-        self._made.append((answer, operation))
+        then counted."""
+        bounds = () if answer.error_bound is None else (answer.error_bound,)
+        self._took(answer.mode, _seconds(answer.latency), bounds, answer.top1_proved)
+        if operation is not None:
+            self.answered(operation, answer.mode)
 
     def stepped(
         self, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int, waited_for: int
     ) -> None:
-        """Like `ModeStats.made`, for the answers of a batch of steps. `waited_for` is the number of answers whose
-        caller still waits."""
-        self._of(Mode.RECURRENT).made(phases, variations, proved)
+        """Counts the answers of a batch of steps. phases: the durations of the answers in seconds, for each phase;
+        variations: the error bounds of those answers that have one; proved: the number of proved answers; waited_for:
+        the number of answers whose caller still waits."""
+        self._took(Mode.RECURRENT, phases, variations, proved)
         self.answered("step", Mode.RECURRENT, waited_for)
 
-    def _count_made(self) -> None:
-        made, self._made = self._made, []
-        by_mode: dict[Mode, list[Answer]] = {}
-        for answer, _ in made:
-            by_mode.setdefault(answer.mode, []).append(answer)
-        for mode, answers in by_mode.items():
-            phases_ms = zip(*[answer.latency.phases() for answer in answers], strict=True)
-            self._of(mode).made(
-                [[value_ms / 1e3 for value_ms in values_ms] for values_ms in phases_ms],
-                [answer.error_bound for answer in answers if answer.error_bound is not None],
-                sum([answer.top1_proved for answer in answers]),
-            )
-        for (operation, mode), requests in Counter((operation, answer.mode) for answer, operation in made).items():
-            if operation is not None:
-                self.answered(operation, mode, requests)
-
-    def _of(self, mode: Mode) -> ModeStats:
-        found = self._modes.get(mode)
-        if found is None:
-            found = self._modes[mode] = ModeStats(self._metrics, self._model, mode)
-        return found
+    def _took(self, mode: Mode, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int) -> None:
+        if mode not in self._phases:
+            self._phases[mode] = [self._metrics.answer_seconds.part(self._model, mode.value, phase) for phase in PHASES]
+        for seconds, values in zip(self._phases[mode], phases, strict=False):
+            seconds.observe_all(values)
+        self._bounds_metric(mode).observe_all(variations)
+        self._proved_metric(mode).inc(proved)
 
     def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
         """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
@@ -280,13 +243,12 @@ class Stats:
 
     def end(self) -> None:
         """Leaves the counts to the metrics of the model's next version. Must be called last."""
-        self._count_made()
-        for mode in self._modes.values():
-            mode.end()
+        for phases in self._phases.values():
+            for phase in phases:
+                self._metrics.answer_seconds.end(phase)
 
     def document(self) -> StatsReport:
         """Returns the report's fields `modes`, `windows`, `operations`, `agreement` and `shadow`."""
-        self._count_made()
         operations: Counter[str] = Counter()
         for (operation, _), requests in self._answered.items():
             operations[operation] += requests
@@ -294,10 +256,10 @@ class Stats:
             "modes": {
                 mode: {
                     "requests": self._answered["predict", mode] + self._answered["step", mode],
-                    "latency": self._modes[mode].document(),
+                    "latency": self._latency(mode),
                 }
                 for mode in Mode
-                if mode in self._modes
+                if mode in self._phases
             },
             "windows": [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)],
             "operations": dict(operations),
@@ -312,3 +274,7 @@ class Stats:
                 "cpu_s": self._shadow_cpu_s,
             },
         }
+
+    def _latency(self, mode: Mode) -> PhasesReport:
+        queue, compute, total = map(durations, self._phases[mode])
+        return {"queue": queue, "compute": compute, "total": total}

@@ -83,7 +83,7 @@ class Histogram(Collector):
         self._labels = tuple(labels)
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
-        self._parts: list[tuple[tuple[str, ...], Observed]] = []
+        self._parts: dict[Observed, tuple[str, ...]] = {}
         self._lock = Lock()  # a part that ends while another thread collects must be counted once
         if not labels:
             self.labels()  # a histogram without labels has only these counts, which are exported as 0 from the start
@@ -102,17 +102,14 @@ class Histogram(Collector):
         """Returns counts of a part of the values with these labels. The metric has the sum of all parts. `end` must be
         called after the last value."""
         self.labels(*values)
-        observed = Observed(self._bounds)
-        self._parts.append((values, observed))
-        return observed
+        part = Observed(self._bounds)
+        self._parts[part] = values
+        return part
 
     def end(self, part: Observed) -> None:
         """Adds the counts of a part to the metric for good, so that the part can be freed."""
         with self._lock:
-            for values, observed in self._parts:
-                if observed is part:
-                    self.labels(*values).add(part)
-            self._parts = [pair for pair in self._parts if pair[1] is not part]
+            self.labels(*self._parts.pop(part)).add(part)
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
         """Counts one value of a histogram without labels."""
@@ -124,8 +121,9 @@ class Histogram(Collector):
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         with self._lock:
-            sums = {values: Observed(self._bounds) for values in [*self._observed]}
-            for values, part in (*self._observed.copy().items(), *self._parts):
+            parts = [(observed, values) for values, observed in self._observed.copy().items()]
+            sums = {values: Observed(self._bounds) for _, values in parts}
+            for part, values in (*parts, *self._parts.copy().items()):
                 sums.setdefault(values, Observed(self._bounds)).add(part)
         for values, observed in sums.items():
             pairs = [(floatToGoString(bound), float(count)) for bound, count in observed.cumulative()]
@@ -152,9 +150,7 @@ def quantile(cumulative: Sequence[tuple[float, int]], share: float) -> float | N
 
 # Bucket bounds for the durations of requests, from 20 microseconds (the wait in an idle queue) to a minute (twice the
 # default of request_timeout_ms). From 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous
-# bound by a third to two thirds. In this range the largest relative error of a quantile is therefore two thirds.
-# Outside this range each bound is 2 to 3 times the previous bound. Bounds are round numbers, so the number of requests
-# that took longer than 5 ms is exact.
+# bound by a third to two thirds, which is the largest relative error of a quantile.
 REQUEST_SECONDS = (
     *(0.000_02, 0.000_05),
     *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
@@ -164,16 +160,12 @@ REQUEST_SECONDS = (
 )
 # Bucket bounds for the durations of runs. Runs are shorter than requests, so the bounds end at 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Bucket bounds for batch sizes: powers of two up to 1024. The setting max_batch_size limits the size of a batch.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
-# Bucket bounds for the share of a batch's positions that are padding. The share is at most one half
-# (`service/batching/batch.py`).
+# The share of a batch's positions that are padding is at most one half (`service/batching/batch.py`).
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
-# Bucket bounds for the total variation distance of two distributions, which is in [0, 1]. There is one bound per power
-# of ten, from 1e-8 (float32 rounding) to 1 (disjoint distributions).
+# From 1e-8 (float32 rounding) to 1 (disjoint distributions).
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
-# Bucket bounds for the error bounds of answers: those for the total variation distance, and a bucket for exact answers.
-ERROR_BOUND = (0.0, *TOTAL_VARIATION)
+ERROR_BOUND = (0.0, *TOTAL_VARIATION)  # exact answers have a bucket of their own
 
 
 class Metrics:
@@ -214,9 +206,6 @@ class Metrics:
             "nothing), frames (too many WebSocket frames without a message).",
             "reason",
         )
-        # The durations and trace ids of requests that are not counted yet, by route, method and status.
-        self._counted: dict[tuple[str, str, int], list[tuple[float, str | None]]] = {}
-        # Caches the metrics of each combination of label values.
         self._of_request = cache(
             lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
         )
@@ -378,23 +367,10 @@ class Metrics:
         self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "CPU time of shadow requests.", "model")
 
     def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an HTTP request. All requests of one iteration of the event loop are added to the metrics together.
-        `trace_id` is the id of the request's trace, or None if the trace is not sampled."""
-        if not self._counted:
-            asyncio.get_running_loop().call_soon(self._count_requests)
-        labels = route, method, status
-        known = self._counted.get(labels)
-        if known is None:
-            known = self._counted[labels] = []
-        known.append((seconds, trace_id))
-
-    def _count_requests(self) -> None:
-        counted, self._counted = self._counted, {}
-        for labels, known in counted.items():
-            requests, durations = self._of_request(*labels)
-            requests.inc(len(known))
-            for seconds, trace_id in known:
-                durations.observe(seconds, trace_id)
+        """Counts an HTTP request. `trace_id` is the id of the request's trace, or None if the trace is not sampled."""
+        requests, durations = self._of_request(route, method, status)
+        requests.inc()
+        durations.observe(seconds, trace_id)
 
     def count_prefix(self, model: str, tokens: int) -> None:
         """Counts a prompt that was looked up by its first tokens, and the number of tokens that need not run."""
@@ -407,9 +383,7 @@ class Metrics:
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     async def scrape(self, accept: str = "") -> tuple[bytes, str]:
-        """Like `render`, with all requests of this iteration of the event loop. Encodes on another thread: eight models
-        take 20 ms."""
-        self._count_requests()  # the event loop's thread alone changes what is not counted yet
+        """Like `render`, on another thread: eight models take 20 ms."""
         return await asyncio.to_thread(self.render, accept)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:

@@ -146,36 +146,34 @@ class Traced:
         return int(seconds * 1e9) + self._offset_ns
 
 
-class Batch(NamedTuple):
-    """A finished batch. `failed` is the number of items in the batch that have no result."""
-
-    model: str
-    role: str
-    device: str
-    items: int
-    failed: int
-    began_s: float
-    ended_s: float
-
-    def trace(self, waiting: Mapping[Traced, float]) -> None:
-        """Creates the batch's spans. `waiting` has the sampled requests in the batch, with the time at which each
-        request was queued."""
-        first = next(iter(waiting))
-        handed_out_s = time.perf_counter()
-        batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
-        run = first._child("run", self.began_s, of=batch)
-        for traced, queued_s in waiting.items():
-            queue = traced._child("queue", queued_s, to=() if traced is first else [batch])
-            queue.set_attribute("wane.model", self.model)
-            queue.end(traced._ns(self.began_s))
-        for span in (run, batch):
-            span.set_attributes({"wane.model": self.model, "wane.graph": self.role, "wane.batch.items": self.items})
-            if self.failed:
-                span.set_attribute("wane.batch.failed", self.failed)
-                _fail(span, "the model failed to run")
-        run.set_attribute("wane.device", self.device)
-        run.end(first._ns(self.ended_s))
-        batch.end(first._ns(handed_out_s))
+def trace_batch(
+    waiting: Mapping[Traced, float],
+    model: str,
+    role: str,
+    device: str,
+    items: int,
+    failed: int,
+    began_s: float,
+    ended_s: float,
+) -> None:
+    """Creates the spans of a finished batch. `waiting` has the sampled requests in the batch, with the time at which
+    each request was queued. `failed` is the number of items in the batch that have no result."""
+    first = next(iter(waiting))
+    handed_out_s = time.perf_counter()
+    batch = first._child("batch", began_s, to=[traced._span for traced in waiting])
+    run = first._child("run", began_s, of=batch)
+    for traced, queued_s in waiting.items():
+        queue = traced._child("queue", queued_s, to=() if traced is first else [batch])
+        queue.set_attribute("wane.model", model)
+        queue.end(traced._ns(began_s))
+    for span in (run, batch):
+        span.set_attributes({"wane.model": model, "wane.graph": role, "wane.batch.items": items})
+        if failed:
+            span.set_attribute("wane.batch.failed", failed)
+            _fail(span, "the model failed to run")
+    run.set_attribute("wane.device", device)
+    run.end(first._ns(ended_s))
+    batch.end(first._ns(handed_out_s))
 
 
 CURRENT: ContextVar[Traced | None] = ContextVar("wane.traced", default=None)
@@ -194,15 +192,12 @@ class Tracing:
     def open(cls, environment: Mapping[str, str], version: str | None = None) -> Tracing | None:
         """Starts tracing as the OTEL_... variables configure it. Returns None if these variables set no endpoint or
         disable traces. Logs a warning and returns None if the extra is not installed."""
-        if not any(environment.get(name) for name in ENDPOINTS):
-            return None
-        if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
-            return None
-        if environment.get("OTEL_TRACES_EXPORTER") == "none":
+        is_disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        if is_disabled or environment.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(environment.get, ENDPOINTS)):
             return None
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.sampling import ALWAYS_ON
@@ -212,13 +207,11 @@ class Tracing:
         protocol = next(filter(None, map(environment.get, PROTOCOLS)), PROTOCOL)
         if protocol != PROTOCOL:
             SERVICE.warning("traces are exported as %s, because %s is not supported", PROTOCOL, protocol)
-        attributes: dict[str, Attribute] = {} if version is None else {"service.version": version}
-        named = environment.get("OTEL_SERVICE_NAME") or "service.name=" in environment.get(
-            "OTEL_RESOURCE_ATTRIBUTES", ""
-        )
-        if not named:
-            attributes["service.name"] = "wane"
-        provider = TracerProvider(ALWAYS_ON, Resource.create(attributes), shutdown_on_exit=False)
+        attributes: dict[str, Attribute] = {"service.name": "wane"}
+        if version is not None:
+            attributes["service.version"] = version
+        resource = Resource.create(attributes).merge(OTELResourceDetector().detect())  # the variables override Wane
+        provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         return cls(provider, Sampling(environment.get(SAMPLER, ""), environment.get(SHARE, "")))
 

@@ -14,12 +14,13 @@ import mmap
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
 from wane.service.auth.keyring import TokenBucket
+from wane.service.auth.keys import Key
 from wane.service.sessions.stores.memory import OwnedSessions
 
 ROWS = 1 << 16
@@ -87,10 +88,10 @@ class SharedBucket(TokenBucket):
 
     __slots__ = ("_key", "_table")
 
-    def __init__(self, table: SharedTable, key: bytes, rate: float, burst: float, clock: Callable[[], float]) -> None:
-        super().__init__(rate, burst, clock)
+    def __init__(self, table: SharedTable, key: Key) -> None:
+        super().__init__(key)
         self._table = table
-        self._key = key
+        self._key = key.digest[:KEY_BYTES]
 
     def take(self, amount: float, before: float = 0.0) -> float:
         """See `TokenBucket`."""

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from wane.service.sessions.stores.store import UnsavedSessions
 from wane.service.settings import Settings
 from wane.service.workers.links import Peers
 from wane.service.workers.placement import Placement
-from wane.service.workers.shared import KEY_BYTES, SharedBucket, SharedSessions, SharedTable
+from wane.service.workers.shared import SharedBucket, SharedSessions, SharedTable
 
 FAILED_FILE = "failed"  # in the workers' folder, made by the first one that fails
 ANSWER_S = 5  # the time beyond a request's deadline in which another worker can answer it
@@ -100,13 +100,11 @@ def run(place: Place, arguments: Sequence[str]) -> None:
     def ready(_: Sequence[str]) -> None:
         os.write(place.ready, b"r")
 
-    def bucket(digest: bytes, rate: float, burst: float, clock: Callable[[], float]) -> SharedBucket:
-        return SharedBucket(table, digest[:KEY_BYTES], rate, burst, clock)
-
     threading.Thread(target=_end_with, args=(place.alive,), daemon=True).start()
     listener = socket.socket(fileno=place.listener)
     sessions = SharedSessions(table, place.number)
-    worker = server.Worker(place.number, place.log_turns, placed, [listener], ready, bucket, sessions)
+    make_bucket = partial(SharedBucket, table)
+    worker = server.Worker(place.number, place.log_turns, placed, [listener], ready, make_bucket, sessions)
     server.run(settings, worker)
 
 

@@ -12,16 +12,13 @@ from wane.service.batching.scheduler import COLUMNS
 from wane.service.batching.ticket import Ticket, WorkItem
 
 
-async def test_a_batch_has_the_oldest_item_and_others_of_its_role_and_put_back_items_come_first() -> None:
+async def test_a_batch_has_the_oldest_item_and_others_of_its_role() -> None:
     queue = FirstCome(max_batch_size=2)
     roles: tuple[Role, ...] = ("window", "step", "window", "window")
     items = [WorkItem(Work(role, np.ones(1, np.int64)), Ticket()) for role in roles]
     window, step, second, third = items
     for one in items:
         queue.put(one)
-    assert queue.take(lambda _: True) == [window, second]
-    queue.put_back([window, second])
-    assert len(queue) == 4 and not queue.full
     assert queue.take(lambda _: True) == [window, second]
     assert [queue.take(lambda _: True) for _ in range(3)] == [[step], [third], []]
 

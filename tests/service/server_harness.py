@@ -16,13 +16,11 @@ from tests.service.conftest import SocketServer, never
 from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeRegistry
 from wane.service.app import Application, create_app
-from wane.service.auth.keyring import own_bucket
 from wane.service.engine.engine import Engine
 from wane.service.net.limits import Limits
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.server import Worker
-from wane.service.sessions.stores.memory import OwnedSessions
 from wane.service.settings import Settings
 from wane.service.types.request import StepRequest
 from wane.service.workers.links import Peers
@@ -88,10 +86,6 @@ class OtherWorker(Placement):
             await super().__call__(scope, receive, send)
 
 
-def ignore(_: object) -> None:
-    """Is called when the worker is ready."""
-
-
 class ServerHarness(SocketServer):
     """A server with the engine of a harness."""
 
@@ -103,10 +97,9 @@ class ServerHarness(SocketServer):
         self.metrics = Metrics()
         self.models = OneEngine(harness.engine)
         app = create_app(settings, cast(ModelRegistry, self.models), self.metrics, on_load_failure=never)
-        worker: Worker | None = None
+        worker = Worker()
         if folder is not None:
-            place = partial(OtherWorker, folder)
-            worker = Worker(0, folder / "log", place, [], ignore, own_bucket, OwnedSessions())
+            worker = Worker(place=partial(OtherWorker, folder))
         super().__init__(app, self.models, worker=worker)
         self.ends = asyncio.Event()
         self.clients: list[Client] = []

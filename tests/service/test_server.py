@@ -16,8 +16,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -39,8 +38,7 @@ from tests.service.problems import assert_problem
 from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
 from wane.service.app import Application
-from wane.service.auth.key_file import KeySource
-from wane.service.server import Announcer, configured, say_ready
+from wane.service.server import configured, say_ready
 from wane.service.settings import Settings
 
 
@@ -333,8 +331,7 @@ def test_the_line_for_a_terminal_is_one_write(monkeypatch: pytest.MonkeyPatch) -
             return len(text)
 
     monkeypatch.setattr(sys, "stdout", Terminal())
-    registry: Any = SimpleNamespace(ready=True)
-    Announcer(registry, KeySource(Settings()), say_ready).listening([("127.0.0.1", 8000)])
+    say_ready(["http://127.0.0.1:8000"])
     assert Terminal.writes == ["ready: http://127.0.0.1:8000\n"]
 
 

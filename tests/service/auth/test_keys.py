@@ -4,14 +4,14 @@ their rates, and reloads them."""
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
 from tests.service.engine_harness import Clock
-from wane.service.auth.key_file import KeySource
-from wane.service.auth.keyring import Keyring, Principal
+from wane.service.auth.keyring import Keyring, KeySource, Principal, TokenBucket
 from wane.service.auth.keys import Key, KeysError, Permission, digest, make_key, of_file, of_text, weak
 from wane.service.errors import RateLimited, Unauthorized
 from wane.service.settings import Settings, SettingsError
@@ -122,7 +122,7 @@ def test_a_key_that_matches_half_of_a_digest_is_refused() -> None:
 
 def test_a_rate_limits_requests_and_the_burst_is_refilled() -> None:
     clock = Clock()
-    alice = principal(Keyring(of_file(line("alice", "a", "rate=2 burst=4")), clock), "a")
+    alice = principal(Keyring(of_file(line("alice", "a", "rate=2 burst=4")), partial(TokenBucket, clock=clock)), "a")
     for _ in range(4):
         alice.charge(1)
     with pytest.raises(RateLimited) as caught:
@@ -136,7 +136,7 @@ def test_a_rate_limits_requests_and_the_burst_is_refilled() -> None:
 
 def test_a_call_larger_than_the_burst_is_granted_if_the_bucket_is_full_and_leaves_a_debt() -> None:
     clock = Clock()
-    alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
+    alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), partial(TokenBucket, clock=clock)), "a")
     alice.charge(50)
     with pytest.raises(RateLimited) as caught:
         alice.charge(1)
@@ -147,7 +147,7 @@ def test_a_call_larger_than_the_burst_is_granted_if_the_bucket_is_full_and_leave
 
 def test_a_charge_in_two_parts_is_taken_completely_or_not_at_all() -> None:
     clock = Clock()
-    alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
+    alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), partial(TokenBucket, clock=clock)), "a")
     alice.charge(1)
     alice.charge(49, before=1)
     clock.now_s += 4.5  # the bucket now holds 5 of at most 10 requests
@@ -162,7 +162,7 @@ def test_a_charge_in_two_parts_is_taken_completely_or_not_at_all() -> None:
 
 def test_the_default_burst_is_one_second_and_at_least_one_request() -> None:
     clock = Clock()
-    slow = principal(Keyring(of_file(line("alice", "a", "rate=0.5")), clock), "a")
+    slow = principal(Keyring(of_file(line("alice", "a", "rate=0.5")), partial(TokenBucket, clock=clock)), "a")
     slow.charge(1)
     with pytest.raises(RateLimited):
         slow.charge(1)
@@ -170,7 +170,9 @@ def test_the_default_burst_is_one_second_and_at_least_one_request() -> None:
 
 def test_keys_that_are_also_in_the_new_file_keep_their_buckets() -> None:
     clock = Clock()
-    keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5") + line("bob", "b")), clock)
+    keyring = Keyring(
+        of_file(line("alice", "a", "rate=1 burst=5") + line("bob", "b")), partial(TokenBucket, clock=clock)
+    )
     alice, bob = principal(keyring, "a"), principal(keyring, "b")
     alice.charge(5)
     keyring.replace(of_file(line("alice", "a", "rate=1 burst=3 scope=admin") + line("alice", "c")))
@@ -185,7 +187,9 @@ def test_keys_that_are_also_in_the_new_file_keep_their_buckets() -> None:
 
 @pytest.mark.parametrize("change", ["scope=metrics", "to zoe"])
 def test_a_reduced_or_renamed_key_has_a_new_holder_with_the_same_bucket(change: str) -> None:
-    keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5 scope=use+metrics")), Clock())
+    keyring = Keyring(
+        of_file(line("alice", "a", "rate=1 burst=5 scope=use+metrics")), partial(TokenBucket, clock=Clock())
+    )
     alice = principal(keyring, "a")
     alice.charge(5)
     name, scope = ("zoe", "use+metrics") if change == "to zoe" else ("alice", "metrics")

@@ -186,23 +186,7 @@ async def test_a_queue_full_of_sequences_refuses_no_steps(rig: Rig) -> None:
     assert rig.runner.roles()[:3] == ["window", "step", "window"]
 
 
-async def test_a_full_batch_starts_after_the_running_batch_without_the_event_loop(
-    rig: Rig,
-) -> None:
-    first = await rig.hold()
-    others = [rig.ask(token) for token in range(2, 13)]
-    await turn()
-    rig.runner.busy.clear()
-    rig.runner.gate.set()
-    assert rig.runner.busy.wait(TIMEOUT_S)  # blocks the event loop's thread, so the runner's thread alone must start
-    # the batch
-    assert rig.sizes() == [1, 8]
-    assert not first.done()
-    await asyncio.gather(first, *others)
-    assert rig.sizes() == [1, 8, 3]
-
-
-async def test_a_batch_that_is_not_full_stays_in_the_queue(rig: Rig) -> None:
+async def test_a_batch_grows_until_the_running_batch_ends(rig: Rig) -> None:
     first = await rig.hold()
     some = [rig.ask(token) for token in range(2, 6)]
     await turn()
@@ -213,7 +197,7 @@ async def test_a_batch_that_is_not_full_stays_in_the_queue(rig: Rig) -> None:
     assert rig.sizes() == [1, 7]
 
 
-async def test_a_step_runs_before_a_batch_that_waits_for_the_runner_s_thread(rig: Rig) -> None:
+async def test_a_step_runs_before_a_full_batch_of_older_sequences(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 13)]
     await turn()
@@ -240,7 +224,7 @@ async def test_work_queued_at_shutdown_is_not_run(rig: Rig) -> None:
     assert rig.sizes() == [1]
 
 
-async def test_a_cancelled_item_of_a_batch_that_waits_for_the_runner_s_thread_is_skipped(rig: Rig) -> None:
+async def test_items_that_are_cancelled_during_a_run_are_not_in_the_next_batch(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 10)]
     await turn()
@@ -253,7 +237,7 @@ async def test_a_cancelled_item_of_a_batch_that_waits_for_the_runner_s_thread_is
     assert rig.skipped("abandoned") == 7
 
 
-async def test_committing_work_that_is_taken_back_has_not_entered_a_batch(rig: Rig) -> None:
+async def test_committing_work_in_the_queue_has_not_entered_a_batch(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token, binding=True) for token in range(2, 10)]
     await turn()
@@ -425,8 +409,6 @@ async def test_the_queue_time_of_run_and_skipped_items_is_counted_for_each_role(
     rig = Rig(max_batch_size=2, max_queue=4)
     assert rig.waited_s() == {"window": 0, "step": 0}
     first = await rig.hold()
-    # The runner runs `first`. The batcher hands the first two of these windows to the runner's thread as the next
-    # batch, but still counts them as waiting.
     windows = [rig.ask(token) for token in range(2, 6)]
     await turn()
     with pytest.raises(Overloaded):

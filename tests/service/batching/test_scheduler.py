@@ -138,21 +138,3 @@ def test_the_two_queues_are_counted_separately_and_cleared_together() -> None:
     assert (queue.before("step"), queue.before("scan"), len(queue)) == (2, 1, 3)
     assert queue.clear() == items
     assert len(queue) == 0
-
-
-def test_a_queue_is_full_if_its_batch_cannot_grow_and_no_step_waits() -> None:
-    queue = make([waiting("window", 20) for _ in range(9)], TenthOfASlice())
-    queue.take(stays)  # five of these sequences take ALONE_S, so the batch cannot be larger
-    assert not queue.full
-    queue.put(waiting("window", 20))
-    assert queue.full
-    queue.put(waiting("step"))
-    assert not queue.full
-
-
-def test_a_batch_that_is_put_back_is_first_in_its_queue() -> None:
-    items = [waiting("window", 20) for _ in range(12)]
-    queue = make(items, TenthOfASlice())
-    batch = queue.take(stays)
-    queue.put_back(batch)
-    assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [items[:5], items[5:10], items[10:]]

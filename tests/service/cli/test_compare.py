@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.progress import Progress
 
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.versions import make_eventful, put
@@ -27,7 +28,6 @@ from wane.service.cli.measure import (
     Quantiles,
     choose,
     measure,
-    requests_needed,
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -294,11 +294,6 @@ def test_the_message_of_the_server_s_error_is_shown(response: httpx.Response, to
     assert str(raised.value).endswith(told)
 
 
-def test_progress_counts_every_request() -> None:
-    assert requests_needed(100) == 300 + COMPARED_POSITIONS
-    assert requests_needed(3) == 9 + 3
-
-
 def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
     agreement = asdict(Agreement(True, True, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     served = {"model": "m", "model_version": "1", "device": "cpu"}
@@ -321,7 +316,7 @@ def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
     vocabulary, certificate = VocabularyFacts("bpe", 16, 0), Certificate(True, True, None)
     card = Model("m", "1", "cpu", "", "rnn", 4, 1, {}, vocabulary, certificate)
     with connect("http://wane", None, httpx.MockTransport(respond)) as client:
-        found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
+        found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), Progress(disable=True))
     assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
     # `k` is the size of the measured windows, and `model_k` is the model's default window size.
     assert (found.k, found.model_k) == (2, 4)

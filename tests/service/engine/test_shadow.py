@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from inspect import getgeneratorlocals
 from random import Random
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -189,12 +191,10 @@ async def test_a_sampled_answer_does_not_keep_its_batch(make_harness: MakeHarnes
     harness.shadow_runner.gate.clear()
     await asyncio.gather(*(harness.engine.submit(PredictRequest((token,))) for token in range(2, 8)))
     await turn()
-    cases = list(shadow_of(harness)._cases)
-    assert cases
+    queued = [getgeneratorlocals(cast(Any, work))["live"].result for _, work in shadow_of(harness)._queue]
+    assert queued
     assert all(
-        np.asarray(array.base).size == array.size
-        for case in cases
-        for array in (case.live.result.logits, case.live.result.hidden)
+        np.asarray(array.base).size == array.size for result in queued for array in (result.logits, result.hidden)
     )
     harness.shadow_runner.gate.set()
     await settled(shadow_of(harness))
@@ -261,6 +261,7 @@ async def test_no_shadow_starts_while_the_runner_is_busy(
     monkeypatch.setattr(shadow, "PAUSE_S", 0.0)
     harness.runner.gate.set()
     await live
+    travel(7200.0)
     await settled(shadow_of(harness))
     assert len(harness.shadow_runner.calls) == 2
 
@@ -380,7 +381,6 @@ async def test_no_shadow_runs_if_the_rate_is_zero(make_harness: MakeHarness) -> 
     harness = make_harness(shadow_rate=0.0)
     assert harness.engine.shadow is None
     assert harness.engine.answer_builder.sampler is None
-    assert harness.engine.batcher.on_idle is None
 
 
 async def test_a_served_model_has_shadows() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -10,8 +9,7 @@ from prometheus_client.utils import floatToGoString
 from tests.service.engine_harness import EngineHarness, MakeHarness, known
 from wane.service.engine.stats import PHASES, Stats, durations
 from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, Observed
-from wane.service.types.answer import Answer
-from wane.service.types.common import Mode, StateSource
+from wane.service.types.common import Mode
 from wane.service.types.request import GenerateRequest, Latency, PredictRequest, ScoreRequest, StepRequest
 
 TOKENS = tuple(range(10, 20))
@@ -68,26 +66,6 @@ def test_two_versions_have_their_own_reports_and_add_up_in_the_metrics() -> None
     assert total() == 4
     document: Any = newer.document()["modes"][Mode.WINDOW]
     assert document["latency"]["total"]["count"] == 3
-
-
-async def test_counting_answers_together_equals_counting_them_one_by_one() -> None:
-    latencies = [Latency(1e3 * REQUEST_SECONDS[2], 0.5, 2.0), Latency(0.02, 0.5, 1e9), Latency(0.0, 0.5, 2.0)]
-    worth = [(0.0, True), (None, False), (0.5, True)]
-    modes = [Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT]
-    shown = []
-    for together in (True, False):
-        metrics = Metrics()
-        stats = Stats(metrics, "m")
-        for mode, latency, (bound, proved) in zip(modes, latencies, worth, strict=True):
-            stats.made(
-                Answer("m", "1", "cpu", mode, None, (), latency, StateSource.RESIDENT, bound, None, proved), "step"
-            )
-            if not together:
-                await asyncio.sleep(0)
-        document = stats.document()
-        lines = [line for line in metrics.render()[0].decode().splitlines() if "_created" not in line]
-        shown.append((lines, document))
-    assert shown[0] == shown[1]
 
 
 def test_without_answers_there_are_no_modes() -> None:

@@ -6,12 +6,13 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.trace import StatusCode
 
 from tests.service.spans import Spans, attributes, id_of, linked, parent_of, trace_of
-from wane.service.observability.tracing import Batch, Parent, Sampling, Traced, Tracing
+from wane.service.observability.tracing import Parent, Sampling, Traced, Tracing, trace_batch
 
 ROOT = Path(__file__).parents[3]
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -21,7 +22,7 @@ NOT_SAMPLED = SAMPLED._replace(sampled=False)
 BELOW = SAMPLED._replace(trace_id=1)  # a trace with this id is sampled at every ratio above 0
 ABOVE = SAMPLED._replace(trace_id=2**128 - 1)
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
-BATCH = Batch("m", "step", "cpu", items=3, failed=0, began_s=2.0, ended_s=2.5)
+BATCH: dict[str, Any] = {"model": "m", "role": "step", "device": "cpu", "items": 3, "began_s": 2.0, "ended_s": 2.5}
 
 
 @pytest.mark.parametrize("flags, sampled", [("01", True), ("00", False), ("03", True), ("fe", False)])
@@ -157,7 +158,7 @@ def test_only_a_server_error_fails_the_span(status: int, code: StatusCode) -> No
 def test_a_batch_is_exported_once_and_linked_to_every_request_in_it() -> None:
     spans = Spans()
     first, second = begun(spans), begun(spans, SAMPLED)
-    BATCH.trace({first: 1.25, second: 1.5})
+    trace_batch({first: 1.25, second: 1.5}, failed=0, **BATCH)
     first.end("first", 200, {}, None, 3.0)
     second.end("second", 200, {}, None, 3.0)
     batch, run = spans.one("batch"), spans.one("run")
@@ -176,7 +177,7 @@ def test_a_batch_is_exported_once_and_linked_to_every_request_in_it() -> None:
 def test_the_spans_of_a_request_are_nested_in_time() -> None:
     spans = Spans()
     first = begun(spans)
-    BATCH.trace({first: 1.25})
+    trace_batch({first: 1.25}, failed=0, **BATCH)
     queue, run = spans.one("queue"), spans.one("run")
     assert queue.start_time and queue.end_time and run.start_time and run.end_time
     assert queue.end_time - queue.start_time == 750_000_000
@@ -186,7 +187,7 @@ def test_the_spans_of_a_request_are_nested_in_time() -> None:
 
 def test_a_failed_run_has_a_failed_span() -> None:
     spans = Spans()
-    BATCH._replace(failed=2).trace({begun(spans): 1.0})
+    trace_batch({begun(spans): 1.0}, failed=2, **BATCH)
     for name in ("run", "batch"):
         assert spans.one(name).status.status_code is StatusCode.ERROR
         assert attributes(spans.one(name))["wane.batch.failed"] == 2
