@@ -37,7 +37,6 @@ from wane.service.api.routes import (
     sessions,
     stream,
     tokenizer,
-    vocabulary,
 )
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.keyring import KeySource, MakeBucket, TokenBucket
@@ -65,7 +64,6 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (completions.chat, problem_with_error),
     (tokenizer.router, openai_response),
     (models.router, problem_with_error),
-    (vocabulary.router, problem_with_error),
     (inference.router, inference_error),
     (repository.router, inference_error),
     (ops.router, None),

@@ -23,11 +23,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
-from starlette.requests import Request
-from starlette.types import Scope
+from starlette.requests import ClientDisconnect, Request
 
 from wane.service.api.cost import admit_body
-from wane.service.api.disconnect import WHOLE_BODY
+from wane.service.api.disconnect import WHOLE_BODY, connection_of
 from wane.service.api.exchange import context
 from wane.service.api.faults import check_lengths, read_again, shortest_limit
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
@@ -46,7 +45,6 @@ from wane.service.errors import (
     UnsupportedMedia,
     truncate_repr,
 )
-from wane.service.net.connection import CONNECTION, Connection
 from wane.service.settings import Settings
 from wane.service.types.body import Body, EventInput, InputSequence, RankedBody
 from wane.service.types.request import MAX_POSITION, NO_FILTER, Filter, is_session_id
@@ -284,19 +282,9 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
     if raw is None:
         raw = await read(request)
     decoder: Decoder = request.app.state.decoder
-    if len(raw) <= LARGE_BYTES:
-        body = decoder.decode_now(raw or empty, model)
-    else:
-        body = await decoder.decode(raw, model, deadline=context(request.scope).deadline)
+    body = await decoder.decode(raw or empty, model, context(request.scope).deadline)
     admit_body(request, body)
     return body
-
-
-def connection_of(scope: Scope) -> Connection | None:
-    """Returns the request's connection. Under another server than Wane's own, there is none."""
-    state = scope.get("state")
-    connection: Connection | None = None if state is None else state.get(CONNECTION)
-    return connection
 
 
 async def read(request: Request) -> bytes:
@@ -308,24 +296,14 @@ async def read(request: Request) -> bytes:
         deadline -= request_context.timeout_s - request_context.body_timeout_s
     try:
         async with asyncio.timeout_at(deadline):
-            raw = await _receive(request)
+            raw = await request.body()
+    except ClientDisconnect:
+        raise Abandoned("the client hung up before its request was read") from None
     except TimeoutError:
         if deadline == request_context.deadline:
             raise DeadlineExceeded("the deadline passed before the whole body was received") from None
         raise BodyTimeout(f"the body was not complete after {request_context.body_timeout_s:g} s") from None
     return await uncompressed(request, raw)
-
-
-async def _receive(request: Request) -> bytes:
-    parts: list[bytes] = []
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise Abandoned("the client hung up before its request was read")
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 ONE_TOKEN = StreamBody(tokens=(0,))

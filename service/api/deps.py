@@ -9,6 +9,8 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, registry
 from wane.service.engine.engine import Engine
 from wane.service.settings import Settings
+from wane.service.types.generate import GenerateBody
+from wane.service.types.predict import PredictBody
 from wane.service.types.request import Owner, name_within
 
 
@@ -52,6 +54,14 @@ async def model_engine(request: Request, name: str | None = None) -> Engine:
     engine = models.get(name)
     note_model(request, engine)
     return engine
+
+
+async def engine_of(request: Request, body: PredictBody | GenerateBody) -> tuple[Engine, str | None]:
+    """Returns the engine of the body's session and the session's key, or the engine of the body's model and None."""
+    if body.session is None:
+        return await model_engine(request, body.model), None
+    session = session_key(request, body.session)
+    return await session_engine(request, session, body.model), session
 
 
 async def session_engine(request: Request, session: str, model: str | None = None) -> Engine:

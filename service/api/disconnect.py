@@ -20,9 +20,15 @@ DISCONNECT_GRACE_S = 0.05
 client that does not wait for its answer commits."""
 
 
+def connection_of(scope: Scope) -> Connection | None:
+    """Returns the request's connection. Under another server than Wane's own, there is none."""
+    connection: Connection | None = scope.get("state", {}).get(CONNECTION)
+    return connection
+
+
 def has_left(scope: Scope) -> bool:
     """Returns whether the request's connection has ended. Under another server than Wane's own, this is not known."""
-    connection: Connection | None = scope.get("state", {}).get(CONNECTION)
+    connection = connection_of(scope)
     return connection is not None and connection.has_ended
 
 
@@ -41,10 +47,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     _has_left = False
 
     def __init__(self, client: HTTPConnection) -> None:
-        scope = client.scope
-        self.connection: Connection | None = None
-        if WHOLE_BODY not in scope and "state" in scope:
-            self.connection = scope["state"].get(CONNECTION)
+        self.connection = None if WHOLE_BODY in client.scope else connection_of(client.scope)
 
     def __enter__(self) -> None:
         connection = self.connection

@@ -7,9 +7,9 @@ a rejected body is read a second time, as a document without types, and the valu
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -87,8 +87,9 @@ def check_lengths(
 def read_again(raw: bytes | str, model: type[B], settings: Settings, *, partial: bool = False) -> B | None:
     """Reads a body that msgspec rejected. Raises NotJson, TooLarge or InvalidRequest for its first fault. Returns the
     body if it has none, because this parser accepts more: an invalid value of a member that is given again later in the
-    object, and null for a field that may be absent. If `partial` is true, `raw` is the beginning of a body, a fault
-    that the rest of the body may mend is ignored, and None is returned if there is no other fault."""
+    object, null for a field that may be absent, and numbers that are not finite, which the engine refuses. If `partial`
+    is true, `raw` is the beginning of a body, a fault that the rest of the body may mend is ignored, and None is
+    returned if there is no other fault."""
     try:
         document = from_json(raw, allow_partial=partial, cache_strings="keys")
     except ValueError as failure:
@@ -98,10 +99,7 @@ def read_again(raw: bytes | str, model: type[B], settings: Settings, *, partial:
     check_lengths(document.get, model, settings, partial=partial)
     drop_nulls(document, type_info(model))
     try:
-        body = convert(document, model)
-        for path in _infinite(document, type_info(model), ""):
-            raise InvalidRequest(f"{path} must be a finite number", path)
-        return body
+        return convert(document, model)
     except ValidationError as error:
         complaint, at, place = str(error).rpartition(" - at `$")
         fault = _fault(document, type_info(model), complaint or str(error), place if at else "", partial=partial)
@@ -126,31 +124,6 @@ def drop_nulls(value: object, kind: inspect.Type) -> None:
                 if any(isinstance(item_kind, inspect.StructType) for item_kind in _choices(inner)):
                     for item in value:
                         drop_nulls(item, inner)
-
-
-def _infinite(value: object, kind: inspect.Type, path: str) -> Iterator[str]:
-    """Yields the path of every number that is not finite. msgspec converts such numbers."""
-    for choice in _choices(kind):
-        match choice:
-            case inspect.FloatType() if isinstance(value, int | float) and not _is_finite(value):
-                yield path
-            case inspect.DictType(value_type=inner) if isinstance(value, dict):
-                for item in value.values():
-                    yield from _infinite(item, inner, path)
-            case inspect.StructType(fields=fields) if isinstance(value, dict):
-                for field in fields:
-                    yield from _infinite(value.get(field.name), field.type, f"{path}.{field.name}".removeprefix("."))
-            case inspect.VarTupleType(item_type=inner) | inspect.ListType(item_type=inner) if isinstance(value, list):
-                if any(isinstance(item_kind, inspect.StructType | inspect.FloatType) for item_kind in _choices(inner)):
-                    for index, item in enumerate(value):
-                        yield from _infinite(item, inner, f"{path}[{index}]")
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
 
 
 def _fault(
@@ -193,7 +166,9 @@ def _fault(
             names_of_fields = {field.name for field in fields}
             for name in cast(dict[str, object], value):
                 if name not in names_of_fields:
-                    return f"{path}.{_member(name)}", ": there is no such field"
+                    similar = get_close_matches(name[:REPR_MAX_CHARACTERS], names_of_fields, 1, cutoff=0.75)
+                    hint = f"; did you mean `{similar[0]}`?" if similar else ""
+                    return f"{path}.{_member(name)}", f": there is no such field{hint}"
             if partial:
                 return None
             for field in fields:

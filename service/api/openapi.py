@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
+from fastapi import APIRouter
 from msgspec.json import schema_components
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -21,12 +22,42 @@ from wane.service.types.common import REFERENCE, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}
 
+SOCKET = """Sessions
+
+`WS /v1/sessions/{session}/stream` serves a session over a WebSocket. Each message is a step or a rewind, with the \
+fields of `StreamBody`. The server answers each message with an `Answer`, in the order of the messages.
+
+    -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
+    -> {"tokens": [5], "create": true}                                               creates the session if necessary
+    -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
+    -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
+
+The server answers one message at a time, and queues the messages that arrive meanwhile. After a message over its \
+key's rate, the server answers the next message when the rate allows it, or after a second. The socket stays open \
+after a failure that leaves the session at the position that the client expects. After any other failure, the server \
+sends a problem document and closes the socket with one of these codes. `*` marks a case in which the server sends no \
+problem document.
+
+    1002 * a malformed frame
+    1007 * a text that is not UTF-8
+    1008   a missing, wrong or revoked key; * a message that comes too slowly, or in too many frames
+    1009 * a message longer than the largest accepted body
+    1011   an unexpected failure; the server's log has the error under the request id
+    1012   the server is loading or stopping, or it cannot reach its session store: connect again
+    1013   the key exceeded its rate when the socket was opened; * the server receives too many bytes: try later
+    4404   an unknown or deleted session. The server sends this code after the socket's first message, because that
+           message may create the session
+    4409   the session is not at the expected position, the idempotency key of the last step was sent with another step,
+           or the session's tokens are from another tokenizer than that of the served version
+"""
+"""The description of the group `sessions`. OpenAPI cannot describe the WebSocket route."""
+
 GROUPS = [
     {"name": name, "description": description}
     for name, description in {
         "predict": "Predictions, comparisons and scores",
         "generate": "Generation",
-        "sessions": "Sessions",
+        "sessions": SOCKET,
         "models": "Models, vocabularies and measurements",
         "openai": "Completions, as in OpenAI's API",
         "tokenizer": "The tokenizer, as in vLLM",
@@ -65,6 +96,10 @@ EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 KINDS: list[type] = [Failed, StreamBody]
 """The classes of the results in the description."""
 
+Responses = Mapping[int | str, dict[str, Any]]
+NO_ANSWERS: Mapping[Any, Any] = {}
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
 MEANING = re.compile(r"((?:`\w+`(?:, | and ))*`\w+`):\s")
 """In a docstring, the names of fields before their meaning, such as "`bounded`: the number of bounds". The meaning ends
 before the next names or at the end of the paragraph."""
@@ -80,6 +115,8 @@ def answers(
 ) -> dict[int | str, dict[str, Any]]:
     """Returns FastAPI's description of the answers of a route: results of one of the classes `kinds` or, if `is_list`,
     lists of them. If `streams`, the route also answers with server-sent events."""
+    if not kinds:
+        return {}
     KINDS.extend(kinds)
     schema = any_of(*kinds) if len(kinds) > 1 else any_of(*kinds)["anyOf"][0]
     if is_list:
@@ -94,6 +131,38 @@ def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
     examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(name=model.__name__)}, "examples": examples}}
     return {"requestBody": {"required": required, "content": content}}
+
+
+class Router(APIRouter):
+    """A router whose handlers read the requests and make the responses themselves. The classes of a route's body and
+    answers describe it (see `answers`)."""
+
+    def on_get(
+        self, path: str, *kinds: type, responses: Responses = NO_ANSWERS, **described: Any
+    ) -> Callable[[Handler], Handler]:
+        """Registers a handler for GET and HEAD."""
+
+        def register(endpoint: Handler) -> Handler:
+            self.get(path, response_model=None, responses={**answers(*kinds), **responses}, **described)(endpoint)
+            return self.head(path, include_in_schema=False)(endpoint)
+
+        return register
+
+    def on_post(
+        self,
+        path: str,
+        body: type[Body],
+        *kinds: type,
+        responses: Responses = NO_ANSWERS,
+        extra: Mapping[str, Any] = NO_ANSWERS,
+        streams: bool = False,
+        **described: Any,
+    ) -> Callable[[Handler], Handler]:
+        """Registers a handler for POST, which decodes `body`. `extra` is a further part of the description, such as
+        headers."""
+        described |= {"openapi_extra": {**json_body(body), **extra}}
+        answered = {**answers(*kinds, streams=streams), **responses}
+        return self.post(path, response_model=None, responses=answered, **described)
 
 
 def bodies(kind: type[Body]) -> Iterator[type[Body]]:
@@ -123,7 +192,10 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
             properties |= body.overrides
             for name in properties.keys() - {*schemas[body.__name__].get("required", ())}:
                 properties[name] = nullable(properties[name])
-    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(schemas)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "an API key"}}
+    document["security"] = [{}, {"key": []}]  # a server without keys ignores them
     for schema in _schemas(document):
         describe_fields(schema)
         if AT_LEAST in schema:
@@ -138,9 +210,12 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
                 option[BOUNDS[option["type"]]] = most
     for operations in document["paths"].values():
         for operation in operations.values():
-            operation["summary"] = operation["description"].partition(".")[0].replace("\n", " ")
+            operation["summary"] = operation["description"].partition(".")[0].replace("\n", " ").replace("`", "")
             parameters = operation.setdefault("parameters", [])
             parameters[:] = [MODEL_PARAMETER if parameter["name"] == "name" else parameter for parameter in parameters]
+            for parameter in parameters:
+                if "examples" in parameter["schema"]:
+                    parameter["example"] = parameter["schema"]["examples"][0]  # Swagger UI writes it into its forms
             parameters += (OF_BODIES if "requestBody" in operation else []) + OF_ALL
     return document
 

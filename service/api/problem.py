@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from http import HTTPStatus
-from typing import Annotated, TypedDict
+from typing import Annotated, TypedDict, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
@@ -32,7 +32,10 @@ from starlette.types import Scope
 from wane.service.api.exchange import context
 from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
 from wane.service.observability.logs import SERVICE
+from wane.service.types.answer import Failed
 from wane.service.types.common import says
+
+T = TypeVar("T")
 
 
 class ProblemDocument(TypedDict):
@@ -107,6 +110,13 @@ def describe(error: Exception) -> Failure:
 def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
     """Returns the problem document for a failed item of a batch, or for a failure during a stream of events."""
     return described(scope, error).body(context(scope).request_id)
+
+
+def items(scope: Scope, outcomes: Iterable[T | Exception]) -> tuple[T | Failed, ...]:
+    """Returns the items of a batch, with a problem document for each that failed."""
+    return tuple(
+        Failed(failure_document(scope, outcome)) if isinstance(outcome, Exception) else outcome for outcome in outcomes
+    )
 
 
 UNAUTHORIZED_PAGE = """<!doctype html>

@@ -22,11 +22,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from wane.service.errors import InvalidRequest, truncate_repr
-from wane.service.types.body import MAX_KEY_CHARACTERS, SESSION_ID
+from wane.service.types.body import MAX_KEY_CHARACTERS, SESSION_ID, Body
 from wane.service.types.common import Mode, Result, says
 from wane.service.types.generate import (
     GENERATED_MODES,
-    GENERATED_WINDOW_MODES,
     ID_AS_TEXT,
     MAX_BIAS,
     MAX_PENALTY,
@@ -37,8 +36,6 @@ from wane.service.types.generate import (
 from wane.service.types.predict import (
     MAX_COMPARED_WINDOWS,
     MAX_REPEAT,
-    TOLERANCE_MODES,
-    WINDOW_MODES,
     CompareBody,
     PredictBody,
     ScoreBody,
@@ -122,22 +119,10 @@ class PredictRequest(PredictBody):
     owner: str | None = None
 
     def __post_init__(self) -> None:
-        if self.session is None:
-            _some_tokens(self.tokens, self.unknown_names)
-        elif self.tokens:
-            raise InvalidRequest(
-                "a prediction from a session cannot append tokens to it: give session or tokens, not both", "session"
-            )
-        elif self.truncated:
-            raise InvalidRequest("truncated cannot be combined with session", "truncated")
-        _window(self.window, self.mode, *WINDOW_MODES)
-        if self.tolerance is not None:
-            _within("tolerance", self.tolerance, 0, 1)
-            if self.mode not in TOLERANCE_MODES:
-                raise InvalidRequest(
-                    f"tolerance is given, but mode is {self.mode}; only mode auto has a tolerance", "tolerance"
-                )
-        _at_least("top_k", self.top_k, 1)
+        _check_source(self, "a prediction from a session cannot append tokens to it: give session or tokens, not both")
+        _at_least(self, window=1, top_k=1)
+        _within(self, tolerance=(0, 1))
+        _check_mode(self, self.mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +141,7 @@ class History:
     snapshot: bytes | None = None
 
     def __post_init__(self) -> None:
-        _within("position", self.position, 0, MAX_POSITION)
+        _within(self, position=(0, MAX_POSITION))
         if self.position and not self.tokens:
             raise InvalidRequest(
                 f"position is {self.position}, but the history is empty: give the last tokens before that position",
@@ -193,14 +178,12 @@ class StepRequest(Struct):
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens, self.unknown_names)
-        if self.expected_position is not None:
-            _at_least("expected_position", self.expected_position, 0)
+        _at_least(self, expected_position=0, top_k=1)
         if self.idempotency_key is not None and not 1 <= len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
             raise InvalidRequest(
                 f"idempotency_key has {len(self.idempotency_key)} characters, but must have 1 to {MAX_KEY_CHARACTERS}",
                 "idempotency_key",
             )
-        _at_least("top_k", self.top_k, 1)
 
     @property
     def is_plain(self) -> bool:
@@ -231,7 +214,7 @@ class ContinuationsRequest(Struct):
     def __post_init__(self) -> None:
         for tokens, unknown in zip(self.continuations, self.unknown_names, strict=True):
             _some_tokens(tokens, unknown)
-        _at_least("top_k", self.top_k, 1)
+        _at_least(self, top_k=1)
 
 
 class ScoreRequest(ScoreBody):
@@ -249,10 +232,8 @@ class ScoreRequest(ScoreBody):
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens, self.unknown_names)
-        if self.tolerance is not None:
-            _within("tolerance", self.tolerance, 0, 1)
-        if self.top_k is not None:
-            _at_least("top_k", self.top_k, 0)
+        _within(self, tolerance=(0, 1))
+        _at_least(self, top_k=0)
 
 
 class Bias:
@@ -305,33 +286,18 @@ class GenerateRequest(GenerateBody):
     owner: str | None = None
 
     def __post_init__(self) -> None:
-        if self.session is None:
-            _some_tokens(self.tokens, self.unknown_names)
-            if self.position is not None:
-                raise InvalidRequest("position is given without a session", "position")
-        elif self.tokens:
-            raise InvalidRequest(
-                "a generation from a session cannot append input to it: give session or tokens, not both", "session"
-            )
-        elif self.truncated:
-            raise InvalidRequest("truncated cannot be combined with session", "truncated")
-        if self.position is not None:
-            _at_least("position", self.position, 0)
-        _within("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _within("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        if self.top_logprobs is not None:
-            _at_least("top_logprobs", self.top_logprobs, 0)
-        _at_least("max_tokens", self.max_tokens, 1)
+        _check_source(self, "a generation from a session cannot append input to it: give session or tokens, not both")
+        if self.position is not None and self.session is None:
+            raise InvalidRequest("position is given without a session", "position")
+        penalties = -MAX_PENALTY, MAX_PENALTY
+        _within(self, presence_penalty=penalties, frequency_penalty=penalties)
+        _at_least(self, position=0, top_logprobs=0, max_tokens=1, top_k=1, seed=0, window=1)
         if not 0 <= self.temperature < math.inf:
             raise InvalidRequest(
                 f"temperature is {self.temperature}, but must be a finite number, 0 or more", "temperature"
             )
-        if self.top_k is not None:
-            _at_least("top_k", self.top_k, 1)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p is {self.top_p}, but must be over 0 and at most 1", "top_p")
-        if self.seed is not None:
-            _at_least("seed", self.seed, 0)
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(f"stop holds {len(self.stop)} strings, but must hold at most {MAX_STOPS}", "stop")
         for index, text in enumerate(self.stop):
@@ -342,7 +308,7 @@ class GenerateRequest(GenerateBody):
                 )
         if self.mode not in GENERATED_MODES:
             raise InvalidRequest("mode is both, but text is generated only in mode auto, recurrent or window", "mode")
-        _window(self.window, self.mode, *GENERATED_WINDOW_MODES)
+        _check_mode(self, self.mode)
 
 
 class CompareRequest(CompareBody):
@@ -361,8 +327,9 @@ class CompareRequest(CompareBody):
                 "windows",
             )
         for index, window in enumerate(self.windows):
-            _at_least(f"windows[{index}]", window, 1)
-        _within("repeat", self.repeat, 1, MAX_REPEAT)
+            if window < 1:
+                raise InvalidRequest(f"windows[{index}] is {window}, but must be at least 1", f"windows[{index}]")
+        _within(self, repeat=(1, MAX_REPEAT))
 
 
 SESSION_RULE = '1 to 128 printable characters in the form NFC, without / and \\, and not "." or ".."'
@@ -378,31 +345,44 @@ def is_session_id(text: str) -> bool:
     )
 
 
-def _at_least(field: str, value: int, least: int) -> None:
-    if value < least:
-        raise InvalidRequest(f"{field} is {value}, but must be at least {least}", field)
+def _at_least(request: object, **least: int) -> None:
+    """Raises InvalidRequest if one of the fields in `least` is less than its number there. None is valid."""
+    for field, bound in least.items():
+        value = getattr(request, field)
+        if value is not None and value < bound:
+            raise InvalidRequest(f"{field} is {value}, but must be at least {bound}", field)
 
 
-def _within(field: str, value: float, low: float, high: float) -> None:
-    """Raises InvalidRequest unless `value` is in the range. NaN is always invalid."""
-    if not low <= value <= high:
-        raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
+def _within(request: object, **ranges: tuple[float, float]) -> None:
+    """Raises InvalidRequest unless the fields in `ranges` are within their ranges. None is valid, and NaN is not."""
+    for field, (low, high) in ranges.items():
+        value = getattr(request, field)
+        if value is not None and not low <= value <= high:
+            raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
+
+
+def _check_source(request: PredictRequest | GenerateRequest, both: str) -> None:
+    """Raises InvalidRequest unless the request has either tokens or a session. `both` is the message if it has both."""
+    if request.session is None:
+        _some_tokens(request.tokens, request.unknown_names)
+    elif request.tokens:
+        raise InvalidRequest(both, "session")
+    elif request.truncated:
+        raise InvalidRequest("truncated cannot be combined with session", "truncated")
+
+
+def _check_mode(body: Body, mode: Mode) -> None:
+    """Raises InvalidRequest for a field that the mode does not use (see `Body.only_with`)."""
+    for name, takes in body.only_with.items():
+        if getattr(body, name) is not None and mode not in takes:
+            raise InvalidRequest(
+                f"{name} is given, but mode is {mode}; modes with a {name} are {', '.join(takes)}", name
+            )
 
 
 def _some_tokens(tokens: tuple[int, ...], unknown: tuple[str, ...]) -> None:
     if not tokens and not unknown:
         raise InvalidRequest("the input is empty: give at least one token", "tokens")
-
-
-def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
-    """Raises InvalidRequest if the window is invalid or the mode does not use a window."""
-    if window is None:
-        return
-    _at_least("window", window, 1)
-    if mode not in takes:
-        raise InvalidRequest(
-            f"window is given, but mode is {mode}; modes with a window are {', '.join(takes)}", "window"
-        )
 
 
 class Latency(Result, dict=True):

@@ -26,12 +26,12 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
     (
         "tolerance",
         lambda: PredictRequest(SOME, mode=Mode.WINDOW, tolerance=0.0),
-        "mode is window; only mode auto has a tolerance",
+        "mode is window; modes with a tolerance are auto",
     ),
     (
         "tolerance",
         lambda: PredictRequest(SOME, mode=Mode.RECURRENT, tolerance=1.0),
-        "mode is recurrent; only mode auto has a tolerance",
+        "mode is recurrent; modes with a tolerance are auto",
     ),
     ("tolerance", lambda: PredictRequest(mode=Mode.BOTH, tolerance=0.5, session="s"), "mode is both"),
     (

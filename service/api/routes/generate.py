@@ -4,43 +4,32 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
-from fastapi import APIRouter
 from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
-from wane.service.api.deps import deadline, model_engine, owner, session_engine, session_key
+from wane.service.api.deps import deadline, engine_of, owner
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
-from wane.service.api.openapi import answers, json_body
+from wane.service.api.openapi import Router
 from wane.service.engine.stream import Stream
 from wane.service.types.answer import Prediction
 from wane.service.types.generate import GenerateBody
 from wane.service.types.request import GenerateRequest, bias_of
 from wane.service.types.text import Finish, Generated, GeneratedToken
 
-router = APIRouter(tags=["generate"])
+router = Router(tags=["generate"])
 
 
-@router.post(
-    "/v1/generate",
-    response_model=None,
-    openapi_extra=json_body(GenerateBody),
-    responses=answers(Generated, streams=True),
-)
+@router.on_post("/v1/generate", GenerateBody, Generated, streams=True)
 async def generate(request: Request) -> Response:
     """Generates a continuation of a text, or of a session without changing the session. If `stream` is true, the answer
     is an event `token` for each token, then an event `finish`. A failure is an event `error`."""
     body = await decode(request, GenerateBody)
-    session: str | None = None
-    if body.session is None:
-        engine = await model_engine(request, body.model)
-    else:
-        session = session_key(request, body.session)
-        engine = await session_engine(request, session, body.model)
+    engine, session = await engine_of(request, body)
     with until_hangup(request):
         sequence = await tokens_of(engine, body.sequence, deadline(request))
         wanted = body.request(

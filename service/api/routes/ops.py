@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from wane.service.api import encode
-from wane.service.api.docs_page import HEADERS, api_page
+from wane.service.api import docs_page, encode
 from wane.service.api.exchange import registry
-from wane.service.api.openapi import answers
+from wane.service.api.openapi import Router, answers
+from wane.service.api.routes.console import file_reply, files
 from wane.service.api.schemas.models import FailedModel, Liveness, ModelStanding, Readiness, StoreStanding
 from wane.service.observability.metrics import Metrics
 
-router = APIRouter(tags=["operations"])
+router = Router(tags=["operations"])
 
 
-@router.head("/healthz", include_in_schema=False)
-@router.get("/healthz", response_model=None, responses=answers(Liveness))
+@router.on_get("/healthz", Liveness)
 async def healthz() -> Response:
     """Answers 200 while the process is alive."""
     return encode.reply(Liveness(live=True))
 
 
-@router.head("/readyz", include_in_schema=False)
-@router.get(
+@router.on_get(
     "/readyz",
-    response_model=None,
-    responses=answers(Readiness)
-    | answers(
+    Readiness,
+    responses=answers(
         Readiness, status=503, description="the process is loading or draining, or it cannot reach its session store"
     ),
 )
@@ -54,8 +50,7 @@ async def readyz(request: Request) -> Response:
     return encode.reply(readiness, 200 if ready else 503)
 
 
-@router.head("/metrics", include_in_schema=False)
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.on_get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Returns the metrics in Prometheus's text format. Returns them as OpenMetrics, with exemplars, if the client
     accepts that format."""
@@ -64,8 +59,13 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": content_type})
 
 
-@router.head("/docs", include_in_schema=False)
-@router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> Response:
+@router.on_get("/docs", include_in_schema=False)
+async def docs() -> Response:
     """Returns the page that documents all routes."""
-    return HTMLResponse(api_page(request.app.openapi()), headers=HEADERS)
+    return HTMLResponse(docs_page.PAGE, headers=docs_page.HEADERS)
+
+
+@router.on_get("/docs/{name}", include_in_schema=False)
+async def docs_file(request: Request, name: str) -> Response:
+    """Returns a file of the page, or 304 if the browser has its latest version. Raises NotFound."""
+    return file_reply(request, files(docs_page.SWAGGER_UI, "swagger-ui*").get(name), docs_page.HEADERS)

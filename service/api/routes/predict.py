@@ -5,42 +5,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, filter_of, tokens_of
 from wane.service.api.cost import of_score
-from wane.service.api.deps import deadline, model_engine, note_model, owner, session_engine, session_key, settings
+from wane.service.api.deps import deadline, engine_of, model_engine, note_model, owner, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer, registry
-from wane.service.api.openapi import answers, json_body
-from wane.service.api.problem import failure_document
+from wane.service.api.openapi import Router
+from wane.service.api.problem import items
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest
-from wane.service.types.answer import Answer, Batch, Failed
+from wane.service.types.answer import Answer, Batch
 from wane.service.types.body import EventInput, EventsBody
 from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
 from wane.service.types.request import CompareRequest, Filter, PredictRequest, ScoreRequest
 from wane.service.types.text import Comparison, Comparisons, Score
 
-router = APIRouter(tags=["predict"])
+router = Router(tags=["predict"])
 
 
-@router.post("/v1/predict", response_model=None, responses=answers(Answer, Batch), openapi_extra=json_body(PredictBody))
+@router.on_post("/v1/predict", PredictBody, Answer, Batch)
 async def predict(request: Request) -> Response:
     """Predicts the next token in recurrent mode, in window mode, or in both modes. For both modes, the answer has the
     distance between the two predictions."""
     body = await decode(request, PredictBody)
-    session: str | None = None
-    if body.session is None:
-        engine = await model_engine(request, body.model)
-    else:
-        session = session_key(request, body.session)
-        engine = await session_engine(request, session, body.model)
+    engine, session = await engine_of(request, body)
     if body.inputs is not None:
         return await encode.long_reply(await _predict_many(request, engine, body, body.inputs))
     tokens = await tokens_of(engine, body.sequence, deadline(request))
@@ -69,37 +63,28 @@ async def _predict_many(
     request: Request, engine: Engine, body: PredictBody, inputs: Sequence[str | tuple[int, ...] | EventsBody]
 ) -> Batch:
     """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
-    filtered: Filter | Failed
+    filtered: Filter | InvalidRequest
     try:
         filtered = await filter_of(engine, body)
     except InvalidRequest as error:
-        filtered = Failed(failure_document(request.scope, error))
-    wanted: list[PredictRequest] = []
-    refused: dict[int, Failed] = {}
-    for index, item in enumerate(inputs):
+        filtered = error
+    wanted: list[PredictRequest | Exception] = []
+    for item in inputs:
         if not isinstance(item, tuple):
             await asyncio.sleep(0)  # lets the event loop run other work between many short texts or lists of events
         try:
             sequence = EventInput(item.events, body.unknown) if isinstance(item, EventsBody) else item
             tokens = await tokens_of(engine, sequence, deadline(request))
-            if isinstance(filtered, Failed):
-                refused[index] = filtered
-            else:
-                wanted.append(asked(request, body, tokens, filtered))
+            wanted.append(filtered if isinstance(filtered, InvalidRequest) else asked(request, body, tokens, filtered))
         except Exception as error:
-            refused[index] = Failed(failure_document(request.scope, error))
-    answered = iter(await engine.predict_many(wanted))
-    results: list[Answer | Failed] = []
-    for index in range(len(inputs)):
-        outcome = refused[index] if index in refused else next(answered)
-        if isinstance(outcome, Exception):
-            results.append(Failed(failure_document(request.scope, outcome)))
-        else:
-            results.append(outcome)
-    return Batch(*engine.identity, tuple(results))
+            wanted.append(error)
+    requests = [outcome for outcome in wanted if isinstance(outcome, PredictRequest)]
+    answered = iter(await engine.predict_many(requests))
+    outcomes = [outcome if isinstance(outcome, Exception) else next(answered) for outcome in wanted]
+    return Batch(*engine.identity, items(request.scope, outcomes))
 
 
-@router.post("/v1/compare", response_model=None, responses=answers(Comparisons), openapi_extra=json_body(CompareBody))
+@router.on_post("/v1/compare", CompareBody, Comparisons)
 async def compare(request: Request) -> Response:
     """Measures the latency of recurrent mode and of windows of several sizes, and the agreement of each window with
     recurrent mode."""
@@ -121,12 +106,7 @@ async def compare(request: Request) -> Response:
     return encode.reply(Comparisons(registry(request).device, tuple(compared)))
 
 
-@router.post(
-    "/v1/score",
-    response_model=None,
-    openapi_extra=json_body(ScoreBody),
-    responses=answers(Score, streams=True),
-)
+@router.on_post("/v1/score", ScoreBody, Score, streams=True)
 async def score(request: Request) -> Response:
     """Returns the log-probability of every token of a text. The model runs over the text in order or in concurrent
     chunks.

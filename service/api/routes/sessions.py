@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
-from fastapi import APIRouter, Path
+from fastapi import Path
 from msgspec.structs import replace
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
@@ -32,8 +32,8 @@ from wane.service.api.cost import Cost, admit, length_of, of_continuations
 from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import HISTORY, context, note_answer, registry
-from wane.service.api.openapi import answers, headers, json_body
-from wane.service.api.problem import failure_document
+from wane.service.api.openapi import Router, answers, headers
+from wane.service.api.problem import failure_document, items
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.sessions import (
     ContinuationsBody,
@@ -57,7 +57,6 @@ from wane.service.types.answer import (
     Answer,
     Answers,
     Continuations,
-    Failed,
     NewSession,
     SessionState,
     SessionView,
@@ -99,18 +98,19 @@ LINKS = {
 }
 """The links from a created session to its routes, for the OpenAPI description."""
 
+CREATED = answers(SessionView, status=201, links=LINKS)
+
 STEPS_AT_ONCE = 16  # of a call with many steps, in one iteration of the event loop
 TOP_K = ONE_TOKEN.top_k  # the value of `top_k` for a step without `top_k`
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+router = Router(prefix="/v1/sessions", tags=["sessions"])
 
 
-@router.post(
+@router.on_post(
     "",
+    SessionBody,
     status_code=201,
-    response_model=None,
-    openapi_extra=json_body(SessionBody),
-    responses=answers(SessionView, status=201, links=LINKS)
+    responses=CREATED
     | answers(
         SessionView, description="The session already exists with the same options and without steps", links=LINKS
     ),
@@ -155,8 +155,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
     return History(read.tokens, body.position), read.unknown
 
 
-@router.head("/{session}", include_in_schema=False)
-@router.get("/{session}", response_model=None, responses=answers(SessionView))
+@router.on_get("/{session}", SessionView)
 async def read(request: Request, session: SessionId) -> Response:
     """Returns a session's position and options. Does not extend the session's time to live."""
     name = session_key(request, session)
@@ -164,8 +163,7 @@ async def read(request: Request, session: SessionId) -> Response:
     return encode.reply(await engine.get_session(name))
 
 
-@router.head("/{session}/state", include_in_schema=False)
-@router.get("/{session}/state", response_model=None, responses=answers(SessionState))
+@router.on_get("/{session}/state", SessionState)
 async def state(request: Request, session: SessionId) -> Response:
     """Returns the input of the output layer after the session's tokens. Does not change the session, and does not
     extend its time to live. If the server no longer has the session's state, the server rebuilds the state."""
@@ -189,55 +187,48 @@ async def delete(request: Request, session: SessionId) -> Response:
     return Response(status_code=204)
 
 
-@router.post(
-    "/{session}/tokens",
-    response_model=None,
-    responses=answers(Answer),
-    openapi_extra=json_body(StepBody) | STEP_HEADERS,
-)
+@router.on_post("/{session}/tokens", StepBody, Answer, extra=STEP_HEADERS)
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens to a session, and predicts the next token. With `expected_position` or `idempotency_key`, a retry
     of a step does not append its tokens again.
 
     A text is tokenised by itself, so text in pieces has other tokens than the whole text. For a text that grows, rewind
     to the last token that is still the same, and append the ids of the rest (`/tokenize`)."""
-    scope = request.scope
-    request_context = context(scope)
-    until = request_context.deadline
-    token = only_token(scope.get(WHOLE_BODY))
+    request_context, token = context(request.scope), only_token(request.scope.get(WHOLE_BODY))
     body = ONE_TOKEN if token is not None else await decode(request, StepBody)
-    expected_position, idempotency_key = body.expected_position, None
+    expected_position, idempotency_key, until = body.expected_position, None, request_context.deadline
     if not request_context.headers.keys().isdisjoint(STEP_HEADER_NAMES):
         expected_position = position(request_context.header(POSITION), body.expected_position)
         idempotency_key = request_context.header(IDEMPOTENCY_KEY)
     key = name_within(request_context.owner.name, session)
     engine, creator = registry(request).resident_engine(key), None
-    if body.create or body.model is not None:
+    if engine is None or body.create or body.model is not None:
         engine, creator = await engine_to_step(request, key, body, expected_position, until)
-    elif engine is None:
-        engine = await session_engine(request, key)
     request_context.fields["model"] = engine.name
     if token is not None and idempotency_key is None:
         answer = await engine.step_one(key, token, expected_position, TOP_K, until)
     else:
-        sequence = EventTokens((token,)) if token is not None else await tokens_of(engine, body.sequence, until)
-        wanted = await step_request(engine, key, sequence, body, until, expected_position, idempotency_key, creator)
-        answer = await engine.submit(wanted)
-    note_answer(scope, answer)
+        if token is not None:
+            body = StepBody(tokens=(token,))
+        answer = await engine.submit(
+            await step_request(engine, key, body, until, creator, expected_position, idempotency_key)
+        )
+    note_answer(request.scope, answer)
     return encode.reply(answer)
 
 
 async def step_request(
     engine: Engine,
     session: str,
-    sequence: EventTokens,
     body: StepBody,
     deadline: float | None,
+    creator: Owner | None,
     expected_position: int | None,
     idempotency_key: str | None,
-    creator: Owner | None = None,
 ) -> StepRequest:
-    """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
+    """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest, TooLarge,
+    DeadlineExceeded."""
+    sequence = await tokens_of(engine, body.sequence, deadline)
     return StepRequest(
         session,
         sequence.tokens,
@@ -298,9 +289,7 @@ def position(in_header: str | None, in_body: int | None) -> int | None:
     return int(in_header)
 
 
-@router.post(
-    "/{session}/rewind", response_model=None, responses=answers(SessionView), openapi_extra=json_body(RewindBody)
-)
+@router.on_post("/{session}/rewind", RewindBody, SessionView)
 async def rewind(request: Request, session: SessionId) -> Response:
     """Drops a session's tokens after `position`. The session's next step recomputes the state."""
     body = await decode(request, RewindBody)
@@ -311,12 +300,11 @@ async def rewind(request: Request, session: SessionId) -> Response:
     return encode.reply(view)
 
 
-@router.post(
+@router.on_post(
     "/{session}/fork",
+    ForkBody,
     status_code=201,
-    response_model=None,
-    openapi_extra=json_body(ForkBody),
-    responses=answers(SessionView, status=201, links=LINKS)
+    responses=CREATED
     | answers(SessionView, description="The same fork was made before, and has made no step", links=LINKS),
 )
 async def fork(request: Request, session: SessionId) -> Response:
@@ -339,12 +327,7 @@ async def fork(request: Request, session: SessionId) -> Response:
     return _session_reply(view)
 
 
-@router.post(
-    "/{session}/continuations",
-    response_model=None,
-    responses=answers(Continuations),
-    openapi_extra=json_body(ContinuationsBody),
-)
+@router.on_post("/{session}/continuations", ContinuationsBody, Continuations)
 async def continuations(request: Request, session: SessionId) -> Response:
     """Scores each continuation as the session's next tokens, and predicts the token after it, in mode recurrent. The
     session does not change."""
@@ -379,9 +362,7 @@ async def continuations(request: Request, session: SessionId) -> Response:
     return await encode.long_reply(scored)
 
 
-@router.post(
-    "/tokens", response_model=None, responses=answers(Answers, StepColumns), openapi_extra=json_body(StepsBody)
-)
+@router.on_post("/tokens", StepsBody, Answers, StepColumns)
 async def append_many(request: Request) -> Response:
     """Appends tokens to many sessions, and predicts the next token of each session. A failed step does not fail the
     steps of other sessions."""
@@ -404,12 +385,7 @@ async def append_many(request: Request) -> Response:
         sessions = [step.session for step in body.steps]
         columns = encode.step_columns(sessions, results, partial(failure_document, request.scope))
         return encode.reply(columns) if plain else await encode.long_reply(columns)
-    documents = Answers(
-        tuple(
-            Failed(failure_document(request.scope, result)) if isinstance(result, Exception) else result
-            for result in results
-        )
-    )
+    documents = Answers(items(request.scope, results))
     return encode.reply(documents) if plain else await encode.long_reply(documents)
 
 
@@ -419,39 +395,37 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
     models, request_context = registry(request), context(request.scope)
     prefix = request_context.owner.name + SLASH if request_context.owner.name else ""
     engine: Engine | None = None
-    rows: dict[int, StepRow] = {}
-    rest: list[int] = []
-    for number, step in enumerate(steps):
+    rows: list[StepRow | None] = []
+    for step in steps:
         step_fields = prefix + step.session, step.tokens[0], step.expected_position, TOP_K, request_context.deadline
         row = None if engine is None else engine.take_step(*step_fields)
         if row is None and (engine := models.resident_engine(step_fields[0])) is not None:
             row = engine.take_step(*step_fields)
-        if row is None:
-            rest.append(number)
-        else:
-            rows[number] = row
+        rows.append(row)
+    rest = [
+        SessionStepBody(session=step.session, tokens=step.tokens, expected_position=step.expected_position)
+        for step, row in zip(steps, rows, strict=True)
+        if row is None
+    ]
+    results: list[encode.StepResult] = []
     try:
-        bodies = [
-            SessionStepBody(session=step.session, tokens=step.tokens, expected_position=step.expected_position)
-            for step in [steps[number] for number in rest]
-        ]
-        results = dict(zip(rest, await _step_many(request, bodies) if rest else (), strict=True))
-        for number, row in rows.items():
+        others = iter(await _step_many(request, rest) if rest else ())
+        for row in rows:
             try:
-                results[number] = await row
+                results.append(next(others) if row is None else await row)
             except Exception as error:
-                results[number] = error
+                results.append(error)
     except BaseException:
-        for row in rows.values():
+        for row in filter(None, rows):
             row.cancel()
         raise
-    return [results[number] for number in range(len(steps))]
+    return results
 
 
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[encode.StepResult]:
     """Submits every step to the engine of the step's session. All steps of one session run on the same engine, even if
     another version of the session's model is loaded during the call."""
-    models, until = registry(request), deadline(request)
+    until = deadline(request)
     results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
     creators: dict[str, Owner | None] = {}
@@ -467,16 +441,13 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
                 engine, creator = engines[session], creators[session]
                 if body.model not in (None, engine.name):
                     raise other_model(session, engine.name, body.model)
-            elif body.create or body.model is not None:
-                engine, creator = await engine_to_step(request, session, body, body.expected_position, until)
             else:
-                engine, creator = await models.engine_for(session, None, until), None
+                engine, creator = await engine_to_step(request, session, body, body.expected_position, until)
             engines[session], creators[session] = engine, creator
             if body.tokens is None or index % STEPS_AT_ONCE == STEPS_AT_ONCE - 1:
                 await asyncio.sleep(0)  # lets the event loop run other work
-            sequence = await tokens_of(engine, body.sequence, until)
             steps[index] = await step_request(
-                engine, session, sequence, body, until, body.expected_position, body.idempotency_key, creator
+                engine, session, body, until, creator, body.expected_position, body.idempotency_key
             )
         except Exception as error:
             failed.add(body.session)

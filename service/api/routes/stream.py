@@ -1,41 +1,15 @@
-"""Serves a session over a WebSocket. Each message is a step or a rewind. The server answers each message with a
-prediction, in the order of the messages.
-
-    -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
-    -> {"tokens": [5], "create": true}                                               creates the session if necessary
-    -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
-    -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
-
-The server answers one message at a time, and queues the messages that arrive meanwhile. After a message over its key's
-rate, the server answers the next message when the rate allows it, or after RATE_WAIT_S. The socket stays open after a
-failure that leaves the session at the position that the client expects. After any other failure, the server sends a
-problem document and closes the socket with one of these codes. `*` marks a case in which the server sends no problem
-document:
-
-    1002 * an invalid frame
-    1007 * a text that is not UTF-8
-    1008   a missing, invalid or revoked key; * a message that takes too long to receive, or has too many frames
-    1009 * a message longer than the largest accepted body
-    1011   an unexpected error
-    1012   the server is loading or stopping, or it cannot reach its session store: try again
-    1013   the key exceeded its rate limit when the socket was opened; * the server receives too many bytes: try again
-    4404   an unknown or deleted session. The server sends this code after the socket's first message, because that
-           message may create the session
-    4409   the session is not at the expected position, the idempotency key of the last step was sent with another step,
-           or the session's tokens are from another tokenizer than that of the served version
-"""
+"""Serves a session over a WebSocket. `openapi.SOCKET` describes the protocol."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from contextlib import suppress
 from http import HTTPStatus
 
 from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
+from wane.service.api.body import ONE_TOKEN, Decoder, only_token
 from wane.service.api.deps import session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.encode import one_line
@@ -113,51 +87,36 @@ class Stream:
         self.policy: RequestPolicy = socket.app.state.policy
         self.decoder: Decoder = socket.app.state.decoder
         self.idle_s = settings(socket).stream_idle_s
-        self.loop = asyncio.get_running_loop()
         self.request_context = context(socket.scope)
         self.log = self.request_context.fields
         if engine is not None:
             self.log["model"] = engine.name
         self.answered = self.failures = 0
-        # when the wait for a message began, on the event loop's clock; infinite while a message is being answered
-        self.waits_since_s = math.inf
 
     async def run(self) -> None:
         """Answers messages until the WebSocket is closed."""
-        self.idle_timer = self.loop.call_at(self.loop.time() + self.idle_s, self.check_idle)
         try:
-            async with asyncio.timeout(None) as self.idle:
-                while (message := await self.take()) is not None:
-                    if await self.respond(message):
-                        return
+            while (message := await self.take()) is not None:
+                if await self.respond(message):
+                    return
         except WebSocketDisconnect:  # the client disconnected while an answer was being sent
             self.log["code"] = DISCONNECTED
-        except TimeoutError:
-            if not self.idle.expired():
-                raise
-            await self.close(NORMAL, f"idle for {self.idle_s:g} s")
         finally:
-            self.idle_timer.cancel()
             self.log["messages"] = self.answered
 
     async def take(self) -> str | bytes | None:
-        """Returns the next message, or None if the client has disconnected."""
-        self.waits_since_s = self.loop.time()
-        message = await self.socket.receive()
-        self.waits_since_s = math.inf
+        """Returns the next message, or None if the client has disconnected or was idle for too long."""
+        try:
+            async with asyncio.timeout(self.idle_s):
+                message = await self.socket.receive()
+        except TimeoutError:
+            await self.close(NORMAL, f"idle for {self.idle_s:g} s")
+            return None
         if message["type"] == "websocket.disconnect":
             self.log["code"] = message["code"]
             return None
         text: str | bytes | None = message.get("text")
         return message["bytes"] if text is None else text
-
-    def check_idle(self) -> None:
-        """Ends the wait for a message if the client was idle for `idle_s`. Otherwise restarts the timer."""
-        ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
-        if ends_s > self.loop.time():
-            self.idle_timer = self.loop.call_at(ends_s, self.check_idle)
-        else:
-            self.idle.reschedule(ends_s)
 
     async def respond(self, message: str | bytes) -> bool:
         """Answers, traces and counts one message. Returns True if the socket is closed.
@@ -215,9 +174,8 @@ class Stream:
             return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
         if token is not None:
             return await engine.step_one(self.session, token, None, TOP_K, deadline)
-        sequence = await tokens_of(engine, body.sequence, deadline)
         step = await step_request(
-            engine, self.session, sequence, body, deadline, body.expected_position, body.idempotency_key, creator
+            engine, self.session, body, deadline, creator, body.expected_position, body.idempotency_key
         )
         return await engine.submit(step)
 

@@ -16,7 +16,7 @@ from wane.service.errors import Unavailable
 from wane.service.types.common import Mode
 
 
-class DamagedSession(Unavailable):
+class DamagedSession(Unavailable, code=Unavailable.code):
     """The stored bytes of a session cannot be read. The session can only be deleted."""
 
 
