@@ -224,16 +224,16 @@ class Stream:
     async def take(self) -> Message | None:
         """Returns the next event, or None after the last one. Raises the error with which the request has ended."""
         event = await self._events.get()
-        if isinstance(event, dict):
-            self._taken += EVENT_BYTES + size_of(event)
-            if self._taken >= WINDOW_BYTES // 4:
-                self._link.send(self._number, TAKEN, self._taken)
-                self._taken = 0
-            return event
-        self._events.put_nowait(event)
-        if event is not None:
-            raise event
-        return None
+        if event is None or isinstance(event, Exception):
+            self._events.put_nowait(event)  # for the next call
+            if event is not None:
+                raise event
+            return None
+        self._taken += EVENT_BYTES + size_of(event)
+        if self._taken >= WINDOW_BYTES // 4:
+            self._link.send(self._number, TAKEN, self._taken)
+            self._taken = 0
+        return event
 
 
 class PassedRequest(Stream):
