@@ -85,7 +85,8 @@ class _Steps(Struct):
 def _named(body: bytes) -> _Named:
     """Decodes a body. If a member is given several times, its last value counts, as in the API. Raises ValueError."""
     try:
-        return reader(_Named).decode(body)
+        named: _Named = reader(_Named).decode(body)
+        return named
     except msgspec.ValidationError:
         return msgspec.convert(from_json(body), _Named)
 
@@ -153,7 +154,7 @@ class Placement:
         async def fail(_: HttpExchange) -> None:
             raise error
 
-        await self._exchanged(scope | {ANSWER: fail}, receive, send)
+        await self._exchanged({**scope, ANSWER: fail}, receive, send)
 
     async def _pass_on(
         self, worker: int, scope: Scope, receive: Receive, send: Send, marks: Mapping[str, object] | None = None
@@ -204,9 +205,12 @@ class Placement:
         if (fork := OF_SESSION(path)) is not None:
             await self._fork(self.worker_of(fork[1]), named, scope, part, send)
             return
-        worker = self._worker_of_names(path, named)
-        marks = {} if named is None else await self._forked(worker, named, scope, part)
-        await self._answer(worker, scope, part, send, self._new_id(self._me) if path == CREATE else marks)
+        worker, marks = self._worker_of_names(path, named), dict[str, object]()
+        if named is not None and path == CREATE and named.session is None:
+            marks = self._new_id(worker)
+        elif named is not None:
+            marks = await self._forked(worker, named, scope, part)
+        await self._answer(worker, scope, part, send, marks)
 
     async def _forked(self, worker: int, named: _Named, scope: Scope, part: Part) -> dict[str, object]:
         """If an inference starts a sequence of `worker` from another worker's sequence, returns the mark with that
@@ -283,7 +287,7 @@ class Placement:
         sequence = None if named.parameters is None else named.parameters.sequence_id
         return self.worker_of(f"{match[1]}:{sequence}") if sequence else self._me
 
-    def _new_id(self, worker: int) -> dict[str, str]:
+    def _new_id(self, worker: int) -> dict[str, object]:
         """Returns the mark with a random id of a session of `worker`."""
         while self.worker_of(session := token_urlsafe(ID_BYTES)) != worker:
             pass
@@ -389,8 +393,8 @@ class Part:
         self.content = content
         self.rest = rest
         self._is_read = False
-        self.loop = connection.loop
-        self.hold = connection.hold
+        self.loop: asyncio.AbstractEventLoop = connection.loop
+        self.hold: Callable[[int], bool] = connection.hold
         self.on_lost: Callable[[], None] | None = None
         self._connection = connection
 
