@@ -52,6 +52,9 @@ HISTORY = "wane.history"
 """The key of a scope whose request is one half of a fork between two workers. A request for a fork is answered with a
 `CopiedSession`. A request for a new session gets that answer's body, and an inference that starts a sequence its status
 and its body."""
+NEW_ID = "wane.new_id"
+"""The key of a scope with the id of the session that the request creates if its body has none. One of several workers
+chooses an id of its own sessions."""
 HUNG_UP = 499  # the status of a request whose client disconnected before a response began
 LOGGED_CHARACTERS = 256  # the largest number of characters of a path in a log line; every route's path is shorter
 # The response to a POST does not have these headers. Browsers do not cache such a response, and do not load it as a

@@ -8,15 +8,15 @@ that arrive together cost one system call.
     uint32  uint64  uint8  MessagePack
 
 Numbers are little-endian. `length` is the payload's number of bytes. `number` names the request on its link. The worker
-that passes a request on connects the link, and sends BEGIN, EVENT, LEFT and TAKEN. The other worker answers with EVENT,
-TAKEN and END. A plain step (`steps.py`) is sent as one STEP, and answered with one END.
+that passes a request on connects the link, and begins a whole request with BEGIN and a step with STEP (`steps.py`).
+Then both sides of a whole request send EVENT, and TAKEN for the events that they have taken. END is the last frame of
+either side: the outcome, or, from the worker that passes the request on, that the client has left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -26,22 +26,24 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.errors import DeadlineExceeded, Unavailable
+from wane.service import errors
+from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.net.connection import CONNECTION, Connection
 from wane.service.net.limits import Limits, ReceiveShare
 from wane.service.observability.logs import SERVICE
 
 HEAD = struct.Struct("<IQB")
-BEGIN, EVENT, LEFT, TAKEN, END, STEP = range(6)
+BEGIN, STEP, EVENT, TAKEN, END = range(5)
 LOST = (
     "the worker of this session has ended; it may have made the step before: repeat the request with the same "
     "expected_position or idempotency key"
 )
+STARTS_AGAIN = "the worker of this session is starting again"
 LATE = "the worker of this session did not answer in time"
 WINDOW_BYTES = 1 << 18
-"""The largest number of bytes of an answer's events that the client has not taken yet. An event that crosses this limit
-is sent, and the next one waits."""
-WINDOW_EVENTS = 8  # the same for the events of a request, such as the messages of a WebSocket
+"""The largest number of bytes of a request's or an answer's events that the other side has not taken yet. An event that
+crosses this limit is sent, and the next one waits."""
+EVENT_BYTES = 512  # what an event counts beside its content
 PASSED_ON = (
     *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers"),
     *("client", "server", "subprotocols"),
@@ -61,18 +63,66 @@ def connection_of(scope: Scope) -> Connection:
     return found
 
 
-class Link(asyncio.Protocol):
-    """A connection to another worker. `on_frame` is called with the number, the kind and the payload of each frame, and
-    `on_lost` once, when the connection is lost."""
+def told(error: BaseException) -> tuple[str, dict[str, Any]]:
+    """Returns what another worker is told about an error, for `error_of`."""
+    if not isinstance(error, WaneError):
+        return type(error).__name__, {}
+    return next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)), vars(error)
 
-    def __init__(self) -> None:
+
+def error_of(name: str, members: dict[str, Any]) -> Exception:
+    """Returns the error with which a request failed in another worker. `members` are the error's attributes."""
+    kind = getattr(errors, name, None)
+    if kind is None:
+        return RuntimeError(f"the other worker failed: {name}")
+    error: WaneError = kind.__new__(kind, members["message"])
+    error.__dict__.update(members)
+    return error
+
+
+class Side(Protocol):
+    """One side of a request on a link."""
+
+    def end(self, error: Exception | None, result: Any = None) -> None:
+        """The other side has ended the request, with the error or the result."""
+
+
+class Outcome(asyncio.Future[Any]):
+    """The outcome of a step that this worker has passed on."""
+
+    def end(self, error: Exception | None, result: Any = None) -> None:
+        """See `Side`."""
+        if self.done():
+            return
+        if error is None:
+            self.set_result(result)
+        else:
+            self.set_exception(error)
+
+
+class Link(asyncio.Protocol):
+    """A connection between two workers. `accept` starts a request that the other worker passes on: it gets the link,
+    the request's number, the kind of its first frame and the payload. Only the accepted end of a link has it."""
+
+    def __init__(self, accept: Callable[[Link, int, int, Any], Side] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._accept = accept
         self._received = bytearray()
         self._frames: list[bytes] = []
+        self._requests: dict[int, Side] = {}
+        self._numbers = count()
         self.is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
+
+    def open(self, side: Side) -> int:
+        """Returns the number of a new request to the other worker. Raises Unavailable."""
+        if self.is_lost:
+            raise Unavailable(STARTS_AGAIN)
+        number = next(self._numbers)
+        self._requests[number] = side
+        return number
 
     def send(self, number: int, kind: int, payload: object) -> None:
         """Sends a frame at the end of this iteration of the event loop."""
@@ -82,6 +132,11 @@ class Link(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         data = encode(payload)
         self._frames += (HEAD.pack(len(data), number, kind), data)
+
+    def end(self, number: int, error: BaseException | None = None, result: object = None) -> None:
+        """Ends a request on this side, unless the other side has ended it."""
+        if self._requests.pop(number, None) is not None:
+            self.send(number, END, (None if error is None else told(error), result))
 
     def _flush(self) -> None:
         frames, self._frames = self._frames, []
@@ -95,191 +150,119 @@ class Link(asyncio.Protocol):
             end = start + HEAD.size + length
             if len(received) < end:
                 break
-            self.on_frame(number, kind, decode(received[start + HEAD.size : end]))
+            self._frame(number, kind, decode(received[start + HEAD.size : end]))
             start = end
         del received[:start]
 
+    def _frame(self, number: int, kind: int, payload: Any) -> None:
+        if self._accept is not None and kind in (BEGIN, STEP):
+            self._requests[number] = self._accept(self, number, kind, payload)
+        elif kind == END:
+            side = self._requests.pop(number, None)
+            if side is not None:
+                error, result = payload
+                side.end(None if error is None else error_of(*error), result)
+        elif isinstance(stream := self._requests.get(number), Stream):
+            if kind == EVENT:
+                stream.put(payload)
+            else:
+                stream.taken(payload)
+
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self.is_lost = True
-        self.on_lost()
-
-    def on_frame(self, number: int, kind: int, payload: Any) -> None:
-        raise NotImplementedError
-
-    def on_lost(self) -> None:
-        raise NotImplementedError
+        requests, self._requests = self._requests, {}
+        for side in requests.values():
+            side.end(Unavailable(LOST))
 
 
-class Events:
-    """Events that one side of a request has sent, and the other side has not taken yet."""
+class Stream:
+    """One side of a whole request: the events of the other side, and a limit of those that it has not taken."""
 
-    def __init__(self) -> None:
-        self._events: deque[Message] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-        self._has_ended = False
-
-    def put(self, *events: Message) -> None:
-        self._events += events
-        self._wake()
-
-    def end(self, error: Exception | None = None) -> None:
-        """No further event comes. `error` says why, unless the side has ended as it should."""
-        if not self._has_ended:
-            self._has_ended, self._error = True, error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> Message | None:
-        """Returns the next event, or None after the last one. Raises the error of `end`."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            if self._has_ended:
-                return None
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._events.popleft()
-
-
-class Window:
-    """Limits what is sent and not taken yet."""
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-        self._waiter: asyncio.Future[None] | None = None
-        self.is_closed = False
-
-    def take_back(self, amount: int) -> None:
-        """The other side has taken `amount`."""
-        self._left += amount
-        if self._left > 0 and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def close(self) -> None:
-        """Nothing more is limited, because the other side has gone."""
-        self.is_closed = True
-        self.take_back(1 << 60)
-
-    async def use(self, amount: int) -> None:
-        """Waits until less than the limit is not taken, and adds `amount`."""
-        while self._left <= 0:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._left -= amount
-
-
-class Call:
-    """A request that this worker has passed on."""
-
-    def __init__(self, link: OutgoingLink, number: int) -> None:
+    def __init__(self, link: Link) -> None:
+        self.has_ended = False
         self._link = link
-        self._number = number
-        self.answer = Events()
-        self.window = Window(WINDOW_EVENTS)
+        self._number = -1
+        self._events: asyncio.Queue[Message | Exception | None] = asyncio.Queue()
+        self._left = WINDOW_BYTES
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._taken = 0
 
-    def leave(self) -> None:
-        """Tells the other worker that the client has left."""
-        self._link.send(self._number, LEFT, None)
+    def put(self, events: list[Message]) -> None:
+        """The other side has sent events."""
+        for event in events:
+            self._events.put_nowait(event)
 
     def taken(self, amount: int) -> None:
-        """Tells the other worker that the client has taken `amount` bytes."""
-        self._link.send(self._number, TAKEN, amount)
+        """The other side has taken events with so many bytes."""
+        self._left += amount
+        if self._left > 0:
+            self._has_room.set()
 
-    async def send_event(self, event: Message) -> None:
-        await self.window.use(1)
-        self._link.send(self._number, EVENT, (event,))
+    def end(self, error: Exception | None, result: Any = None) -> None:  # noqa: ARG002
+        """See `Side`. `take` returns the remaining events first."""
+        self.has_ended = True
+        self._has_room.set()
+        self._events.put_nowait(error)
 
-    def late(self) -> None:
-        self.answer.end(DeadlineExceeded(LATE))
+    def leave(self) -> None:
+        """Ends the request, unless it has ended."""
+        self._link.end(self._number)
+        if not self.has_ended:
+            self.end(None)
 
+    async def emit(self, *events: Message) -> None:
+        """Sends events when the other side has taken enough of the earlier ones."""
+        await self._has_room.wait()
+        if self.has_ended:
+            return
+        self._link.send(self._number, EVENT, events)
+        self._left -= sum(EVENT_BYTES + size_of(event) for event in events)
+        if self._left <= 0:
+            self._has_room.clear()
 
-class OutgoingLink(Link):
-    """A link whose requests come from this worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: dict[int, Call] = {}
-        self._steps: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = count()
-
-    async def step(self, asked: object, timeout_s: float) -> Any:
-        """Passes a plain step on, and returns its outcome (see `steps.py`). Raises Unavailable and DeadlineExceeded."""
-        number = next(self._numbers)
-        outcome = self._steps[number] = self._loop.create_future()
-        self.send(number, STEP, asked)
-        timer = self._loop.call_later(timeout_s, _fail, outcome, DeadlineExceeded, LATE)
-        try:
-            return await outcome
-        finally:
-            timer.cancel()
-            if self._steps.pop(number, None) is not None:
-                self.send(number, LEFT, None)
-
-    def begin(self, scope: Scope, content: bytes | None, marks: Mapping[str, object]) -> Call:
-        """Passes a request on. `content` is its whole body. If it is None, the request's events are sent one by one.
-        `marks` are further parts of the scope."""
-        number = next(self._numbers)
-        call = self._calls[number] = Call(self, number)
-        self.send(number, BEGIN, ({name: scope[name] for name in PASSED_ON if name in scope} | dict(marks), content))
-        return call
-
-    def end(self, call: Call) -> None:
-        """Forgets a request. Tells the other worker to stop, if its answer is not complete."""
-        if self._calls.pop(call._number, None) is not None:
-            call.leave()
-
-    def on_frame(self, number: int, kind: int, payload: Any) -> None:
-        call = self._calls.get(number)
-        if call is None:
-            outcome = self._steps.pop(number, None)
-            if outcome is not None and not outcome.done():
-                outcome.set_result(payload)
-        elif kind == EVENT:
-            call.answer.put(*payload)
-        elif kind == TAKEN:
-            call.window.take_back(payload)
-        else:
-            del self._calls[number]
-            call.window.close()
-            call.answer.end(RuntimeError(f"the other worker failed: {payload}") if payload else None)
-
-    def on_lost(self) -> None:
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.window.close()
-            call.answer.end(Unavailable(LOST))
-        steps, self._steps = self._steps, {}
-        for outcome in steps.values():
-            _fail(outcome, Unavailable, LOST)
+    async def take(self) -> Message | None:
+        """Returns the next event, or None after the last one. Raises the error with which the request has ended."""
+        event = await self._events.get()
+        if event is None or isinstance(event, Exception):
+            self._events.put_nowait(event)  # for the next call
+            if event is not None:
+                raise event
+            return None
+        self._taken += EVENT_BYTES + size_of(event)
+        if self._taken >= WINDOW_BYTES // 4:
+            self._link.send(self._number, TAKEN, self._taken)
+            self._taken = 0
+        return event
 
 
-def _fail(outcome: asyncio.Future[Any], kind: type[Exception], why: str) -> None:
-    if not outcome.done():
-        outcome.set_exception(kind(why))
+class PassedRequest(Stream):
+    """A request that this worker has passed on."""
+
+    def __init__(self, link: Link, scope: Scope, marks: Mapping[str, object]) -> None:
+        """`marks` are further parts of the scope that the other worker gets."""
+        super().__init__(link)
+        self._number = link.open(self)
+        parts = {name: scope[name] for name in PASSED_ON if name in scope} | dict(marks)
+        link.send(self._number, BEGIN, (parts, connection_of(scope).content))
 
 
-class IncomingRequest:
-    """A request that another worker has passed to this one. Takes the place of the request's `Connection`."""
+class IncomingRequest(Stream):
+    """A request that another worker has passed to this one. Takes the place of the request's `Connection`. `content` is
+    the whole body. If it is None, the request's events come one by one."""
 
-    def __init__(self, link: IncomingLink, number: int, content: bytes | None) -> None:
+    def __init__(self, link: Link, number: int, content: bytes | None, limits: Limits) -> None:
+        super().__init__(link)
+        self._number = number
         self.loop = asyncio.get_running_loop()
         self.content = content
         self.is_websocket = False
-        self.has_ended = False
         self.on_lost: Callable[[], None] | None = None
-        self._link = link
-        self._number = number
-        self._share = ReceiveShare(link.limits)
+        self._share = ReceiveShare(limits)
         self._held = 0
         self._start: Message | None = None  # the start of the answer, which is sent together with the next event
-        self.events = Events()
-        self.window = Window(WINDOW_BYTES)
         if content is not None:
-            self.events.put({"type": "http.request", "body": content})
+            self.put([{"type": "http.request", "body": content}])
 
     def hold(self, more: int) -> bool:
         """See `Connection.hold`."""
@@ -288,101 +271,56 @@ class IncomingRequest:
         self._held += more
         return True
 
-    def leave(self) -> None:
-        """The client has left."""
-        self.has_ended = True
-        self.window.close()
-        self.events.end()
+    def end(self, error: Exception | None, result: Any = None) -> None:  # noqa: ARG002
+        """The client has left, or the other worker has ended."""
+        super().end(None)
         on_lost, self.on_lost = self.on_lost, None
         if on_lost is not None:
             on_lost()
 
+    def _hold(self, count: int) -> None:
+        """Counts bytes of the body. Raises Overloaded."""
+        if not self.hold(count):
+            raise Overloaded("the server is receiving too much data: try again later")
+
     async def receive(self) -> Message:
-        """ASGI's function `receive`."""
-        event = await self.events.take()
+        """ASGI's function `receive`. Raises Overloaded if the receive budget has no room for a part of the body."""
+        event = await self.take()
         if event is None:
             return {"type": "websocket.disconnect", "code": 1006} if self.is_websocket else {"type": "http.disconnect"}
-        if self.content is None:
-            self._link.send(self._number, TAKEN, 1)
+        if self.content is None and not self.is_websocket:
+            self._hold(size_of(event))
         return event
 
     async def send(self, event: Message) -> None:
         """ASGI's function `send`."""
-        if self.has_ended:
-            return
         if event["type"] == "http.response.start":
             self._start = event
             return
-        await self.window.use(size_of(event))
         start, self._start = self._start, None
-        self._link.send(self._number, EVENT, (event,) if start is None else (start, event))
+        await (self.emit(event) if start is None else self.emit(start, event))
 
     async def run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
         """Answers the request."""
         self.is_websocket = scope["type"] == "websocket"
         scope["headers"] = [(name, value) for name, value in scope["headers"]]
         scope |= {"asgi": {"version": "3.0"}, "state": {CONNECTION: self}, "extensions": {}}
-        failure: str | None = None
+        failure: Exception | None = None
         try:
+            self._hold(len(self.content or b""))
             await app(scope, self.receive, self.send)
+        except Overloaded as error:
+            failure = error
         except Exception as error:
             SERVICE.exception("a request that another worker has passed on failed")
-            failure = type(error).__name__
+            failure = error
         finally:
             self._share.resize(0)
             self._link.end(self._number, failure)
 
 
-class Leaves(Protocol):
-    """A plain step, whose client may leave."""
-
-    def leave(self) -> None:
-        """The client has left."""
-
-
-RunStep = Callable[[Callable[[object], None], Any], Leaves]
+RunStep = Callable[[Callable[[BaseException | None, object], None], Any], Side]
 """Starts a plain step. The first argument is called with its outcome, and the second one is what was asked."""
-
-
-class IncomingLink(Link):
-    """A link whose requests come from another worker."""
-
-    def __init__(self, app: ASGIApp, limits: Limits, run_step: RunStep) -> None:
-        super().__init__()
-        self._app = app
-        self._run_step = run_step
-        self.limits = limits
-        self._requests: dict[int, IncomingRequest | Leaves] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def on_frame(self, number: int, kind: int, payload: Any) -> None:
-        if kind == STEP:
-            self._requests[number] = self._run_step(partial(self.end, number), payload)
-        elif kind == BEGIN:
-            scope, content = payload
-            request = self._requests[number] = IncomingRequest(self, number, content)
-            task = self._loop.create_task(request.run(self._app, scope))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif (asked := self._requests.get(number)) is None:
-            return
-        elif kind == LEFT:
-            asked.leave()
-        elif isinstance(asked, IncomingRequest):
-            if kind == EVENT:
-                asked.events.put(*payload)
-            else:
-                asked.window.take_back(payload)
-
-    def end(self, number: int, outcome: object) -> None:
-        """The request has been answered. `outcome` is the failure of a whole request, or the outcome of a step."""
-        self._requests.pop(number, None)
-        self.send(number, END, outcome)
-
-    def on_lost(self) -> None:
-        requests, self._requests = self._requests, {}
-        for request in requests.values():
-            request.leave()
 
 
 class EndedEarly(RuntimeError):
@@ -402,18 +340,27 @@ class Peers:
         self._paths = paths
         self._me = me
         self._limits = limits
-        self.timeout_s = timeout_s
-        self._links: dict[int, OutgoingLink] = {}
-        self._connecting: dict[int, asyncio.Task[OutgoingLink]] = {}
+        self._timeout_s = timeout_s
+        self._links: dict[int, Link] = {}
+        self._connecting: dict[int, asyncio.Task[Link]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> asyncio.Server:
         """Accepts links from the other workers."""
-        path = self._paths[self._me]
-        return await asyncio.get_running_loop().create_unix_server(
-            lambda: IncomingLink(self._app, self._limits, self._run_step), path
-        )
+        return await asyncio.get_running_loop().create_unix_server(partial(Link, self._accept), self._paths[self._me])
 
-    async def link(self, worker: int) -> OutgoingLink:
+    def _accept(self, link: Link, number: int, kind: int, payload: Any) -> Side:
+        """Starts a request that another worker passes on."""
+        if kind == STEP:
+            return self._run_step(partial(link.end, number), payload)
+        scope, content = payload
+        request = IncomingRequest(link, number, content, self._limits)
+        task = asyncio.create_task(request.run(self._app, scope))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+        return request
+
+    async def _link(self, worker: int) -> Link:
         """Returns the link to a worker. Connects it if necessary. Raises Unavailable."""
         link = self._links.get(worker)
         if link is not None and not link.is_lost:
@@ -423,52 +370,57 @@ class Peers:
         try:
             return await asyncio.shield(self._connecting[worker])
         except OSError as error:
-            raise Unavailable("the worker of this session is starting again") from error
+            raise Unavailable(STARTS_AGAIN) from error
 
-    async def _connect(self, worker: int) -> OutgoingLink:
+    async def _connect(self, worker: int) -> Link:
         try:
-            loop = asyncio.get_running_loop()
-            _, link = await loop.create_unix_connection(OutgoingLink, self._paths[worker])
+            _, link = await asyncio.get_running_loop().create_unix_connection(Link, self._paths[worker])
             self._links[worker] = link
             return link
         finally:
             del self._connecting[worker]
 
-    async def pass_on(
-        self,
-        worker: int,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        content: bytes | None,
-        marks: Mapping[str, object],
-    ) -> None:
-        """Passes a request to another worker, and its answer to the client. `content` is the request's whole body, or
-        None if it must be read with `receive`. `marks` are further parts of the scope that the other worker gets.
-
-        Raises Unavailable and DeadlineExceeded, before any part of the answer is sent, and EndedEarly after that."""
-        link = await self.link(worker)
-        connection = connection_of(scope)
-        call = link.begin(scope, content, marks)
-        connection.on_lost = call.leave
-        if connection.has_ended:
-            call.leave()
-        timer, pump, has_begun, untaken = None, None, False, 0
-        if content is None:
-            pump = asyncio.create_task(_pump(receive, call))
-        else:
-            timer = asyncio.get_running_loop().call_later(self.timeout_s, call.late)
+    async def step(self, worker: int, asked: object) -> Any:
+        """Passes a plain step on, and returns its result (see `steps.py`). Raises Unavailable, DeadlineExceeded and the
+        step's errors."""
+        link = await self._link(worker)
+        outcome = Outcome()
+        number = link.open(outcome)
+        link.send(number, STEP, asked)
+        timer = outcome.get_loop().call_later(self._timeout_s, _late, outcome)
         try:
-            while (event := await call.answer.take()) is not None:
+            return await outcome
+        finally:
+            timer.cancel()
+            link.end(number)
+
+    async def pass_on(
+        self, worker: int, scope: Scope, receive: Receive, send: Send, marks: Mapping[str, object]
+    ) -> None:
+        """Passes a request to another worker, and its answer to the client. The request's body is the `content` of its
+        connection, or, if that is None, is read with `receive`. `marks` are further parts of the scope that the other
+        worker gets.
+
+        Raises Unavailable, DeadlineExceeded and the other worker's failure, before any part of the answer is sent, and
+        EndedEarly after that."""
+        link = await self._link(worker)
+        connection = connection_of(scope)
+        request = PassedRequest(link, scope, marks)
+        connection.on_lost = request.leave
+        if connection.has_ended:
+            request.leave()
+        timer, pump, has_begun = None, None, False
+        if connection.content is None:
+            pump = asyncio.create_task(_pump(receive, request))
+        else:
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, _late, request)
+        try:
+            while (event := await request.take()) is not None:
                 if timer is not None:
                     timer.cancel()
                 has_begun = True
                 await send(event)
-                untaken += size_of(event)
-                if untaken >= WINDOW_BYTES // 4:
-                    call.taken(untaken)
-                    untaken = 0
-        except (Unavailable, DeadlineExceeded) as error:
+        except WaneError as error:
             if has_begun:
                 raise EndedEarly("the worker of this session ended before the whole answer was sent") from error
             raise
@@ -478,7 +430,7 @@ class Peers:
                 timer.cancel()
             if pump is not None:
                 pump.cancel()
-            link.end(call)
+            request.leave()
 
     async def close(self) -> None:
         """Closes the links to the other workers."""
@@ -486,16 +438,20 @@ class Peers:
             link.transport.close()
 
 
-async def _pump(receive: Receive, call: Call) -> None:
+def _late(side: Side) -> None:
+    """Ends a request that the other worker has not answered in time."""
+    side.end(DeadlineExceeded(LATE))
+
+
+async def _pump(receive: Receive, request: PassedRequest) -> None:
     """Passes the events of a request on."""
     with suppress(asyncio.CancelledError):
-        while not call.window.is_closed:
+        while not request.has_ended:
             event = await receive()
-            if event["type"].endswith(".disconnect"):
-                if event["type"].startswith("websocket"):
-                    await call.send_event(event)
-                call.leave()
-                return
-            await call.send_event(event)
-            if event["type"] == "http.request" and not event.get("more_body"):
+            is_last = event["type"].endswith(".disconnect")
+            if not is_last or event["type"].startswith("websocket"):
+                await request.emit(event)
+            if is_last:
+                request.leave()
+            if is_last or (event["type"] == "http.request" and not event.get("more_body")):
                 return

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from secrets import token_urlsafe
-from typing import TypeVar, cast
 from urllib.parse import quote
 from zlib import crc32
 
@@ -23,13 +22,14 @@ import msgspec
 from msgspec import Raw, Struct
 from pydantic_core import from_json
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from wane.service.api import encode
-from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, reader, uncompressed
+from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, read, reader, uncompressed
 from wane.service.api.cost import admit_body
 from wane.service.api.exchange import (
     HISTORY,
+    NEW_ID,
     PART,
     TIMEOUT_HEADER_BYTES,
     HttpExchange,
@@ -39,13 +39,13 @@ from wane.service.api.exchange import (
 from wane.service.api.schemas.sessions import StepsBody
 from wane.service.app import Application
 from wane.service.auth.guard import FREE
-from wane.service.errors import BodyTimeout, DeadlineExceeded, Unavailable, WaneError
+from wane.service.errors import Unavailable, WaneError
 from wane.service.net.connection import CONNECTION, Connection
 from wane.service.sessions.sessions import ID_BYTES
 from wane.service.settings import IN_MEMORY
 from wane.service.workers import totals
-from wane.service.workers.links import EndedEarly, Peers, RunStep, connection_of
-from wane.service.workers.steps import PassedSteps, Step
+from wane.service.workers.links import EndedEarly, Peers, connection_of
+from wane.service.workers.steps import ANSWER, Exchanged, PassedSteps
 from wane.service.workers.totals import Answered
 
 OF_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?").fullmatch
@@ -59,15 +59,9 @@ OF_FAILURE = frozenset({b"content-type", b"content-length", b"retry-after", b"ww
 OF_BODY = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
 
 
-T = TypeVar("T")
-
-
 def worker_of(session: str, workers: int) -> int:
     """Returns the number of the worker that has the session with this id."""
     return crc32(session.encode()) % workers
-
-
-NULL = Raw(b"null")
 
 
 class _Parameters(Struct):
@@ -88,27 +82,25 @@ class _Steps(Struct):
     format: Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def _read(kind: type[T], body: bytes) -> T:
+def _named(body: bytes) -> _Named:
     """Decodes a body. If a member is given several times, its last value counts, as in the API. Raises ValueError."""
     try:
-        decoded: T = reader(cast(Hashable, kind)).decode(body)
-        return decoded
+        named: _Named = reader(_Named).decode(body)
+        return named
     except msgspec.ValidationError:
-        return msgspec.convert(from_json(body), kind)
+        return msgspec.convert(from_json(body), _Named)
 
 
 class Placement:
     """The ASGI application of a worker. Passes requests of other workers' sessions on."""
 
-    def __init__(
-        self, app: Application, make_peers: Callable[[ASGIApp, RunStep], Peers], me: int, workers: int
-    ) -> None:
+    def __init__(self, app: Application, peers: Peers, me: int, workers: int) -> None:
         self._app = app
-        self._peers = make_peers(app, partial(Step, app))
-        self._passed_steps = PassedSteps(app, self._peers, app.state.policy)
+        self._peers = peers
+        self._passed_steps = PassedSteps(app, peers)
+        self._exchanged = Exchanged(app, policy=app.state.policy)
         self._me = me
         self._workers = workers
-        self._most_bytes = app.settings.max_body_bytes
         self._most_steps = app.settings.max_batch_inputs
         self._policy: RequestPolicy = app.state.policy
         self._divides_sessions = app.settings.store == IN_MEMORY
@@ -130,21 +122,19 @@ class Placement:
             return
         path: str = scope["path"]
         posts = scope["type"] == "http" and scope["method"] == "POST"
-        match = None if posts and path == MANY else OF_SESSION(path)
-        if match is not None and posts and path.endswith("/fork"):
-            await self._fork(self.worker_of(match[1]), scope, receive, send)
-        elif match is not None:
+        match = OF_SESSION(path)
+        if match is not None and not (posts and (path == MANY or path.endswith("/fork"))):
             worker = self.worker_of(match[1])
             if worker == self._me:
                 await self._app(scope, receive, send)
             elif posts and self._passed_steps.takes(scope, worker):
-                await self._passed_steps(scope, receive, send)
+                await self._exchanged(scope, receive, send)
             else:
-                await self._pass_on(worker, scope, receive, send, connection_of(scope).content)
-        elif posts and (path == MANY or path in WITH_SESSION or OF_SEQUENCE(path) is not None):
-            await self._by_body(scope, receive, send)
+                await self._pass_on(worker, scope, receive, send)
+        elif posts and (match is not None or path in WITH_SESSION or OF_SEQUENCE(path) is not None):
+            await self._with_body(scope, receive, send, self._by_body)
         elif scope["type"] == "http" and (join := totals.join_of(scope["method"], path)) is not None:
-            await self._of_all(join, scope, receive, send)
+            await self._with_body(scope, receive, send, partial(self._of_all, join))
         else:
             await self._app(scope, receive, send)
 
@@ -158,29 +148,23 @@ class Placement:
             return True
         return False
 
-    async def _fail(self, error: WaneError, scope: Scope, send: Send) -> None:
-        """Answers a request with an error."""
-        exchange = HttpExchange(self._policy, scope, send)
-        try:
-            await exchange.reply(exchange.failed(error))
-        finally:
-            exchange.finish()
+    async def _fail(self, error: WaneError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request with an error, unless its key is refused."""
+
+        async def fail(_: HttpExchange) -> None:
+            raise error
+
+        await self._exchanged({**scope, ANSWER: fail}, receive, send)
 
     async def _pass_on(
-        self,
-        worker: int,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        content: bytes | None,
-        marks: Mapping[str, object] | None = None,
+        self, worker: int, scope: Scope, receive: Receive, send: Send, marks: Mapping[str, object] | None = None
     ) -> None:
         """Passes a request on. Answers it with an error if its worker does not."""
         try:
-            await self._peers.pass_on(worker, scope, receive, send, content, marks or {})
+            await self._peers.pass_on(worker, scope, receive, send, marks or {})
         except WaneError as error:
             if scope["type"] == "http":
-                await self._fail(error, scope, send)
+                await self._fail(error, scope, receive, send)
                 return
             await send({"type": "websocket.accept"})
             await send({"type": "websocket.close", "code": RESTART, "reason": error.code})
@@ -189,50 +173,60 @@ class Placement:
                 raise
             await send({"type": "websocket.close", "code": RESTART, "reason": Unavailable.code})
 
-    async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request whose body names sessions. This worker answers an invalid body."""
+    async def _with_body(
+        self, scope: Scope, receive: Receive, send: Send, answer: Callable[[Scope, Part, Send], Awaitable[None]]
+    ) -> None:
+        """Reads a request's body, and calls `answer` with it, without its content encoding."""
+        connection = connection_of(scope)
         try:
-            content, receive = await self._read(scope, receive)
+            part = Part(connection, await self._read(scope, receive), receive)
         except WaneError as error:
-            await self._fail(error, scope, send)
+            await self._fail(error, scope, receive, send)
             return
-        body = None if content is None else await self._plain(scope, content)
-        if content is None or body is None:
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"]
+        with together(connection, [part]):
+            await answer(part.scope(scope), part, send)
+
+    async def _by_body(self, scope: Scope, part: Part, send: Send) -> None:
+        """Answers a request whose body names sessions. This worker answers an invalid body."""
+        body, path = part.content.removeprefix(BOM_UTF8), scope["path"]
         if path == MANY:
             checked = await self._checked(body)
             parts = None if checked is None else self._cut(checked)
             if checked is None or parts is None:
-                await self._app(scope, receive, send)
+                await self._app(scope, part.receive, send)
             elif len(parts) == 1:
-                await self._answer(next(iter(parts)), scope, receive, send, content)
+                await self._answer(next(iter(parts)), scope, part, send)
             else:
-                await self._join(checked, body, parts, scope, send)
+                self._app.hot.matches(scope)
+                scope[ANSWER] = partial(self._join, checked, part, parts, scope)
+                await self._exchanged(scope, part.receive, send)
             return
-        if path == CREATE and (named := await self._with_id(body, self._me)) is not None:
-            scope, receive, content = renewed(scope, named)
-        names = await self._names(path, scope, body)
-        worker = self._worker_of_names(path, names)
-        marks = {} if names is None else await self._forked(worker, path, names, scope)
-        await self._answer(worker, scope, receive, send, content, marks)
+        named = await self._names(scope, body)
+        if (fork := OF_SESSION(path)) is not None:
+            await self._fork(self.worker_of(fork[1]), named, scope, part, send)
+            return
+        worker, marks = self._worker_of_names(path, named), dict[str, object]()
+        if named is not None and path == CREATE and named.session is None:
+            marks = self._new_id(worker)
+        elif named is not None:
+            marks = await self._forked(worker, named, scope, part)
+        await self._answer(worker, scope, part, send, marks)
 
-    async def _forked(self, worker: int, path: str, named: _Named, scope: Scope) -> dict[str, object]:
+    async def _forked(self, worker: int, named: _Named, scope: Scope, part: Part) -> dict[str, object]:
         """If an inference starts a sequence of `worker` from another worker's sequence, returns the mark with that
         sequence's history."""
-        match, asked = OF_SEQUENCE(path), named.parameters
+        match, asked = OF_SEQUENCE(scope["path"]), named.parameters
         if match is None or asked is None or not asked.fork_of or not asked.sequence_id or not self._divides_sessions:
             return {}
         source = f"{match[1]}:{asked.fork_of}"
         if self.worker_of(source) == worker:
             return {}
-        connection, path = connection_of(scope), f"{CREATE}/{source}/fork"
+        path = f"{CREATE}/{source}/fork"
         body = {"session": f"{match[1]}:{asked.sequence_id}", "position": asked.expected_position}
-        part = Part(connection, msgspec.json.encode(body))
+        fork = Part(part, msgspec.json.encode(body), part.rest)
         forks = {**scope, "path": path, "raw_path": quote(path).encode()}
-        with together(connection, [part]):
-            answer = await self._ask(self.worker_of(source), forks, part, {HISTORY: True, PART: True, FREE: True})
+        with together(part, [fork]):
+            answer = await self._ask(self.worker_of(source), forks, fork, {HISTORY: True, PART: True, FREE: True})
         return {HISTORY: (answer.status, answer.body)}
 
     async def _checked(self, body: bytes) -> StepsBody | None:
@@ -243,81 +237,45 @@ class Placement:
         except WaneError:
             return None
 
-    async def _decoded(self, kind: type[T], body: bytes) -> T | None:
-        """Returns a decoded body, or None if it is invalid. Decodes a large one on the decoder's thread."""
-        decoder: Decoder = self._app.state.decoder
-
-        def large() -> T | None:
-            return None if excess(body, decoder.most) is not None else _read(kind, body)
-
-        try:
-            return _read(kind, body) if len(body) <= LARGE_BYTES else await decoder.run(large)
-        except (ValueError, WaneError, RecursionError):
-            return None
-
     async def _answer(
-        self,
-        worker: int,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        content: bytes,
-        marks: Mapping[str, object] | None = None,
+        self, worker: int, scope: Scope, part: Part, send: Send, marks: Mapping[str, object] | None = None
     ) -> None:
         if worker == self._me:
-            await self._app({**scope, **marks} if marks else scope, receive, send)
+            await self._app({**scope, **marks} if marks else scope, part.receive, send)
         else:
-            await self._pass_on(worker, scope, receive, send, content, marks)
+            await self._pass_on(worker, scope, part.receive, send, marks)
 
-    async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
-        """Reads a body. Returns it, or None if it is too long or the client has left, and a function that receives it
-        once more. Raises BodyTimeout, DeadlineExceeded, and InvalidRequest for an invalid timeout."""
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """Returns a body without its content encoding. Raises the errors of `read`, and InvalidRequest for an invalid
+        timeout."""
         content = connection_of(scope).content
-        if content is not None:
-            return content, receive
         here, policy = RequestContext.of(scope), self._policy
+        if content is not None and ENCODING.encode() not in here.headers:
+            return content
         asks = TIMEOUT_HEADER_BYTES in here.headers
-        timeout_s = policy.timeout_s(here) if asks else policy.request_timeout_ms / 1000
-        events: list[Message] = []
-        size, is_whole = 0, False
-        try:
-            async with asyncio.timeout(min(timeout_s, policy.body_timeout_s)):
-                while not is_whole and size <= self._most_bytes:
-                    event = await receive()
-                    events.append(event)
-                    if event["type"] != "http.request":
-                        break
-                    size += len(event.get("body", b""))
-                    is_whole = not event.get("more_body")
-        except TimeoutError:
-            if timeout_s <= policy.body_timeout_s:
-                raise DeadlineExceeded("the deadline passed before the whole body was received") from None
-            raise BodyTimeout(f"the body was not complete after {policy.body_timeout_s:g} s") from None
-        events.reverse()
+        here.timeout_s = policy.timeout_s(here) if asks else policy.request_timeout_ms / 1000
+        here.body_timeout_s = policy.body_timeout_s
+        here.deadline = asyncio.get_running_loop().time() + here.timeout_s
+        inside = {**scope, "app": self._app, "wane.context": here}
+        if content is not None:
+            return await uncompressed(Request(inside), content)
+        return await read(Request(inside, self._exchanged.bounded(here, receive)))
 
-        async def again() -> Message:
-            return events.pop() if events else await receive()
-
-        is_short = is_whole and size <= self._most_bytes
-        return b"".join([event.get("body", b"") for event in reversed(events)]) if is_short else None, again
-
-    async def _plain(self, scope: Scope, content: bytes) -> bytes | None:
-        """Returns a body without its content encoding and its byte-order mark, or None if its encoding is invalid."""
-        if any(name == ENCODING.encode() for name, _ in scope["headers"]):
-            here = RequestContext.of(scope)
-            here.deadline = asyncio.get_running_loop().time() + self._policy.request_timeout_ms / 1000
-            try:
-                content = await uncompressed(Request({**scope, "app": self._app, "wane.context": here}), content)
-            except WaneError:
-                return None
-        return content.removeprefix(BOM_UTF8)
-
-    async def _names(self, path: str, scope: Scope, body: bytes) -> _Named | None:
-        """Returns the parts of a body that name a session, or None if the body is invalid."""
-        if OF_SEQUENCE(path) is not None:
+    async def _names(self, scope: Scope, body: bytes) -> _Named | None:
+        """Returns the parts of a body that name a session, or None if the body is invalid. Decodes a large one on the
+        decoder's thread."""
+        if OF_SEQUENCE(scope["path"]) is not None:
             length = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), b"")
             body = body[: int(length)] if length.isdigit() else body
-        return await self._decoded(_Named, body)
+        decoder: Decoder = self._app.state.decoder
+
+        def large() -> _Named | None:
+            return None if excess(body, decoder.most) is not None else _named(body)
+
+        try:
+            return _named(body or b"{}") if len(body) <= LARGE_BYTES else await decoder.run(large)
+        except (ValueError, WaneError, RecursionError):
+            return None
 
     def _worker_of_names(self, path: str, named: _Named | None) -> int:
         """Returns the worker of the session that a body names, or this worker."""
@@ -329,43 +287,25 @@ class Placement:
         sequence = None if named.parameters is None else named.parameters.sequence_id
         return self.worker_of(f"{match[1]}:{sequence}") if sequence else self._me
 
-    async def _with_id(self, body: bytes, worker: int) -> bytes | None:
-        """Returns the body of a request for a new session with a random id of a session of `worker`. Returns None if
-        the body has an id, or is invalid."""
-        fields = await self._decoded(dict[str, Raw], body or b"{}")
-        if fields is None or fields.get("session", NULL) != NULL:
-            return None
+    def _new_id(self, worker: int) -> dict[str, object]:
+        """Returns the mark with a random id of a session of `worker`."""
         while self.worker_of(session := token_urlsafe(ID_BYTES)) != worker:
             pass
-        return msgspec.json.encode(fields | {"session": session})
+        return {NEW_ID: session}
 
-    async def _fork(self, worker: int, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fork(self, worker: int, named: _Named | None, scope: Scope, part: Part, send: Send) -> None:
         """Forks a session of `worker`. The new session may be another worker's, which gets the session's history and
         its state."""
-        try:
-            content, receive = await self._read(scope, receive)
-        except WaneError as error:
-            await self._fail(error, scope, send)
+        other = worker if named is None or named.session is None else self.worker_of(named.session)
+        if other == worker or not self._divides_sessions:
+            await self._answer(worker, scope, part, send, self._new_id(worker))
             return
-        body = None if content is None else await self._plain(scope, content)
-        if content is None or body is None:
-            await self._app(scope, receive, send)
-            return
-        if (named := await self._with_id(body, worker)) is not None:
-            scope, receive, content = renewed(scope, named)
-        other = self._worker_of_names(CREATE, await self._names(CREATE, scope, body))
-        if named is not None or other == worker or not self._divides_sessions:
-            await self._answer(worker, scope, receive, send, content)
-            return
-        connection = connection_of(scope)
-        part = Part(connection, body)
-        with together(connection, [part]):
-            answer = await self._ask(worker, scope, part, {HISTORY: True})
+        answer = await self._ask(worker, scope, part, {HISTORY: True})
         if answer.is_success:
             created = {**scope, "path": CREATE, "raw_path": CREATE.encode()}
-            part = Part(connection, b"{}")
-            with together(connection, [part]):
-                answer = await self._ask(other, created, part, {PART: True, FREE: True, HISTORY: answer.body})
+            of_history = Part(part, b"{}", part.rest)
+            with together(part, [of_history]):
+                answer = await self._ask(other, created, of_history, {PART: True, FREE: True, HISTORY: answer.body})
         await answer.send(send)
 
     # Calls with steps of many sessions
@@ -380,57 +320,36 @@ class Placement:
         return None if [*parts] == [self._me] else parts
 
     async def _join(
-        self, checked: StepsBody, body: bytes, parts: dict[int, list[int]], scope: Scope, send: Send
+        self, checked: StepsBody, whole: Part, parts: dict[int, list[int]], scope: Scope, exchange: HttpExchange
     ) -> None:
         """Answers a call with steps of several workers' sessions. If all parts fail, answers with the first failure.
-        `body` is the JSON of `checked`."""
-        self._app.hot.matches(scope)
-        exchange = HttpExchange(self._policy, scope, send)
-        try:
-            exchange.admit()
-            scope["app"] = self._app
-            admit_body(Request(scope), checked)
-            steps = self._steps(body)
-            asked = [
-                Part(connection_of(scope), msgspec.json.encode(_Steps([steps.steps[at] for at in part], steps.format)))
-                for part in parts.values()
-            ]
-            marks = {PART: True, FREE: True}
-            with together(connection_of(scope), asked):
-                answers = await asyncio.gather(
-                    *[self._ask(worker, scope, part, marks) for worker, part in zip(parts, asked, strict=True)]
-                )
-            if any(answer.is_success for answer in answers):
-                document = totals.joined_steps(len(steps.steps), [*zip(parts.values(), answers, strict=True)])
-                if "session" in document:  # a part that failed has none
-                    document["session"] = [step.session for step in checked.steps]
-                await exchange.reply(encode.reply(document))
-            else:
-                failure = encode.Reply(answers[0].body, answers[0].status)
-                failure.raw_headers = [pair for pair in answers[0].headers if pair[0] in OF_FAILURE]
-                await exchange.reply(failure)
-        except (Exception, asyncio.CancelledError) as error:
-            if exchange.status is not None:
-                raise
-            await exchange.reply(exchange.failed(error))
-        finally:
-            exchange.finish()
+        `whole` has the JSON of `checked`."""
+        scope["app"] = self._app
+        admit_body(Request(scope), checked)
+        steps = self._steps(whole.content.removeprefix(BOM_UTF8))
+        bodies = [_Steps([steps.steps[at] for at in part], steps.format) for part in parts.values()]
+        asked = [Part(whole, msgspec.json.encode(body), whole.rest) for body in bodies]
+        marks = {PART: True, FREE: True}
+        with together(whole, asked):
+            answers = await asyncio.gather(
+                *[self._ask(worker, scope, part, marks) for worker, part in zip(parts, asked, strict=True)]
+            )
+        if any(answer.is_success for answer in answers):
+            document = totals.joined_steps(len(steps.steps), [*zip(parts.values(), answers, strict=True)])
+            if "session" in document:  # a part that failed has none
+                document["session"] = [step.session for step in checked.steps]
+            await exchange.reply(encode.reply(document))
+        else:
+            failure = encode.Reply(answers[0].body, answers[0].status)
+            failure.raw_headers = [pair for pair in answers[0].headers if pair[0] in OF_FAILURE]
+            await exchange.reply(failure)
 
     # Requests for the whole server
 
-    async def _of_all(self, join: totals.Join, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _of_all(self, join: totals.Join, scope: Scope, part: Part, send: Send) -> None:
         """Answers a request for the whole server, unless this worker refuses it."""
-        connection = connection_of(scope)
-        try:
-            content, receive = await self._read(scope, receive)
-        except WaneError as error:
-            await self._fail(error, scope, send)
-            return
-        if content is None:
-            await self._app(scope, receive, send)
-            return
-        parts = [Part(connection, content) for _ in range(self._workers)]
-        with together(connection, parts):
+        parts = [Part(part, part.content, part.rest) for _ in range(self._workers)]
+        with together(part, parts):
             answers = [await self._ask(self._me, scope, parts[self._me])]
             if answers[0].is_success:
                 others = [worker for worker in range(self._workers) if worker != self._me]
@@ -443,9 +362,7 @@ class Placement:
         """Returns a worker's answer to a part of a request. `marks` are further parts of the scope."""
         marks = marks or {}
         status, headers, body = 0, list[tuple[bytes, bytes]](), list[bytes]()
-        plain = [pair for pair in scope["headers"] if pair[0] not in OF_BODY]
-        plain.append((b"content-length", b"%d" % len(part.content)))
-        asked = {**scope, **marks, "headers": plain, "state": {CONNECTION: part}}
+        asked = {**part.scope(scope), **marks}
 
         async def send(event: Message) -> None:
             nonlocal status
@@ -455,14 +372,11 @@ class Placement:
             else:
                 body.append(event.get("body", b""))
 
-        async def receive() -> Message:
-            return {"type": "http.request", "body": part.content}
-
         try:
             if worker == self._me:
-                await self._app(asked, receive, send)
+                await self._app(asked, part.receive, send)
             else:
-                await self._peers.pass_on(worker, asked, receive, send, part.content, marks)
+                await self._peers.pass_on(worker, asked, part.receive, send, marks)
             if not status:
                 raise Unavailable("the worker has ended")
         except (WaneError, RuntimeError) as error:
@@ -471,27 +385,31 @@ class Placement:
         return Answered(status, headers, b"".join(body))
 
 
-def renewed(scope: Scope, content: bytes) -> tuple[Scope, Receive, bytes]:
-    """Returns a request with another body: its scope, its function `receive`, and the body."""
-    headers = [pair for pair in scope["headers"] if pair[0] not in OF_BODY]
-    part = Part(connection_of(scope), content)
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": content}
-
-    length = b"content-length", b"%d" % len(content)
-    return {**scope, "headers": [*headers, length], "state": {CONNECTION: part}}, receive, content
-
-
 class Part:
-    """The connection of a request that is a part of another one."""
+    """The connection of a request with another body than its client's, which may be one part of the client's request.
+    `connection` is the client's, or another part's. `rest` receives the events after the body: the client leaves."""
 
-    def __init__(self, connection: Connection, content: bytes) -> None:
+    def __init__(self, connection: Connection | Part, content: bytes, rest: Receive) -> None:
         self.content = content
-        self.loop = connection.loop
-        self.hold = connection.hold
+        self.rest = rest
+        self._is_read = False
+        self.loop: asyncio.AbstractEventLoop = connection.loop
+        self.hold: Callable[[int], bool] = connection.hold
         self.on_lost: Callable[[], None] | None = None
         self._connection = connection
+
+    def scope(self, scope: Scope) -> Scope:
+        """Returns the scope of the request with this body."""
+        headers = [pair for pair in scope["headers"] if pair[0] not in OF_BODY]
+        headers.append((b"content-length", b"%d" % len(self.content)))
+        return {**scope, "headers": headers, "state": {CONNECTION: self}}
+
+    async def receive(self) -> Message:
+        """ASGI's function `receive`."""
+        if self._is_read:
+            return await self.rest()
+        self._is_read = True
+        return {"type": "http.request", "body": self.content}
 
     @property
     def has_ended(self) -> bool:
@@ -500,7 +418,7 @@ class Part:
 
 
 @contextmanager
-def together(connection: Connection, parts: Sequence[Part]) -> Iterator[None]:
+def together(connection: Connection | Part, parts: Sequence[Part]) -> Iterator[None]:
     """Tells all parts of a request if the client leaves."""
 
     def leave() -> None:

@@ -1,4 +1,4 @@
-"""Passes the most frequent request, a step of one token without options, to the worker of its session.
+"""Passes the most frequent request, a step of a session, to the worker of its session.
 
 The worker that accepted the request checks, counts and logs it. Only the step goes to the session's worker, and only
 its answer comes back. Every other request is passed on as a whole (`links.py`).
@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from logging import INFO
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from wane.service import errors
 from wane.service.api import encode
-from wane.service.api.body import ENCODING, SHORT, OneToken
-from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import HttpExchange, RequestPolicy, fields_of
-from wane.service.api.middleware import RequestMiddleware
-from wane.service.api.routes.sessions import STEP_HEADER_NAMES, TOP_K
+from wane.service.api.body import FAILURES, SHORT, OneToken, reader
+from wane.service.api.disconnect import WHOLE_BODY, until_hangup
+from wane.service.api.exchange import HttpExchange, RequestContext, RequestPolicy, fields_of
+from wane.service.api.middleware import ENCODING_BYTES, RequestMiddleware
+from wane.service.api.routes.sessions import STEP_HEADER_NAMES, TOP_K, append
 from wane.service.app import Application
-from wane.service.errors import WaneError
+from wane.service.errors import Unavailable, WaneError
+from wane.service.net.limits import SMALL_BYTES
 from wane.service.observability.logs import ACCESS, SERVICE
-from wane.service.registry.registry import ModelRegistry
 from wane.service.types.answer import Answer
-from wane.service.types.request import MAX_POSITION, name_within
+from wane.service.types.request import MAX_POSITION, Owner, id_of, name_within, owner_of
 from wane.service.workers.links import Peers, connection_of
 
-STEP = "wane.step"  # the key of a scope that has the step, and its worker
-OF_OPTIONS = frozenset({ENCODING.encode(), *STEP_HEADER_NAMES})
+ANSWER = "wane.answer"  # the key of a scope with the function that answers the request
+Asked = tuple[str, bytes, dict[bytes, bytes], float, int | None]
+"""What the session's worker gets: the session's name, the body, the headers of STEP_HEADER_NAMES, the timeout in
+seconds, and the largest number of sessions of the owner."""
 
 
 class PlainStep(OneToken):
@@ -40,103 +43,92 @@ class PlainStep(OneToken):
     expected_position: Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)] | None = None
 
 
-read = msgspec.json.Decoder(PlainStep).decode
+def plain_step(content: bytes) -> PlainStep | None:
+    """Returns a step without further options, or None for any other body, valid or invalid."""
+    try:
+        return None if len(content) > SHORT else reader(PlainStep).decode(content)
+    except FAILURES:
+        return None
 
 
-class PassedSteps(RequestMiddleware):
-    """Answers plain steps of other workers' sessions."""
+class Exchanged(RequestMiddleware):
+    """Calls the function at ANSWER in the scope of an admitted request."""
 
-    def __init__(self, app: Application, peers: Peers, policy: RequestPolicy) -> None:
-        super().__init__(app, policy=policy)
+    async def answer(self, scope: Scope, receive: Receive, exchange: HttpExchange) -> None:  # noqa: ARG002
+        """See `RequestMiddleware`."""
+        await scope[ANSWER](exchange)
+
+
+class PassedSteps:
+    """Answers steps of other workers' sessions."""
+
+    def __init__(self, app: Application, peers: Peers) -> None:
+        policy: RequestPolicy = app.state.policy
         self._matches = app.hot.matches
         self._peers = peers
         # a trace needs the whole request in the session's worker
-        self._most_bytes = -1 if policy.tracing is not None else min(SHORT, policy.max_body_bytes)
+        self._most_bytes = -1 if policy.tracing is not None else min(SMALL_BYTES, policy.max_body_bytes)
 
     def takes(self, scope: Scope, worker: int) -> bool:
-        """Returns whether a request for a session of `worker` is a plain step. If so, stores the step in the scope."""
+        """Returns whether a request for a session of `worker` is a step with a short body. If so, it gets an ANSWER."""
         content = connection_of(scope).content
         if content is None or len(content) > self._most_bytes or not scope["path"].endswith("/tokens"):
             return False
-        for name, _ in scope["headers"]:
-            if name in OF_OPTIONS:
-                return False
-        try:
-            step = read(content)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError):
-            return False
-        scope[STEP] = step, worker
-        return self._matches(scope)
+        scope[ANSWER] = partial(self._answer, scope, worker, content)
+        return self._matches(scope) and all(name != ENCODING_BYTES for name, _ in scope["headers"])
 
-    async def answer(self, scope: Scope, receive: Receive, exchange: HttpExchange) -> None:  # noqa: ARG002
-        """Answers an admitted request."""
+    async def _answer(self, scope: Scope, worker: int, content: bytes, exchange: HttpExchange) -> None:
         here = exchange.context
-        step, worker = scope[STEP]
         session = name_within(here.owner.name, scope["path_params"]["session"])
-        link = await self._peers.link(worker)
+        headers = {name: here.headers[name] for name in STEP_HEADER_NAMES if name in here.headers}
+        asked: Asked = session, content, headers, here.timeout_s, here.owner.sessions
         with until_hangup(Request(scope)):
-            asked = session, step.tokens[0], step.expected_position, here.timeout_s
-            has_succeeded, found, fields = await link.step(asked, self._peers.timeout_s)
-        if not has_succeeded:
-            raise error_of(found, fields)
+            found, fields = await self._peers.step(worker, asked)
         here.fields |= fields
         await exchange.reply(encode.Reply(found))
 
 
-def error_of(name: str, members: dict[str, Any]) -> Exception:
-    """Returns the error with which a step failed in another worker. `members` are the error's attributes."""
-    kind = getattr(errors, name, None)
-    if kind is None:
-        return RuntimeError(f"the other worker failed: {name}")
-    error: WaneError = kind.__new__(kind, members["message"])
-    error.__dict__.update(members)
-    return error
-
-
 class Step:
-    """A step that another worker has passed to this one. Calls `reply` once with its outcome, unless the client leaves:
-    true, the body of the answer and the fields of the access log, or false and the arguments of `error_of`."""
+    """A step that another worker has passed to this one. Calls `reply` once with its outcome: the error, or None
+    and the body of the answer with the fields of the access log."""
 
-    def __init__(
-        self, app: Application, reply: Callable[[object], None], asked: tuple[str, int, int | None, float]
-    ) -> None:
-        session, token, expected_position, timeout_s = asked
+    def __init__(self, app: Application, reply: Callable[[BaseException | None, object], None], asked: Asked) -> None:
+        session, content, headers, timeout_s, most_sessions = asked
         loop = asyncio.get_running_loop()
-        models: ModelRegistry = app.state.registry
-        given = session, token, expected_position, TOP_K, loop.time() + timeout_s
+        deadline = loop.time() + timeout_s
         self._reply = reply
         self._epoch = app.state.policy.epochs.enter()
-        self._model = ""
-        engine = models.resident_engine(session)
-        if engine is None:
-            self._running: asyncio.Future[Answer] = loop.create_task(self._find(models, given))
+        self._fields: dict[str, object] = {}
+        self._running: asyncio.Future[Answer] | asyncio.Task[Response]
+        step = None if headers else plain_step(content)
+        engine = None if step is None else app.state.registry.resident_engine(session)
+        if step is None or engine is None:
+            here = RequestContext("", headers=headers, deadline=deadline, fields=self._fields)
+            here.owner = Owner(owner_of(session), most_sessions)
+            request = Request({"type": "http", "app": app, "wane.context": here, WHOLE_BODY: content})
+            self._running = loop.create_task(append(request, id_of(session)))
         else:
-            self._model = engine.name
-            self._running = engine.step_one(*given)
+            self._fields["model"] = engine.name
+            self._running = engine.step_one(session, step.tokens[0], step.expected_position, TOP_K, deadline)
         self._running.add_done_callback(self._end)
 
-    async def _find(self, models: ModelRegistry, given: tuple[str, int, int | None, int, float]) -> Answer:
-        engine = await models.engine_for(given[0], None, given[-1])
-        self._model = engine.name
-        return await engine.step_one(*given)
-
-    def leave(self) -> None:
+    def end(self, error: Exception | None, result: object = None) -> None:  # noqa: ARG002
         """The client has left, or waits no longer."""
         self._running.cancel()
 
-    def _end(self, running: asyncio.Future[Answer]) -> None:
+    def _end(self, running: asyncio.Future[Answer] | asyncio.Future[Response]) -> None:
         self._epoch.leave()
         if running.cancelled():
-            self._reply((False, "Unavailable", vars(errors.Unavailable("the server is stopping"))))
+            self._reply(Unavailable("the server is stopping"), None)
             return
         error = running.exception()
-        if error is None:
-            answer = running.result()
-            fields = {"model": self._model, **fields_of(answer)} if ACCESS.isEnabledFor(INFO) else {}
-            self._reply((True, encode.reply(answer).body, fields))
-        elif isinstance(error, WaneError):
-            known = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
-            self._reply((False, known, vars(error)))
-        else:
-            SERVICE.error("a step that another worker has passed on failed", exc_info=error)
-            self._reply((False, type(error).__name__, {}))
+        if error is not None:
+            if not isinstance(error, WaneError):
+                SERVICE.error("a step that another worker has passed on failed", exc_info=error)
+            self._reply(error, None)
+            return
+        answer = running.result()
+        if isinstance(answer, Answer):
+            self._fields |= fields_of(answer) if ACCESS.isEnabledFor(INFO) else {}
+            answer = encode.reply(answer)
+        self._reply(None, (answer.body, self._fields))

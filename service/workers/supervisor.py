@@ -27,12 +27,12 @@ from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.memory import ASIDE
-from wane.service.sessions.stores.store import SessionRecord, UnsavedSessions
+from wane.service.sessions.stores.store import UnsavedSessions
 from wane.service.settings import Settings
 from wane.service.types.request import MAX_POSITION, id_of
 from wane.service.workers.placement import worker_of
 from wane.service.workers.shared import SharedTable
-from wane.service.workers.worker import FAILED_FILE, Place, part_of
+from wane.service.workers.worker import FAILED_FILE, LIMITS, LOG_TURNS, Place, part_of
 
 BACKLOG = 2048  # uvicorn's default
 RESTART_S = 1.0  # the shortest time between two starts of a worker
@@ -43,7 +43,7 @@ LOOK_S = 0.05
 def run(settings: Settings, arguments: Sequence[str], workers: int) -> int:
     """Runs the workers until a signal stops them. `arguments` are those of `wane serve`. Returns the exit status."""
     with TemporaryDirectory(prefix="wane-") as folder:  # has mode 0700
-        logs.configure(settings.log_level, None, Path(folder, "log"))
+        logs.configure(settings.log_level, None, Path(folder, LOG_TURNS))
         if settings.session_file is not None:
             spread(settings.session_file, workers)
         supervisor = Supervisor(settings, arguments, workers, folder)
@@ -90,7 +90,7 @@ class Supervisor:
         SERVICE.info("listening", extra={"fields": {"url": self._url}})
         self._processes: list[Process] = []
         self._alive, self._keeps_alive = os.pipe()
-        self._table = SharedTable(Path(folder, "limits"), workers)
+        self._table = SharedTable(Path(folder, LIMITS), workers)
         self._signals = 0
         self._has_announced = False
 
@@ -210,16 +210,11 @@ def parts_of(file: Path) -> list[Path]:
     return sorted(file.parent.glob(f"{file.name}.worker-*[0-9]"))
 
 
-def _sessions(file: Path) -> list[SessionRecord]:
-    """Returns all sessions in a file and in the workers' files. Raises StoreError."""
-    files = [one for one in [file, *parts_of(file)] if one.exists()]
-    return [record for one in files for record in dump_file.load(one, MAX_POSITION)]
-
-
 def spread(file: Path, workers: int) -> None:
     """Divides a file of sessions into one for each worker. Raises StoreError, OSError."""
-    records = _sessions(file)
     before = parts_of(file)
+    files = [one for one in (file, *before) if one.exists()]
+    records = [record for one in files for record in dump_file.load(one, MAX_POSITION)]
     for number in range(workers):
         own = [record for record in records if worker_of(id_of(record.session), workers) == number]
         dump_file.save(part_of(file, number), own)

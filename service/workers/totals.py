@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 from prometheus_client.core import Metric
@@ -126,23 +127,13 @@ def metrics(answers: Sequence[Answered]) -> Answered:
     for (name, _, _), sample in values.items():
         families[name].samples.append(sample)
     render = openmetrics.generate_latest if is_open else generate_latest
-    return replace(answers[0], body=render(_Families(families.values())))
+    return replace(answers[0], body=render(cast(Collector, SimpleNamespace(collect=families.values))))
 
 
 def _together(sample: str, one: float, other: float) -> float:
     if sample in SMALLEST or sample.endswith("_created"):
         return min(one, other)
     return max(one, other) if sample in LARGEST else one + other
-
-
-class _Families(Collector):
-    """What `generate_latest` renders."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 def joined_steps(count: int, parts: Sequence[tuple[Sequence[int], Answered]]) -> dict[str, Any]:

@@ -24,8 +24,11 @@ from wane.service.settings import Settings
 from wane.service.workers.links import Peers
 from wane.service.workers.placement import Placement
 from wane.service.workers.shared import SharedBucket, SharedSessions, SharedTable
+from wane.service.workers.steps import Step
 
 FAILED_FILE = "failed"  # in the workers' folder, made by the first one that fails
+LIMITS = "limits"  # the file of the table of shared limits
+LOG_TURNS = "log"  # the file that a worker locks while it logs
 ANSWER_S = 5  # the time beyond a request's deadline in which another worker can answer it
 
 
@@ -46,16 +49,6 @@ class Place:
     def sockets(self) -> list[str]:
         """The paths of the workers' Unix sockets."""
         return [f"{self.folder}/{number}.sock" for number in range(self.workers)]
-
-    @property
-    def log_turns(self) -> Path:
-        """The path of the file that a worker locks while it logs."""
-        return Path(self.folder, "log")
-
-    @property
-    def table(self) -> Path:
-        """The path of the table of shared limits."""
-        return Path(self.folder, "limits")
 
 
 def share_of(settings: Settings, place: Place) -> Settings:
@@ -89,13 +82,12 @@ def run(place: Place, arguments: Sequence[str]) -> None:
     parser = Parser("wane serve")
     Settings.add_arguments(parser)
     settings = share_of(Settings.read(os.environ, parser.parse_args(arguments)), place)
-    table = SharedTable(place.table, place.workers)
+    table = SharedTable(Path(place.folder, LIMITS), place.workers)
 
     def placed(app: Application, limits: Limits) -> Placement:
         timeout_s = settings.request_timeout_ms / 1000 + ANSWER_S
-        return Placement(
-            app, partial(Peers, place.sockets, place.number, limits, timeout_s), place.number, place.workers
-        )
+        peers = Peers(place.sockets, place.number, limits, timeout_s, app, partial(Step, app))
+        return Placement(app, peers, place.number, place.workers)
 
     def ready(_: Sequence[str]) -> None:
         os.write(place.ready, b"r")
@@ -104,7 +96,7 @@ def run(place: Place, arguments: Sequence[str]) -> None:
     listener = socket.socket(fileno=place.listener)
     sessions = SharedSessions(table, place.number)
     make_bucket = partial(SharedBucket, table)
-    worker = server.Worker(place.number, place.log_turns, placed, [listener], ready, make_bucket, sessions)
+    worker = server.Worker(place.number, Path(place.folder, LOG_TURNS), placed, [listener], ready, make_bucket, sessions)
     server.run(settings, worker)
 
 

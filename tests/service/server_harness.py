@@ -71,8 +71,8 @@ class OtherWorker(Placement):
     def __init__(self, folder: Path, app: Application, limits: Limits) -> None:
         """`folder` is for the workers' sockets."""
         paths = [str(folder / str(number)) for number in range(2)]
-        super().__init__(app, partial(Peers, paths, 0, limits, ANSWER_S), 0, 2)
-        self.second = Peers(paths, 1, limits, ANSWER_S, app, partial(Step, app))
+        first, self.second = (Peers(paths, number, limits, ANSWER_S, app, partial(Step, app)) for number in range(2))
+        super().__init__(app, first, 0, 2)
 
     def worker_of(self, session: str) -> int:
         """Returns the number of the second worker."""

@@ -31,7 +31,7 @@ from wane.service.api.body import (
 from wane.service.api.cost import Cost, admit, length_of, of_continuations
 from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
-from wane.service.api.exchange import HISTORY, context, note_answer, registry
+from wane.service.api.exchange import HISTORY, NEW_ID, context, note_answer, registry
 from wane.service.api.openapi import Router, answers, headers
 from wane.service.api.problem import failure_document, items
 from wane.service.api.schemas.completions import CompletionBody
@@ -130,10 +130,16 @@ async def create(request: Request) -> Response:
     engine = await model_engine(request, body.model)
     with until_hangup(request):
         history, unknown = await _history(engine, body, deadline(request))
-    view = await engine.create_session(body.session, body.mode, owner(request), history)
+    view = await engine.create_session(_new_id(request, body), body.mode, owner(request), history)
     if unknown:
         view = replace(view, unknown=unknown)
     return _session_reply(view)
+
+
+def _new_id(request: Request, body: SessionBody | ForkBody) -> str | None:
+    """Returns the id of the new session, or None if the engine chooses it."""
+    chosen: str | None = request.scope.get(NEW_ID) if body.session is None else body.session
+    return chosen
 
 
 def _session_reply(view: SessionView) -> Response:
@@ -323,7 +329,7 @@ async def fork(request: Request, session: SessionId) -> Response:
             CopiedSession(body.session, engine.name, view.mode, history.tokens, history.position, packed)
         )
     with until_hangup(request):
-        view = await engine.fork(name, body.session, body.position, owner(request), deadline(request))
+        view = await engine.fork(name, _new_id(request, body), body.position, owner(request), deadline(request))
     return _session_reply(view)
 
 

@@ -76,6 +76,10 @@ def test_every_session_route_answers_like_a_server_with_one_process(http: httpx.
                 ("POST", f"{path}/tokens", {"tokens": [5, 6, 7], "top_k": 3}),
                 ("POST", f"{path}/tokens", {"tokens": [8], "expected_position": 3}),
                 ("POST", f"{path}/tokens", {"tokens": [8], "expected_position": 9}),
+                *2 * (("POST", f"{path}/tokens", {"tokens": [9], "idempotency_key": "k", "cache": False}),),
+                ("POST", f"{path}/tokens", {"tokens": [8], "idempotency_key": "k"}),
+                ("POST", f"{path}/tokens", {"tokens": [8], "idempotency_key": ""}),
+                ("POST", f"{path}/tokens", {"tokens": [8], "top_k": 0}),
                 ("GET", path, None),
                 ("GET", f"{path}/state", None),
                 ("POST", f"{path}/rewind", {"position": 2}),
@@ -102,8 +106,10 @@ def test_every_session_route_answers_like_a_server_with_one_process(http: httpx.
                 assert documents[0] == documents[1], (method, at)
 
 
-def test_a_session_without_an_id_is_found_by_every_worker(http: httpx.Client) -> None:
-    for body in (b"", b"{}", b'{"session": null, "mode": "recurrent"}'):
+def test_a_session_without_an_id_is_found_by_every_worker(http: httpx.Client, alone: LiveServer) -> None:
+    answers = http.post("/v1/sessions"), httpx.post(f"{alone.url}/v1/sessions")
+    assert [answer.json()["code"] for answer in answers] == ["not_json"] * 2
+    for body in (b"{}", b'{"session": null, "mode": "recurrent"}'):
         made = http.post("/v1/sessions", content=body, headers={"content-type": "application/json"})
         assert made.status_code == httpx.codes.CREATED, made.text
         name = made.json()["session"]
@@ -292,7 +298,9 @@ def test_a_plain_step_of_another_worker_fails_counts_and_logs_like_an_own_one() 
             http.post("/v1/sessions", json={"session": f"plain-{name}"}).raise_for_status()
             for position in range(8):
                 given = {"tokens": [5]} | ({"expected_position": position} if position % 2 else {})
-                answer = http.post(path, json=given, headers={"x-request-id": f"{name}-{position}"})
+                options = {0: {"x-wane-position": str(position)}, 2: {"idempotency-key": f"key-{position}"}}
+                headers = {"x-request-id": f"{name}-{position}"} | options.get(position % 4, {})
+                answer = http.post(path, json=given, headers=headers)
                 assert answer.json()["position"] == position + 1, answer.text
                 assert answer.headers["x-request-id"] == f"{name}-{position}"
             for body, headers, status in wrong:
