@@ -96,7 +96,9 @@ def run(place: Place, arguments: Sequence[str]) -> None:
     listener = socket.socket(fileno=place.listener)
     sessions = SharedSessions(table, place.number)
     make_bucket = partial(SharedBucket, table)
-    worker = server.Worker(place.number, Path(place.folder, LOG_TURNS), placed, [listener], ready, make_bucket, sessions)
+    worker = server.Worker(
+        place.number, Path(place.folder, LOG_TURNS), placed, [listener], ready, make_bucket, sessions
+    )
     server.run(settings, worker)
 
 
