@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -30,7 +29,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner, Shapes
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import Append, Appended, Store
+from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer
@@ -421,21 +420,6 @@ class EngineHarness:
         self.engine.warm_up()
         self.runner.calls.clear()
         self.runner.busy.clear()
-
-    def lose_next_comparison(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-        """Makes the next append to the store fail, as if another writer had changed the session first. Returns a list
-        that will contain the record of the failed append."""
-        lost: list[object] = []
-        append_many = self.store.append_many
-
-        async def append_many_but_once(appends: Sequence[Append]) -> list[Appended]:
-            if lost:
-                return await append_many(appends)
-            lost.append(appends[0].record)
-            return [None, *await append_many(appends[1:])]
-
-        monkeypatch.setattr(self.store, "append_many", append_many_but_once)
-        return lost
 
     def sample(self, name: str, **labels: str) -> float:
         """Returns the value of a Prometheus metric of this engine. Returns 0 if the metric has no value yet."""

@@ -224,13 +224,6 @@ def test_a_missing_device_ends_the_process(live: LiveServer, http: httpx.Client)
     assert_ends_with_message(run("serve", "--port", "0", "--device", "cuda"), "CUDA")
 
 
-def test_a_port_in_use_ends_the_process(live: LiveServer) -> None:
-    ended = run("serve", "--port", str(httpx.URL(live.url).port))
-    assert ended.returncode != 0
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert "Address already in use; stop the other server, or give another --port" in ended.stderr
-
-
 def test_requests_wait_for_models_that_are_being_loaded() -> None:
     """A user sends requests before the models are loaded if the user pastes all commands of the README at once."""
     names = [path.name for path in PATHS]

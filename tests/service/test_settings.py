@@ -91,20 +91,6 @@ def test_the_error_names_an_invalid_option() -> None:
         read("--max-batch-size", "0")
 
 
-def test_help_shows_every_setting_with_its_unit_default_and_variable() -> None:
-    parser = argparse.ArgumentParser()
-    Settings.add_arguments(parser)
-    text = " ".join(parser.format_help().split())
-    for name, field in Settings.model_fields.items():
-        if name == "api_keys":  # There is no option for the API keys, because other users can read the command line.
-            assert "--api-keys " not in text
-            continue
-        default = "none" if field.default is None else field.default
-        assert f"--{name.replace('_', '-')} " in text
-        assert f"default {default}; WANE_{name.upper()})" in text.replace("- ", "-")
-    assert "(milliseconds; default 30000; WANE_REQUEST_TIMEOUT_MS)" in text
-
-
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Settings().port = 1

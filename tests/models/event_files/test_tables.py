@@ -129,6 +129,7 @@ def test_large_files_are_read_as_small_ones(tmp_path: Path, monkeypatch: pytest.
     source = random.Random(5)
     items = [source.choice(["plain", 'quoted ""mark""', "with, comma", "x" * 300, "größe"]) for _ in range(900)]
     path = clicks(tmp_path / "clicks.csv", *(f'"{item}"' for item in items))
+    bad = written(tmp_path / "bad.csv", path.read_text().rstrip("\n"), "no time")
     expected = [item.replace('""', '"') for item in items]
     for block in (7, 100, 1 << 13, 1 << 20):
         monkeypatch.setattr(lines, "BLOCK", block)
@@ -138,6 +139,7 @@ def test_large_files_are_read_as_small_ones(tmp_path: Path, monkeypatch: pytest.
             log.notes[0]
             == "read 900 events of 300 sessions from 901 lines; the times are read as seconds since 1970, by their size"
         )
+        assert refused(bad).startswith(", line 902: 1 columns, but the header has 3 (1 of 902 lines is wrong")
 
 
 def test_a_column_name_that_stands_twice_in_the_header_is_refused(tmp_path: Path) -> None:
@@ -209,6 +211,8 @@ def test_compressed_files_and_upper_case_suffixes_are_read(tmp_path: Path) -> No
     plain = clicks(tmp_path / "clicks.CSV", "a", "b", "c", "d")
     expected = [["a", "b", "c"], ["d"]]
     assert sessions(read(plain)) == expected
+    (tmp_path / "marked.csv").write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert sessions(read(tmp_path / "marked.csv")) == expected
     for name in ("clicks.csv.gz", "clicks.CSV.GZ"):
         (tmp_path / name).write_bytes(gzip.compress(plain.read_bytes()))
         assert sessions(read(tmp_path / name)) == expected

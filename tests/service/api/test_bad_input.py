@@ -3,7 +3,6 @@ exceeded limit."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -58,16 +57,6 @@ def test_an_input_over_the_limit_is_refused_with_the_limit(
     assert str(limit) in assert_problem(response, 413, "too_large")["detail"]
 
 
-def test_a_body_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> None:
-    response = http.post("/v1/predict", content=b" " * (4 * 2**20 + 1))
-    assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
-
-
-def test_a_body_over_the_limit_without_a_content_length_is_refused(http: httpx.Client) -> None:
-    response = http.post("/v1/predict", content=(b" " * 2**16 for _ in range(65)))
-    assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
-
-
 @pytest.mark.parametrize(
     ("content", "where"),
     [
@@ -118,35 +107,6 @@ def test_every_route_refuses_an_unknown_model_by_name(http: httpx.Client) -> Non
         assert "'gpt'" in assert_problem(response, 404, "unknown_model")["detail"]
 
 
-@pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate", "/v1/sessions/{session}/tokens"])
-def test_an_unknown_mode_is_refused_with_the_known_modes(http: httpx.Client, session: str, path: str) -> None:
-    response = http.post(path.format(session=session), json={"tokens": [1], "mode": "magic"})
-    document = assert_problem(response, 422, "invalid_request")
-    assert document["field"] == "mode"
-    assert all(mode in document["detail"] for mode in ("auto", "recurrent", "window", "both"))
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [
-        ("GET", "/v1/sessions/nobody", None),
-        ("DELETE", "/v1/sessions/nobody", None),
-        ("POST", "/v1/sessions/nobody/tokens", {"tokens": [1]}),
-        ("POST", "/v1/sessions/nobody/rewind", {"position": 0}),
-        ("POST", "/v1/predict", {"session": "nobody"}),
-    ],
-)
-def test_an_unknown_session_is_refused_by_name(http: httpx.Client, method: str, path: str, body: object) -> None:
-    assert "'nobody'" in assert_problem(http.request(method, path, json=body), 404, "unknown_session")["detail"]
-
-
-def test_a_session_id_in_use_is_refused(http: httpx.Client, session: str) -> None:
-    http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5]}).raise_for_status()
-    assert (
-        session in assert_problem(http.post("/v1/sessions", json={"session": session}), 409, "session_exists")["detail"]
-    )
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -183,30 +143,6 @@ def test_an_invalid_session_id_is_refused(http: httpx.Client, wrong: str) -> Non
     assert document["field"] == "session"
 
 
-@pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate"])
-@pytest.mark.parametrize("window", [0, -1])
-def test_an_empty_window_is_refused(http: httpx.Client, path: str, window: int) -> None:
-    response = http.post(path, json={"tokens": [1], "mode": "window", "window": window})
-    document = assert_problem(response, 422, "invalid_request")
-    assert document["field"] == "window"
-    assert str(window) in document["detail"] and "1" in document["detail"]
-
-
-@pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate"])
-def test_a_window_over_the_limit_is_refused_with_the_limit(http: httpx.Client, card: dict[str, Any], path: str) -> None:
-    window = card["max_window"] + 1
-    response = http.post(path, json={"tokens": [1], "mode": "window", "window": window})
-    document = assert_problem(response, 422, "invalid_request")
-    assert document["field"] == "window"
-    assert str(window) in document["detail"] and str(card["max_window"]) in document["detail"]
-
-
-def test_a_comparison_names_the_window_that_is_out_of_range(http: httpx.Client, card: dict[str, Any]) -> None:
-    for window in (0, card["max_window"] + 1):
-        response = http.post("/v1/compare", json={"tokens": [1], "windows": [1, window]})
-        assert str(window) in assert_problem(response, 422, "invalid_request")["detail"]
-
-
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize(
     ("path", "field"),
@@ -225,46 +161,6 @@ def test_a_number_that_is_not_finite_is_refused_by_name(http: httpx.Client, path
     assert document["detail"].startswith(f"{field} is {shown}, but must be ")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("/v1/predict", {"tokens": [1, 2.0]}, "tokens[1]"),
-        ("/v1/predict", {"tokens": [True]}, "tokens[0]"),
-        ("/v1/predict", {"tokens": ["1"]}, "tokens[0]"),
-        ("/v1/predict", {"tokens": "1"}, "tokens"),
-        ("/v1/predict", {"input": 1}, "input"),
-        ("/v1/predict", {"inputs": []}, "inputs"),
-        ("/v1/predict", {"inputs": ["a", 5]}, "inputs[1]"),
-        ("/v1/predict", {"inputs": ["a", [1, "x"]]}, "inputs[1][1]"),
-        ("/v1/predict", {"tokens": [1], "top_k": 0}, "top_k"),
-        ("/v1/predict", {"tokens": [1], "top_k": 101}, "top_k"),
-        ("/v1/predict", {"tokens": [1], "tolerance": 1.5}, "tolerance"),
-        ("/v1/predict", {"tokens": [1], "tolerance": -0.1}, "tolerance"),
-        ("/v1/predict", {"tokens": [1], "mode": "window", "tolerance": 0}, "tolerance"),
-        ("/v1/predict", {"tokens": [1], "mode": "recurrent", "window": 4}, "window"),
-        ("/v1/generate", {"tokens": [1], "window": 4}, "window"),
-        ("/v1/compare", {"tokens": [1], "windows": []}, "windows"),
-        ("/v1/compare", {"tokens": [1], "repeat": 0}, "repeat"),
-        ("/v1/generate", {"tokens": [1], "temperature": -1}, "temperature"),
-        ("/v1/generate", {"tokens": [1], "top_p": 0}, "top_p"),
-        ("/v1/generate", {"tokens": [1], "top_k": 0}, "top_k"),
-        ("/v1/generate", {"tokens": [1], "max_tokens": 0}, "max_tokens"),
-        ("/v1/generate", {"tokens": [1], "max_tokens": 100_000}, "max_tokens"),
-        ("/v1/generate", {"tokens": [1], "seed": -1}, "seed"),
-        ("/v1/generate", {"tokens": [1], "stop": 5}, "stop"),
-        ("/v1/generate", {"tokens": [1], "stop": [""]}, "stop[0]"),
-        ("/v1/generate", {"tokens": [1], "stream": "yes"}, "stream"),
-        ("/v1/generate", {"tokens": [1], "mode": "both"}, "mode"),
-        ("/v1/score", {"tokens": [1], "method": "guess"}, "method"),
-    ],
-    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
-)
-def test_a_value_of_the_wrong_type_or_size_is_refused_by_name(
-    http: httpx.Client, path: str, body: object, field: str
-) -> None:
-    assert assert_problem(http.post(path, json=body), 422, "invalid_request")["field"] == field
-
-
 @pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}, {"inputs": ["a"], "session": "s"}], ids=str)
 def test_a_prediction_without_exactly_one_input_is_refused(http: httpx.Client, body: object) -> None:
     assert "exactly one" in assert_problem(http.post("/v1/predict", json=body), 422, "invalid_request")["detail"]
@@ -275,62 +171,11 @@ def test_a_session_cannot_be_truncated(http: httpx.Client, session: str) -> None
     assert assert_problem(response, 422, "invalid_request")["field"] == "truncated"
 
 
-def test_a_batch_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> None:
-    document = assert_problem(http.post("/v1/predict", json={"inputs": [[1]] * 257}), 422, "invalid_request")
-    assert document["field"] == "inputs"
-    assert "257" in document["detail"] and "256" in document["detail"]
-
-
-def test_an_invalid_input_of_a_batch_does_not_fail_the_other_inputs(http: httpx.Client, card: dict[str, Any]) -> None:
-    response = http.post("/v1/predict", json={"inputs": ["The", "", [1, -1], [1, 2]]})
-    assert response.status_code == 200
-    first, empty, negative, last = response.json()["results"]
-    assert first["predictions"] and last["predictions"]
-    assert empty["error"]["code"] == negative["error"]["code"] == "invalid_request"
-    assert "empty" in empty["error"]["detail"]
-    assert "tokens[1]" in negative["error"]["detail"]
-
-
-def test_a_step_at_another_position_is_refused_with_the_session_s_position(http: httpx.Client, session: str) -> None:
-    path = f"/v1/sessions/{session}/tokens"
-    http.post(path, json={"tokens": [5, 6]}).raise_for_status()
-    for wrong in (1, 3):
-        document = assert_problem(
-            http.post(path, json={"tokens": [7], "expected_position": wrong}), 409, "position_conflict"
-        )
-        assert document["position"] == 2
-        response = http.post(path, json={"tokens": [7]}, headers={"x-wane-position": str(wrong)})
-        assert assert_problem(response, 409, "position_conflict")["position"] == 2
-
-
 def test_a_step_with_two_positions_is_refused(http: httpx.Client, session: str) -> None:
     response = http.post(
         f"/v1/sessions/{session}/tokens", json={"tokens": [7], "expected_position": 0}, headers={"x-wane-position": "1"}
     )
     assert assert_problem(response, 422, "invalid_request")["field"] == "expected_position"
-
-
-@pytest.mark.parametrize("headers", [{"x-wane-position": "0"}, {"idempotency-key": "once"}], ids=str)
-def test_a_retried_step_is_replayed_and_appends_nothing(
-    http: httpx.Client, session: str, headers: dict[str, str]
-) -> None:
-    path = f"/v1/sessions/{session}/tokens"
-    first = http.post(path, json={"tokens": [5, 6]}, headers=headers).json()
-    again = http.post(path, json={"tokens": [5, 6]}, headers=headers).json()
-    assert (first["replayed"], again["replayed"]) == (False, True)
-    assert first["position"] == again["position"] == 2
-    assert [one["token_id"] for one in first["predictions"]] == [one["token_id"] for one in again["predictions"]]
-
-
-@pytest.mark.parametrize("position", [-1, 3, 10**9])
-def test_a_rewind_to_a_dropped_position_is_refused_with_the_possible_range(
-    http: httpx.Client, session: str, position: int
-) -> None:
-    http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5, 6]}).raise_for_status()
-    response = http.post(f"/v1/sessions/{session}/rewind", json={"position": position})
-    document = assert_problem(response, 422, "invalid_request")
-    assert document["field"] == "position"
-    assert str(position) in document["detail"] and "2" in document["detail"]
 
 
 LONG = "x" * 60_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -13,25 +12,26 @@ import pytest
 
 from tests.service.conftest import SocketServer, never
 from tests.service.fake_engine import FakeEngine, FakeRegistry
-from tests.service.live_server import TIMEOUT_S, LiveServer
+from tests.service.live_server import TIMEOUT_S
 from wane.service.app import create_app
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 
-def request_bytes(path: str, body: object, method: str = "POST") -> bytes:
-    """Returns the bytes of a whole HTTP request."""
+async def leave(server: SocketServer, path: str, body: object, method: str = "POST") -> None:
+    """Sends a request, closes the connection when the engine has the request, and waits until the engine's wait is
+    cancelled."""
+    engine = server.registry.engine
+    engine.wait = asyncio.Event()
+    _, writer = await asyncio.open_connection(*server.address)
     content = json.dumps(body).encode()
-    return f"{method} {path} HTTP/1.1\r\nhost: wane\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
-
-
-async def send(server: tuple[str, int], path: str, body: object, method: str = "POST") -> asyncio.StreamWriter:
-    """Sends a request without reading its answer."""
-    _, writer = await asyncio.open_connection(*server)
-    writer.write(request_bytes(path, body, method))
-    await writer.drain()
-    return writer
+    head = f"{method} {path} HTTP/1.1\r\nhost: wane\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    await engine.waiting.wait()
+    writer.close()
+    await writer.wait_closed()
+    await engine.cancelled.wait()
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,12 @@ async def send(server: tuple[str, int], path: str, body: object, method: str = "
         ("/v1/generate", {"tokens": [1], "stream": True}),
         ("/v1/sessions/s/tokens", {"tokens": [1]}),
         ("/v1/sessions/s/rewind", {"position": 0}),
+        ("/v1/sessions/s", None),
     ],
     ids=str,
 )
-async def test_a_disconnection_cancels_the_wait_for_the_engine(
-    server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture, path: str, body: object
-) -> None:
-    engine.wait = asyncio.Event()
-    writer = await send(server.address, path, body)
-    await engine.waiting.wait()
-    writer.close()
-    await writer.wait_closed()
-    await engine.cancelled.wait()
+async def test_a_disconnection_cancels_the_wait_for_the_engine(server: SocketServer, path: str, body: object) -> None:
+    await leave(server, path, body, "DELETE" if body is None else "POST")
 
 
 @pytest.fixture
@@ -76,51 +70,19 @@ async def roomy() -> AsyncIterator[SocketServer]:
 @pytest.mark.parametrize("path", ["/v1/predict", "/v1/sessions/s/tokens"])
 async def test_a_disconnection_after_a_large_body_is_noticed(roomy: SocketServer, path: str) -> None:
     """uvicorn pauses reading when it has 64 KiB of a body."""
-    engine = roomy.registry.engine
-    engine.wait = asyncio.Event()
-    writer = await send(roomy.address, path, {"tokens": [1] * 40_000})
-    await engine.waiting.wait()
-    writer.close()
-    await writer.wait_closed()
-    await engine.cancelled.wait()
-
-
-async def test_a_disconnection_cancels_the_deletion_of_a_session(
-    server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.wait = asyncio.Event()
-    writer = await send(server.address, "/v1/sessions/s", {}, "DELETE")
-    await engine.waiting.wait()
-    writer.close()
-    await writer.wait_closed()
-    await engine.cancelled.wait()
+    await leave(roomy, path, {"tokens": [1] * 40_000})
 
 
 async def test_the_access_log_has_499_for_a_disconnection(
-    server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    server: SocketServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    engine.wait = asyncio.Event()
-    writer = await send(server.address, "/v1/predict", {"tokens": [1]})
-    await engine.waiting.wait()
-    writer.close()
-    await writer.wait_closed()
-    await engine.cancelled.wait()
+    await leave(server, "/v1/predict", {"tokens": [1]})
     server.should_exit = True  # the server then ends after the last request in flight
     while server.server_state.tasks:
         await asyncio.gather(*server.server_state.tasks)
     (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
     assert (fields["status"], fields["error"]) == (499, "abandoned")
-
-
-async def test_a_connected_client_receives_its_answer(server: SocketServer, engine: FakeEngine) -> None:
-    engine.wait = asyncio.Event()
-    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
-        asking = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
-        await engine.waiting.wait()
-        engine.wait.set()
-        assert (await asking).status_code == 200
-    assert not engine.cancelled.is_set()
 
 
 async def test_a_disconnection_closes_a_streamed_generation(server: SocketServer, engine: FakeEngine) -> None:
@@ -132,16 +94,3 @@ async def test_a_disconnection_closes_a_streamed_generation(server: SocketServer
         first = await anext(response.aiter_lines())
         assert first == "event: token"
     await engine.closed.wait()
-
-
-def test_a_step_retried_after_a_disconnection_is_appended_once(live: LiveServer, http: httpx.Client) -> None:
-    session = http.post("/v1/sessions", json={}).json()["session"]
-    path = f"/v1/sessions/{session}/tokens"
-    step = {"tokens": [5, 6, 7], "expected_position": 0}
-    url = httpx.URL(live.url)
-    assert url.port is not None
-    with socket.create_connection((url.host, url.port)) as connection:
-        connection.sendall(request_bytes(path, step))
-    again = http.post(path, json=step).json()
-    assert again["position"] == 3
-    assert http.get(f"/v1/sessions/{session}").json()["position"] == 3

@@ -55,12 +55,12 @@ async def test_both_modes_are_answered_with_their_agreement(client: httpx.AsyncC
 
 
 async def test_the_options_of_a_prediction_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    body = {"input": "ab", "model": "fake", "mode": "auto", "window": 3, "tolerance": 0.5, "top_k": 2}
+    body = {"input": "ab", "model": "fake", "mode": "auto", "window": 3, "tolerance": 0.5, "top_k": 2, "prove": True}
     await client.post("/v1/predict", json=body)
     (asked,) = engine.asked
     assert isinstance(asked, PredictRequest) and asked.deadline is not None
     assert asked == PredictRequest(
-        (97, 98), model="fake", window=3, tolerance=0.5, top_k=2, owner="", deadline=asked.deadline
+        (97, 98), model="fake", window=3, tolerance=0.5, top_k=2, prove=True, owner="", deadline=asked.deadline
     )
 
 
@@ -279,12 +279,3 @@ async def test_readiness_lists_the_models_and_why_a_model_is_uncertified(
 async def test_a_body_is_read_as_json_with_any_content_type(client: httpx.AsyncClient, kind: str) -> None:
     response = await client.post("/v1/predict", content=b'{"tokens": [1]}', headers={"content-type": kind})
     assert response.status_code == 200
-
-
-async def test_requests_are_answered_concurrently(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
-    registry.engine.wait = asyncio.Event()
-    first = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
-    await registry.engine.waiting.wait()
-    assert (await client.get("/healthz")).status_code == 200
-    registry.engine.wait.set()
-    assert (await first).status_code == 200

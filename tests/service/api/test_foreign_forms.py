@@ -164,12 +164,6 @@ def test_a_null_counts_as_absent(http: httpx.Client, path: str, body: dict[str, 
     assert response.is_success and '"error":' not in response.text, response.text
 
 
-def test_a_rewind_may_stand_beside_nulls(http: httpx.Client) -> None:
-    nulls = http.post("/v1/predict", json={"tokens": [5], "top_k": 1, "input": None, "events": None})
-    plain = http.post("/v1/predict", json={"tokens": [5], "top_k": 1})
-    assert nulls.json()["predictions"] == plain.json()["predictions"]
-
-
 @pytest.mark.parametrize(
     "fields",
     [

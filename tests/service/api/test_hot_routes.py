@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
+from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeEngine
 from tests.service.problems import assert_problem
 from tests.service.server_harness import (
@@ -21,19 +21,17 @@ from tests.service.server_harness import (
     STEP,
     STEP_ROUTE,
     Client,
-    Document,
     ServerHarness,
     in_two,
     post,
     repeatable,
     served,
 )
-from tests.service.slow_client import HANDSHAKE, MALFORMED, frame, statuses, until
+from tests.service.slow_client import until
 from wane.service.api import encode
 from wane.service.app import HOT, ROUTES, Application
 from wane.service.auth.keyring import Principal
 from wane.service.engine.engine import Engine
-from wane.service.errors import RateLimited
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
 KEY = "alice-0123456789abcdefgh"
@@ -135,63 +133,6 @@ async def test_a_request_in_one_packet_is_answered_like_a_request_in_two(
         assert server.counted(status, PREDICT if path == PREDICT else STEP_ROUTE) == 2
 
 
-LONG = [6, 7, 8, 9, 10, 11]
-
-
-async def test_a_prediction_searches_for_a_proof_only_on_request(make_harness: MakeHarness) -> None:
-    harness = make_harness(certified=True, radius=1.0)
-    proof = FakeProof(harness.engine)
-    bodies: list[Document] = [
-        {"tokens": LONG, "mode": "window"},
-        {"tokens": LONG, "mode": "both"},
-        {"inputs": [LONG, LONG], "mode": "window"},
-        {"session": "a", "mode": "window"},
-    ]
-
-    def proved(document: Document) -> list[bool]:
-        return [one.get("agreement", one)["top1_proved"] for one in document.get("results", [document])]
-
-    async with served(harness) as server:
-        client = await Client.of(server)
-
-        async def ask(body: Document, path: str = PREDICT) -> tuple[int, Document]:
-            client.writer.write(post(body, path=path))
-            status, _, document = await client.read_response()
-            return status, document
-
-        assert (await ask({"tokens": LONG}, STEP))[0] == 200
-        for body in bodies:
-            asked, count = proof.asked, len(body.get("inputs", "1"))
-            status, document = await ask(body)
-            assert (status, proved(document), proof.asked - asked) == (200, [False] * count, 0)
-            status, document = await ask({**body, "prove": True})
-            assert (status, proved(document), proof.asked - asked) == (200, [True] * count, count)
-        status, document = await ask({"tokens": LONG, "prove": 1})
-        assert (status, document["field"]) == (422, "prove")
-
-
-async def test_a_deadline_or_a_disconnection_ends_the_wait_for_a_proof(make_harness: MakeHarness) -> None:
-    harness = make_harness(certified=True, radius=1.0)
-    proof = FakeProof(harness.engine)
-    proof.gate.clear()
-    search = {"tokens": LONG, "mode": "window", "prove": True}
-    async with served(harness) as server:
-        running, waiting = await Client.of(server), await Client.of(server)
-        running.writer.write(post(search, path=PREDICT))
-        await proof.until_busy()
-        waiting.writer.write(post({**search, "inputs": [LONG] * 3, "tokens": None}, path=PREDICT))
-        await until(lambda: harness.engine.admission.active == 4)
-        waiting.writer.close()
-        await until(lambda: harness.engine.admission.active == 1)
-        late = await Client.of(server)
-        late.writer.write(post(search, "x-request-timeout-ms: 20", path=PREDICT))
-        status, _, document = await late.read_response()
-        assert (status, document["code"]) == (504, "deadline_exceeded")
-        proof.gate.set()
-        status, _, document = await running.read_response()
-        assert (status, document["top1_proved"], proof.asked) == (200, True, 1)
-
-
 @pytest.mark.parametrize("path", [STEP, PREDICT])
 async def test_a_body_over_the_limit_is_refused_in_one_or_several_packets(harness: EngineHarness, path: str) -> None:
     async with served(harness, max_body_bytes=1024) as server:
@@ -240,89 +181,6 @@ async def test_a_request_waits_for_the_previous_request(harness: EngineHarness) 
         assert (await client.read_response())[0] == 200
 
 
-@pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
-@pytest.mark.parametrize("goods", [1, 3])
-async def test_a_malformed_request_is_answered_after_earlier_steps_of_its_packet(
-    harness: EngineHarness, bad: bytes, goods: int
-) -> None:
-    async with served(harness) as server:
-        client = await Client.of(server)
-        await client.send_packets(b"".join(post({"tokens": [6 + one]}) for one in range(goods)) + bad)
-        assert statuses(await client.reader.read()) == [200] * goods + [400]
-        assert (await position(server), server.counted(200)) == (1 + goods, goods)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-async def test_a_malformed_request_is_answered_after_the_running_step(
-    harness: EngineHarness, caplog: pytest.LogCaptureFixture, whole: bool
-) -> None:
-    first = post({"tokens": [6]})
-    async with served(harness) as server:
-        client = await Client.of(server)
-        hold(server)
-        await client.send_packets(*([first] if whole else in_two(first)))
-        await harness.runner.until_busy()
-        await client.send_packets(HEALTH + b"POST /v1/predict HT\r\n")
-        await until(lambda: all(len(one.waiting) for one in server.open))
-        harness.runner.gate.set()
-        assert statuses(await client.reader.read()) == [200, 200, 400]
-        await server.models.epochs.depart()
-    assert "asyncio" not in {record.name for record in caplog.records}
-
-
-async def test_a_websocket_starts_after_the_answer_to_a_step(harness: EngineHarness) -> None:
-    async with served(harness) as server:
-        client = await Client.of(server)
-        hold(server)
-        await client.send_packets(post({"tokens": [6]}) + HANDSHAKE.replace(b"/s/", b"/a/"))
-        await harness.runner.until_busy()
-        harness.runner.gate.set()
-        status, _, document = await client.read_response()
-        assert (status, document["position"]) == (200, 2)
-        assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
-        client.writer.write(frame(0x81, b'{"tokens": [7]}'))
-        assert b'"position":3' in await client.reader.readuntil(b'"replayed":false}')
-
-
-@pytest.mark.parametrize(
-    "last",
-    [post({"tokens": [6]}, "connection: close"), post({"tokens": [6]}, version="1.0")],
-    ids=["close", "HTTP/1.0"],
-)
-async def test_the_connection_is_closed_after_its_last_request(harness: EngineHarness, last: bytes) -> None:
-    async with served(harness) as server:
-        client = await Client.of(server)
-        await client.send_packets(last + post({"tokens": [7]}))
-        status, headers, document = await client.read_response()
-        assert (status, headers["connection"], document["position"]) == (200, "close", 2)
-        assert await client.reader.read() == b""
-        assert await position(server) == 2
-
-
-async def test_white_space_around_a_header_value_is_ignored(harness: EngineHarness) -> None:
-    async with served(harness) as server:
-        client = await Client.of(server)
-        padded = post({"tokens": [6]}, "x-wane-position:\t 1\t ", "idempotency-key: k ")
-        assert (await client.ask(padded))[1]["replayed"] is False
-        again = post({"tokens": [6]}, "x-wane-position: 1", "idempotency-key: k")
-        assert (await client.ask(again))[1]["replayed"] is True
-        assert (await client.ask(post({"tokens": [6]}, "idempotency-key:k\t")))[1]["replayed"] is True
-
-
-async def test_a_stopping_server_answers_running_requests_and_closes(harness: EngineHarness) -> None:
-    async with served(harness) as server:
-        client = await Client.of(server)
-        hold(server)
-        await client.send_packets(post({"tokens": [6]}))
-        await harness.runner.until_busy()
-        for connection in [*server.server_state.connections]:
-            connection.shutdown()
-        harness.runner.gate.set()
-        status, headers, _ = await client.read_response()
-        assert (status, headers["connection"]) == (200, "close")
-        assert await client.reader.read() == b""
-
-
 @pytest.mark.parametrize("body", [{"tokens": [6]}, {"tokens": [6], "expected_position": 9}], ids=["200", "409"])
 async def test_a_closed_connection_leaves_no_reference_cycle(harness: EngineHarness, body: dict[str, Any]) -> None:
     async with served(harness) as server:
@@ -338,35 +196,6 @@ async def test_a_closed_connection_leaves_no_reference_cycle(harness: EngineHarn
 
 
 # Predictions. `tests/service/test_conformance.py` has the same tests for steps.
-
-
-async def test_a_prediction_after_its_deadline_is_answered_504(harness: EngineHarness) -> None:
-    async with served(harness) as server:
-        client = await Client.of(server)
-        hold(server)
-        late = post({"tokens": [6], "mode": "window"}, "x-request-timeout-ms: 30", path=PREDICT)
-        status, document = await client.ask(late)
-        assert (status, document["code"]) == (504, "deadline_exceeded")
-        harness.runner.gate.set()
-        assert (await client.ask(post({"tokens": [6]}, path=PREDICT)))[0] == 200
-
-
-async def test_a_disconnection_cancels_a_queued_prediction(harness: EngineHarness) -> None:
-    async with served(harness) as server:
-        first, second = await Client.of(server), await Client.of(server)
-        hold(server)
-        await first.send_packets(post({"tokens": [6]}))
-        await harness.runner.until_busy()
-        await second.send_packets(post({"tokens": [6], "mode": "window"}, path=PREDICT))
-        await until(lambda: harness.sample("wane_queue_items") == 1)
-        second.writer.close()
-        await until(lambda: server.counted(499, PREDICT) == 1)
-        harness.runner.calls.clear()
-        harness.runner.gate.set()
-        assert (await first.read_response())[0] == 200
-        assert (await first.ask(post({"tokens": [7]})))[0] == 200
-        assert harness.runner.roles() == ["step"]
-        await server.models.epochs.depart()
 
 
 async def test_a_prediction_that_the_server_cancels_is_answered_503(
@@ -420,19 +249,6 @@ async def test_a_key_is_charged_once_for_a_request_in_one_packet_and_in_two(
             status, document = await client.ask(*parts)
             assert (status, document["session"], document["position"]) == (200, "a", end)
         assert charged == [1.0, 1.0]
-
-
-async def test_a_step_over_the_rate_of_its_key_is_refused(
-    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: Principal, requests: float, before: float = 0.0) -> None:
-        raise RateLimited(f"{requests:g} too many, after {before:g}", 1.0)
-
-    monkeypatch.setattr(Principal, "charge", refuse)
-    async with served(harness, api_keys=f"alice:{KEY}") as server:
-        client = await Client.of(server)
-        status, document = await client.ask(post({"tokens": [6]}, f"authorization: Bearer {KEY}"))
-        assert (status, document["code"]) == (429, "rate_limited")
 
 
 async def test_requests_in_one_packet_and_in_two_have_the_same_access_log(

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from tests.service.conftest import LIMIT
 from tests.service.fake_engine import FakeEngine, FakeRegistry
@@ -48,18 +47,6 @@ async def test_a_trace_id_is_logged_and_is_the_default_request_id(
     assert response.headers["x-request-id"] == TRACE
     (line,) = access_lines(caplog)
     assert line["trace_id"] == TRACE
-
-
-@pytest.mark.parametrize(
-    "wrong", [f"ff{TRACEPARENT[2:]}", TRACEPARENT.upper(), f"00-{'0' * 32}-b7ad6b7169203331-01", TRACEPARENT[:-3]]
-)
-async def test_an_invalid_traceparent_is_ignored(
-    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, wrong: str
-) -> None:
-    caplog.set_level("INFO")
-    await client.get("/healthz", headers={"traceparent": wrong})
-    (line,) = access_lines(caplog)
-    assert line["trace_id"] is None
 
 
 async def test_each_request_is_one_line_in_the_access_log(
@@ -131,18 +118,8 @@ async def test_a_deadline_may_be_shortened_but_not_lengthened(client: httpx.Asyn
 @pytest.mark.parametrize("wrong", ["0", "-5", "1.5", "1e3", "soon", "", "9" * 10])
 async def test_an_invalid_timeout_is_refused(client: httpx.AsyncClient, wrong: str) -> None:
     response = await client.get("/healthz", headers={"x-request-timeout-ms": wrong})
-    assert_problem(response, 422, "invalid_request")
-
-
-async def test_a_body_after_the_deadline_is_answered_504(client: httpx.AsyncClient) -> None:
-    never = asyncio.Event()
-
-    async def body() -> AsyncIterator[bytes]:
-        yield b'{"tokens"'
-        await never.wait()
-
-    response = await client.post("/v1/predict", content=body(), headers={"x-request-timeout-ms": "1"})
-    assert_problem(response, 504, "deadline_exceeded")
+    document = assert_problem(response, 422, "invalid_request")
+    assert document["field"] == "x-request-timeout-ms" and repr(wrong) in document["detail"]
 
 
 async def test_readiness_follows_the_registry(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
@@ -157,24 +134,3 @@ async def test_readiness_follows_the_registry(client: httpx.AsyncClient, registr
         loading = ["fake"] if status == "loading" else []
         assert answer == {"ready": code == 200, "status": status, "device": device, "loading": loading, "failed": []}
         assert (await client.get("/healthz")).json() == {"live": True}
-
-
-async def test_probes_answer_head(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
-    for status, code in (("loading", 503), ("ready", 200)):
-        registry.status = status
-        assert (await client.head("/readyz")).status_code == code
-        assert (await client.head("/healthz")).status_code == 200
-
-
-async def test_a_websocket_at_another_route_receives_an_error_and_is_closed(app: FastAPI) -> None:
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await app({"type": "websocket", "path": "/v1/predict", "headers": [], "query_string": b""}, receive, send)
-    assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
-    assert '"code": "not_found"' in sent[1]["text"]

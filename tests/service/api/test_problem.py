@@ -11,7 +11,6 @@ from fastapi import FastAPI
 
 from tests.service.fake_engine import FakeRegistry
 from tests.service.problems import assert_problem, is_inference_protocol
-from wane.service.api.problem import Failure, describe
 from wane.service.errors import (
     REPR_MAX_CHARACTERS,
     Abandoned,
@@ -38,6 +37,7 @@ ENGINE_ROUTES: list[tuple[str, str, object]] = [
     ("POST", "/v1/predict", {"session": "s"}),
     ("POST", "/v1/compare", {"tokens": [1]}),
     ("POST", "/v1/score", {"tokens": [1]}),
+    ("POST", "/v1/score", {"tokens": [1], "stream": True}),
     ("POST", "/v1/generate", {"tokens": [1]}),
     ("POST", "/v1/generate", {"tokens": [1], "stream": True}),
     ("POST", "/v1/sessions", {}),
@@ -147,15 +147,6 @@ async def test_a_body_over_the_limit_is_a_problem(client: httpx.AsyncClient, pat
     assert_problem(await client.post(path, content=b" " * 65537), 413, "too_large")
 
 
-@pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
-async def test_an_invalid_timeout_is_a_problem(client: httpx.AsyncClient, route: tuple[str, str, object]) -> None:
-    method, path, body = route
-    response = await client.request(method, path, json=body, headers={"x-request-timeout-ms": "soon"})
-    document = assert_problem(response, 422, "invalid_request")
-    assert document["field"] == "x-request-timeout-ms"
-    assert "'soon'" in document["detail"]
-
-
 @pytest.mark.parametrize("path", ["/v1", "/v1/predict/", "/v3", "/favicon.ico", "/v1/sessions/s/t/u"])
 async def test_an_unknown_path_is_a_problem(client: httpx.AsyncClient, path: str) -> None:
     assert_problem(await client.get(path), 404, "not_found")
@@ -238,20 +229,6 @@ async def test_an_unexpected_failure_is_logged_with_its_traceback_and_request_id
     (record,) = [record for record in caplog.records if record.getMessage() == "unexpected failure"]
     assert record.exc_info is not None and record.exc_info[1] is registry.engine.failure
     assert vars(record)["fields"] == {"request_id": "abc"}
-
-
-async def test_a_failure_is_converted_to_a_document_only_once(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described: list[Exception] = []
-
-    def counted(error: Exception) -> Failure:
-        described.append(error)
-        return describe(error)
-
-    monkeypatch.setattr("wane.service.api.problem.describe", counted)
-    await client.post("/v1/predict", json={"tokens": []})
-    assert len(described) == 1
 
 
 async def test_a_failed_item_is_not_logged_as_the_request_s_failure(

@@ -27,27 +27,6 @@ async def test_a_server_is_ready_while_its_store_is_reachable(
     assert len(away.json()["models"]) == 1  # without a reachable store the server still lists its models
 
 
-async def test_the_store_is_null_before_models_are_loaded(loading: httpx.AsyncClient) -> None:
-    assert (await loading.get("/readyz")).json()["store"] is None
-
-
-@pytest.mark.slow
-def test_sessions_in_memory_continue_in_the_next_process(tmp_path: Path) -> None:
-    file = tmp_path / "sessions"
-    settings = {"WANE_BUNDLES": BUNDLE, "WANE_SESSION_FILE": str(file)}
-    with live_server(**settings) as server:
-        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-            http.post("/v1/sessions", json={"session": "s"})
-            http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6]})
-        assert server.stop() == 0
-    assert file.is_file()
-    with live_server(**settings) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-        again = http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6], "expected_position": 0}).json()
-        assert (again["replayed"], again["position"], again["state"]) == (True, 2, "rebuilt")
-        assert http.post("/v1/sessions/s/tokens", json={"tokens": [7]}).json()["error_bound"] == 0.0
-        assert not file.exists()
-
-
 @pytest.mark.slow
 def test_sessions_that_cannot_be_saved_end_the_process_with_status_1(tmp_path: Path) -> None:
     file = tmp_path / "sessions"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from websockets.asyncio.client import connect
 
+from tests.service.api.test_events import post
 from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
 from tests.service.server_harness import ServerHarness, served
 
@@ -41,12 +42,6 @@ async def server(harness: EngineHarness) -> AsyncIterator[ServerHarness]:
 async def client(server: ServerHarness) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=server.url) as client:
         yield client
-
-
-async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
-    response = await client.post(path, json=body)
-    assert response.is_success, response.text
-    return response.json()
 
 
 def ids(answer: Any) -> list[int]:

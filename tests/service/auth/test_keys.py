@@ -16,7 +16,7 @@ from wane.service.auth.keys import Key, KeysError, Permission, digest, make_key,
 from wane.service.errors import RateLimited, Unauthorized
 from wane.service.settings import Settings, SettingsError
 
-ALICE, BOB = "alice's-key-0123456789", "bob's-key-0123456789".replace("'", "")
+ALICE = "alice's-key-0123456789"
 HEX = digest(b"key").hex()
 
 

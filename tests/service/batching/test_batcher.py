@@ -103,15 +103,6 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def test_work_queued_while_the_runner_is_busy_is_the_next_batch(rig: Rig) -> None:
-    first = await rig.hold()
-    others = [rig.ask(token) for token in range(2, 7)]
-    await turn()
-    rig.runner.gate.set()
-    await asyncio.gather(first, *others)
-    assert rig.sizes() == [1, 5]
-
-
 async def test_requests_of_one_turn_of_the_event_loop_share_a_batch(rig: Rig) -> None:
     await asyncio.gather(*(rig.ask(token) for token in range(2, 7)))
     assert rig.sizes() == [5]

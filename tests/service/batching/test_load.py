@@ -194,26 +194,6 @@ async def test_the_error_bound_of_a_session_rebuilt_from_a_part_of_its_tokens_ho
         assert 0 < apart <= answer.error_bound
 
 
-async def test_steps_refused_by_a_full_queue_have_no_effect(make_load: Callable[..., Load]) -> None:
-    load = make_load(max_queue=5)
-    sessions = await load.start(20)
-    outcomes: Counter[str] = Counter()
-
-    async def one(session: str) -> None:
-        try:
-            await load.step(session)
-            outcomes["answered"] += 1
-        except Overloaded:
-            outcomes["refused"] += 1
-
-    for _ in range(5):
-        await asyncio.gather(*map(one, sessions))
-    assert outcomes.total() == 100
-    assert outcomes["refused"] == load.sample("wane_queue_rejected_total") > 0
-    assert outcomes["answered"] == sum(map(len, load.appended.values())) > 0
-    await load.check()
-
-
 @pytest.mark.parametrize("leave", ["cancelled", "late"])
 async def test_a_step_whose_client_disconnects_is_appended_at_most_once(
     make_load: Callable[..., Load], leave: str
@@ -280,22 +260,6 @@ async def test_two_clients_of_one_session_append_each_position_once(
     await asyncio.gather(client("a", range(100, 130)), client("b", range(200, 230)))
     assert sorted(tokens) == [*range(100, 130), *range(200, 230)]
     assert conflicts["a"] + conflicts["b"] > 0
-    await load.check()
-
-
-async def test_two_clients_of_one_session_without_positions_append_all_tokens(
-    make_load: Callable[..., Load],
-) -> None:
-    load = make_load()
-    (session,) = await load.start(1)
-
-    async def client(token: int) -> list[int]:
-        answers = [await load.engine.submit(StepRequest(session, (token,))) for _ in range(20)]
-        return [answer.position for answer in answers if answer.position is not None]
-
-    one, other = await asyncio.gather(client(100), client(200))
-    assert sorted([*one, *other]) == list(range(1, 41))
-    load.appended[session] = [100 if position in one else 200 for position in range(1, 41)]
     await load.check()
 
 

@@ -18,14 +18,13 @@ from rich.progress import Progress
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.versions import make_eventful, put
 from wane.cli import main
-from wane.client import Agreement, Certificate, Model, VocabularyFacts, Wane, WaneError
+from wane.client import Agreement, Certificate, Model, VocabularyFacts, Wane
 from wane.service.cli.compared_input import SAMPLE, ComparedInput
 from wane.service.cli.connect import CommandError, connect
 from wane.service.cli.measure import (
     COMPARED_POSITIONS,
     PHASES,
     AgreementSummary,
-    Quantiles,
     choose,
     measure,
 )
@@ -76,26 +75,6 @@ def test_a_comparison_deletes_its_sessions(compared: dict[str, Any], http: httpx
     (report,) = [one for one in http.get("/v1/report").json()["models"] if one["model"] == compared["model"]]
     assert report["agreement"]["compared"] >= STEPS
     assert report["modes"]["recurrent"]["requests"] >= STEPS
-
-
-def test_the_tables_show_both_modes_and_every_window(
-    live: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    text = tmp_path / "text"
-    text.write_text("one two three", encoding="utf-8")
-    assert main(["compare", live.url, "--file", str(text), "--window", "2"]) == 0
-    shown = capsys.readouterr().out
-    for word in ("recurrent", "window of 2", "queue", "compute", "total", "round trip", "p50", "p90", "p99", "bound"):
-        assert word in shown
-
-
-def test_the_report_is_shown_as_tables(
-    compared: dict[str, Any], live: LiveServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", live.url]) == 0
-    shown = capsys.readouterr().out
-    for word in ("recurrent", "window", "both", "queue", "compute", "total", "resident"):
-        assert word in shown
 
 
 def test_the_sample_is_long_enough_for_the_default(http: httpx.Client) -> None:
@@ -204,33 +183,6 @@ def test_a_file_without_a_known_event_is_refused(
     assert not printed.out
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('["a"]\n["b"\n', "line 2: not JSON"),
-        ('["a"]\n["b", 1.5]\n', "line 2: not a list of event names"),
-        ("\n[]\n", "the file has no events"),
-    ],
-)
-def test_a_wrong_line_of_a_file_of_events_is_named_by_its_number(
-    shop: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
-) -> None:
-    path = tmp_path / "sessions.jsonl"
-    path.write_text(content, encoding="utf-8")
-    assert main(["compare", shop.url, "--file", str(path)]) == 2
-    assert f"error: {path}" in (shown := capsys.readouterr().err) and message in shown
-
-
-def test_a_line_of_json_ends_at_a_line_feed_only(shop: LiveServer, tmp_path: Path) -> None:
-    strange = "".join(map(chr, (0x2028, 0x2029, 0x85)))
-    path, figures = tmp_path / "sessions.jsonl", tmp_path / "compared.json"
-    for line in (f'["event 5", "a{strange}b"]\n', json.dumps(["event 5", f"a\v\f\x1c\x1d\x1e{strange}b"])):
-        path.write_text(line, encoding="utf-8")
-        assert main(["compare", shop.url, "--file", str(path), "--json", str(figures)]) == 0
-        (unknown,) = json.loads(figures.read_text())["unknown"]
-        assert unknown == json.loads(line)[1]
-
-
 def test_a_table_of_clicks_is_compared_as_it_is_trained_on(
     shop: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -276,24 +228,6 @@ def test_the_error_names_a_server_that_does_not_answer(
     assert told in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("response", "told"),
-    [
-        (httpx.Response(404, json={"detail": "there is no session 's'"}), "404: there is no session 's'"),
-        (httpx.Response(502, text="<html>bad gateway"), "502: <html>bad gateway"),
-        (httpx.Response(500, json=["not a problem"]), '500: ["not a problem"]'),
-    ],
-    ids=["a problem", "a proxy's page", "other JSON"],
-)
-def test_the_message_of_the_server_s_error_is_shown(response: httpx.Response, told: str) -> None:
-    with (
-        connect("http://wane", None, httpx.MockTransport(lambda request: response)) as client,
-        pytest.raises(WaneError, match="GET /v1/models") as raised,
-    ):
-        client.models()
-    assert str(raised.value).endswith(told)
-
-
 def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
     agreement = asdict(Agreement(True, True, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     served = {"model": "m", "model_version": "1", "device": "cpu"}
@@ -326,10 +260,6 @@ def test_a_server_without_models_is_reported() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"object": "list", "data": []}))
     with connect("http://wane", None, transport) as client, pytest.raises(CommandError, match="has no models"):
         choose(client, None)
-
-
-def test_quantiles_are_interpolated() -> None:
-    assert Quantiles.of([1.0, 2.0, 3.0]) == Quantiles(2.0, 2.8, 2.98)
 
 
 def test_the_comparison_has_no_bound_if_one_pair_has_no_bound() -> None:

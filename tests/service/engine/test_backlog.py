@@ -216,10 +216,14 @@ def test_requests_are_admitted_as_the_formula_says(requests: Requests, seed: int
 
 
 class Slow(LinearCosts):
-    """A cost model in which a run takes one millisecond for each token."""
+    """A cost model in which a run takes one millisecond, or `seconds`, for each token."""
+
+    def __init__(self, seconds: float = 1e-3) -> None:
+        super().__init__()
+        self.seconds = seconds
 
     def run(self, role: Role, tokens: int) -> float:
-        return tokens / 1e3
+        return tokens * self.seconds
 
 
 LONG = (7,) * (2 * PIECE_TOKENS)
@@ -249,17 +253,17 @@ ASKED: dict[str, Ask] = {
 async def test_long_requests_are_counted_and_refused_if_they_would_be_late(
     make_harness: MakeHarness, asked: Ask
 ) -> None:
-    harness = make_harness(cost_model=Slow())
+    harness = make_harness(cost_model=Slow(1.0))
     engine, runner, loop = harness.engine, harness.runner, asyncio.get_running_loop()
     await engine.create_session("s")
     runner.gate.clear()
     first = asyncio.ensure_future(asked(engine, None))
     await runner.until_busy()
     left_s = expected_s(engine.backlog)
-    assert left_s >= 0.2
+    assert left_s >= 200
     calls = len(runner.calls)
     with pytest.raises(Overloaded, match="the request may take") as refused:
-        await asked(engine, loop.time() + 0.1)
+        await asked(engine, loop.time() + 100)
     assert refused.value.retry_after_s > 0
     assert harness.sample("wane_queue_rejected_total") == 1
     assert len(runner.calls) == calls, "the model ran, although the request was refused"

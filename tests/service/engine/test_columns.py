@@ -21,7 +21,6 @@ from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResul
 from wane.service.errors import (
     DeadlineExceeded,
     Unavailable,
-    UnknownSession,
     WaneError,
 )
 from wane.service.runners.outputs import Outputs, TopColumns
@@ -209,12 +208,6 @@ async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: 
     await started.engine.get_session("a")
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
-
-
-async def test_an_expired_session_is_unknown(started: EngineHarness) -> None:
-    started.clock.now_s += started.settings.session_ttl_s + 1
-    with pytest.raises(UnknownSession):
-        await step(started, "a")
 
 
 async def test_a_step_with_a_creator_starts_an_expired_session_again(started: EngineHarness) -> None:
@@ -434,21 +427,6 @@ async def test_an_error_in_a_batch_of_steps_leaves_no_step_waiting(
 
 
 # Shutdown.
-
-
-async def test_draining_waits_for_queued_and_running_steps_and_refuses_new_steps(started: EngineHarness) -> None:
-    started.runner.gate.clear()
-    runs = step(started, "a")
-    await started.runner.until_busy()
-    waits = step(started, "b")
-    draining = asyncio.ensure_future(started.engine.drain())
-    await turns()
-    assert not draining.done()
-    with pytest.raises(Unavailable):
-        await step(started, "c")
-    started.runner.gate.set()
-    await draining
-    assert [(await one).position for one in (runs, waits)] == [2, 2]
 
 
 async def test_a_closed_engine_commits_running_steps_and_refuses_queued_steps(started: EngineHarness) -> None:

@@ -30,7 +30,6 @@ from wane.service.types.request import (
     CompareRequest,
     Filter,
     GenerateRequest,
-    History,
     PredictRequest,
     ScoreRequest,
     StepRequest,
@@ -188,14 +187,6 @@ async def test_a_session_that_moves_between_servers_lists_the_ranking(
     assert sources == {StateSource.RESIDENT, StateSource.REBUILT}
 
 
-async def test_a_session_from_a_history_lists_the_ranking(harness: EngineHarness) -> None:
-    engine, tokens, cache = harness.engine, clicks(30), has_cache(harness)
-    await engine.create_session("s", history=History(tokens[:-1], len(tokens) - 1))
-    answer = await engine.submit(StepRequest("s", tokens[-1:], filter=Filter(exclude_seen=True)))
-    assert_lists(answer, distribution(harness, tokens, cache=cache), 5, exclude=tokens)
-    assert answer.error_bound == 0
-
-
 async def test_exclude_seen_knows_only_the_kept_tokens(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=NAMES), session_history_tokens=16)
     tokens = tuple(range(2, 42))
@@ -343,16 +334,6 @@ def test_the_filter_of_names(harness: EngineHarness) -> None:
     too_many = ["x"] * (harness.settings.max_filter_events + 1)
     with pytest.raises(InvalidRequest, match="exclude holds 10001 values, but must hold at most 10000"):
         filtered(too_many, None, None)
-
-
-def test_filters_and_events_are_for_models_of_events(make_harness: MakeHarness) -> None:
-    names = make_harness(vocabulary=name_vocabulary("words")).engine.events
-    with pytest.raises(
-        InvalidRequest, match="events is only for models whose vocabulary has events; fake has a text vocabulary"
-    ):
-        names.tokens(["open"])
-    with pytest.raises(InvalidRequest, match="exclude_seen is only for models whose vocabulary has events"):
-        names.filter(PredictBody(tokens=(5,), exclude_seen=True))
 
 
 async def test_a_step_of_skipped_events_appends_nothing(harness: EngineHarness) -> None:

@@ -59,17 +59,18 @@ async def test_a_finished_request_leaves_no_reference_cycle(make_harness: MakeHa
         if end in ("late", "leaves"):
             runner.gate.clear()
         runner.poison = 7 if end == "fails" else None
-        task = asyncio.ensure_future(ASKED[asked](engine, loop.time() + 0.05 if end == "late" else None))
+        task = asyncio.ensure_future(ASKED[asked](engine, loop.time() + 0.01 if end == "late" else None))
         if end == "leaves":
             await runner.until_busy()
             task.cancel()
         if end in ("late", "leaves"):
-            loop.call_later(0.1, runner.gate.set)
+            loop.call_later(0.02, runner.gate.set)
         with suppress(WaneError, asyncio.CancelledError):
             await task
         del task
         runner.poison = None
-        await asyncio.sleep(0.15 if end in ("late", "leaves") else 0.02)
+        await engine.admission.idle()
+        await asyncio.sleep(0.02)
 
     for _ in range(2):  # the first requests also create objects that later requests reuse
         await run()

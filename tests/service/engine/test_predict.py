@@ -9,8 +9,7 @@ import pytest
 
 from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness
 from wane.models.manifest import Certificate
-from wane.service.engine.logits import largest
-from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
+from wane.service.errors import DeadlineExceeded, InvalidRequest, WaneError
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import PredictRequest
@@ -47,14 +46,6 @@ async def test_a_window_runs_the_last_k_tokens_from_zero(harness: EngineHarness,
         k,
         None,
     )
-
-
-@pytest.mark.parametrize("k", [10, 11, 16])
-async def test_a_window_over_the_whole_sequence_equals_recurrent(harness: EngineHarness, k: int) -> None:
-    window = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
-    recurrent = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.RECURRENT))
-    assert window.predictions == recurrent.predictions
-    assert window.error_bound == 0.0
 
 
 # Truncated sequences
@@ -291,22 +282,6 @@ async def test_an_unexpected_error_fails_one_input_but_not_its_batch(
     assert answers[1] is fail
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ((5, -1), r"tokens\[1\] is -1, but the vocabulary has 258 tokens \(0..257\)"),
-        ((258, 5), r"tokens\[0\] is 258, but the vocabulary has 258 tokens \(0..257\)"),
-        ((5, 5, 5, 2**80), rf"tokens\[3\] is {2**80}, but"),
-    ],
-)
-async def test_an_error_names_the_index_of_an_id_out_of_range(
-    harness: EngineHarness, tokens: tuple[int, ...], message: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=message) as caught:
-        await harness.engine.submit(PredictRequest(tokens))
-    assert caught.value.field == "tokens"
-
-
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.WINDOW, Mode.BOTH])
 async def test_a_window_over_the_models_limit_is_refused_with_the_limit(harness: EngineHarness, mode: Mode) -> None:
     with pytest.raises(InvalidRequest, match="window is 17, but model fake takes windows of 1 to 16"):
@@ -320,23 +295,9 @@ async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_ha
         await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=7))
 
 
-async def test_an_input_over_the_limit_is_too_large(make_harness: MakeHarness) -> None:
-    harness = make_harness(max_input_tokens=9)
-    with pytest.raises(TooLarge, match="the input has 10 tokens, but at most 9 are allowed"):
-        await harness.engine.submit(PredictRequest(TOKENS))
-    with pytest.raises(TooLarge, match="10 tokens"):
-        await harness.engine.encode("ten tokens")
-
-
 async def test_more_predictions_than_the_server_lists_are_refused(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="top_k is 101, but must be at most 100"):
         await harness.engine.submit(PredictRequest(TOKENS, top_k=101))
-
-
-@pytest.mark.parametrize("count", [1, 3, 5, 8])
-def test_equally_probable_tokens_are_listed_by_id(count: int) -> None:
-    logits = np.array([0, 1, 2, 1, 2, 1, 1, 0], np.float32)
-    assert largest(logits, count).ids == [2, 4, 1, 3, 5, 6, 0, 7][:count]
 
 
 async def test_predictions_are_sorted_and_their_probabilities_are_the_models(harness: EngineHarness) -> None:
@@ -353,20 +314,6 @@ async def test_a_predicted_token_that_is_not_a_whole_character_has_its_bytes(har
         raw = harness.vocabulary.token_bytes(one.token_id)
         assert one.bytes == (None if raw.isascii() else tuple(raw))
     assert any(one.bytes for one in answer.predictions)
-
-
-async def test_a_full_queue_refuses_a_prediction(make_harness: MakeHarness) -> None:
-    harness = make_harness(max_queue=1)
-    harness.runner.gate.clear()
-    first = asyncio.ensure_future(harness.engine.submit(PredictRequest((5,))))
-    await harness.runner.until_busy()
-    second = asyncio.ensure_future(harness.engine.submit(PredictRequest((6,))))
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await harness.engine.submit(PredictRequest((7,)))
-    assert harness.sample("wane_queue_rejected_total") == 1
-    harness.runner.gate.set()
-    await asyncio.gather(first, second)
 
 
 async def test_a_deadline_applies_while_the_runner_is_busy(

@@ -27,7 +27,6 @@ from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from wane.service.types.text import Finish, GeneratedToken, Score
 
-EOS = 0
 TEXT = tuple(2 + index * 7 % 200 for index in range(3000))
 OTHER = tuple(3 + index * 11 % 200 for index in range(3000))
 

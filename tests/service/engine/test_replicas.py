@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -245,68 +243,6 @@ async def test_a_stored_state_of_another_model_is_not_used(make_replica: MakeRep
     for index in range(40):
         await step(one, 5 + index)
     assert (await step(other, 3)).error_bound is None
-
-
-class Client:
-    """Sends the steps of one session in order. Retries each step at the same position until the engine answers."""
-
-    def __init__(self, harnesses: list[EngineHarness], session: str, seed: int) -> None:
-        self.harnesses = harnesses
-        self.session = session
-        self.random = Random(seed)
-        self.answered: list[int] = []
-
-    async def run(self, steps: int) -> None:
-        for position in range(steps):
-            token = self.random.randrange(2, 200)
-            while True:
-                harness = self.random.choice(self.harnesses)
-                try:
-                    answer = await harness.engine.submit(
-                        StepRequest(self.session, (token,), expected_position=position)
-                    )
-                except Unavailable:
-                    await asyncio.sleep(0.01)
-                    continue
-                assert answer.position == position + 1
-                self.answered.append(token)
-                assert answer.durable is True
-                break
-
-
-def answered(clients: list[Client]) -> int:
-    """Returns the total number of answered steps of all clients."""
-    return sum(len(client.answered) for client in clients)
-
-
-async def until_answered(clients: list[Client], steps: float) -> None:
-    """Waits until the clients have `steps` answered steps in total."""
-    await until(lambda: answered(clients) >= steps)
-
-
-async def tail_of(harness: EngineHarness, session: str) -> list[int]:
-    record = await harness.store.get(session)
-    assert record is not None
-    ids: list[int] = record.tail.ids().tolist()
-    return ids[-record.position :]
-
-
-async def test_no_step_is_lost_or_repeated_when_redis_is_killed(make_replica: MakeReplica, redis: RedisServer) -> None:
-    harnesses = [await make_replica() for _ in range(2)]
-    clients = [Client(harnesses, f"c{index}", index) for index in range(12)]
-    for client in clients:
-        await harnesses[0].engine.create_session(client.session)
-    running = asyncio.gather(*(client.run(150) for client in clients))
-    for share in (0.2, 0.4, 0.6, 0.8):
-        await until_answered(clients, share * 150 * len(clients))
-        redis.kill()
-        await asyncio.to_thread(redis.start)
-    await running
-    for client in clients:
-        record = await harnesses[1].store.get(client.session)
-        assert record is not None
-        assert record.position == 150
-        assert await tail_of(harnesses[1], client.session) == client.answered[-16:]
 
 
 async def test_a_replica_without_its_store_refuses_steps_while_the_other_replica_serves(

@@ -21,13 +21,11 @@ from wane.service.errors import (
     InvalidRequest,
     Overloaded,
     PositionConflict,
-    SessionExists,
     Unavailable,
     UnknownSession,
     WaneError,
 )
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.packed import entry_bytes
 from wane.service.sessions.stores.store import Append, Appended, LastStep, SessionRecord, Store, of_tokens
 from wane.service.types.answer import SessionView
 from wane.service.types.common import Mode, StateSource
@@ -65,19 +63,6 @@ async def test_a_new_session_is_at_position_0_and_exact(harness: EngineHarness) 
     view = await harness.engine.create_session()
     assert (view.position, view.state, view.error_bound) == (0, StateSource.RESIDENT, 0.0)
     assert await harness.engine.get_session(view.session) == SessionView(**asdict(view))
-
-
-async def test_the_answer_to_a_step_equals_a_run_of_all_tokens_so_far(harness: EngineHarness) -> None:
-    session = (await harness.engine.create_session()).session
-    input_ids: list[int] = []
-    for tokens in [(5,), (6, 7, 8), (9,)]:
-        input_ids += tokens
-        answer = await harness.engine.submit(StepRequest(session, tokens))
-        assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
-        assert answer.position == len(input_ids)
-        assert answer.session == session
-        assert answer.replayed is False
-        assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.RESIDENT, 0.0)
 
 
 async def test_predicting_from_a_session_appends_nothing(harness: EngineHarness) -> None:
@@ -289,23 +274,6 @@ async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_h
     ]
 
 
-async def test_a_step_cancelled_while_it_waits_for_the_lock_has_no_effect(
-    harness: EngineHarness,
-) -> None:
-    session = await start(harness, 5)
-    harness.runner.busy.clear()
-    harness.runner.gate.clear()
-    first = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
-    await harness.runner.until_busy()
-    second = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (7,))))
-    await turn()
-    second.cancel()
-    await turn()
-    harness.runner.gate.set()
-    assert (await first).position == 2
-    assert (await harness.engine.get_session(session)).position == 2
-
-
 async def test_a_step_that_fails_after_a_disconnection_logs_only_the_failed_run(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,13 +330,6 @@ async def test_rewind_and_delete_fail_at_their_deadlines_during_a_step(
     harness.runner.gate.set()
     await step
     assert (await harness.engine.get_session(session)).position == 2
-
-
-async def test_two_steps_of_one_session_are_never_in_one_batch(harness: EngineHarness) -> None:
-    one, two = await start(harness), await start(harness)
-    steps = [StepRequest(session, (token,)) for token in (6, 7, 8) for session in (one, two)]
-    await asyncio.gather(*map(harness.engine.submit, steps))
-    assert harness.runner.calls == [("step", [[token], [token]]) for token in (6, 7, 8)]
 
 
 async def test_too_many_requests_for_one_session_are_refused(harness: EngineHarness) -> None:
@@ -661,31 +622,6 @@ async def test_a_deleted_session_is_unknown(harness: EngineHarness) -> None:
     ):
         with pytest.raises(UnknownSession):
             await attempt
-
-
-async def test_a_given_session_id_is_kept_and_cannot_be_used_twice(harness: EngineHarness) -> None:
-    assert (await harness.engine.create_session("mine:1", Mode.WINDOW)).session == "mine:1"
-    with pytest.raises(SessionExists, match="mine:1"):
-        await harness.engine.create_session("mine:1")
-
-
-@pytest.mark.parametrize("session", ["", "a\\b", "x" * 129, "a/b", "u\u0308", ".", "..", ".\n"])
-async def test_a_bad_session_id_is_refused(harness: EngineHarness, session: str) -> None:
-    with pytest.raises(InvalidRequest, match="1 to 128"):
-        await harness.engine.create_session(session)
-
-
-@pytest.mark.parametrize("session", ["...", "a.", ".a", "..a", "x" * 128])
-async def test_a_session_id_may_contain_dots(harness: EngineHarness, session: str) -> None:
-    assert (await harness.engine.create_session(session)).session == session
-
-
-async def test_more_sessions_than_the_store_keeps_are_refused(make_harness: MakeHarness) -> None:
-    harness = make_harness(session_budget_bytes=2 * entry_bytes("x" * 22, 34))
-    await start(harness)
-    await start(harness)
-    with pytest.raises(Overloaded, match="2 sessions use"):
-        await harness.engine.create_session()
 
 
 @pytest.mark.parametrize("tokens", [(5,), (5, 6)])

@@ -1,5 +1,4 @@
-"""Tests of many steps in one call. Some tests use `Stepper`, which records the order of the steps. The other tests use
-an engine."""
+"""Tests of many steps in one call."""
 
 from __future__ import annotations
 
@@ -12,48 +11,11 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
-from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending, step_many
-from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession
+from wane.service.errors import InvalidRequest, UnknownSession
 from wane.service.sessions.stores.store import Append, Appended
 from wane.service.types.answer import Answer
-from wane.service.types.common import Mode, StateSource
-from wane.service.types.request import Latency, StepRequest
-
-
-class Stepper:
-    """Answers steps in place of an engine. A step with token 0 fails. `order` lists the steps in the order of their
-    start. `most` is the largest number of steps in progress at the same time."""
-
-    def __init__(self) -> None:
-        self.order: list[tuple[str, int]] = []
-        self.busy = self.most = 0
-
-    def submit(self, request: StepRequest) -> Pending[Answer]:
-        return Pending.of(self._step(request), Ticket())
-
-    async def _step(self, request: StepRequest) -> Answer:
-        self.order.append((request.session, request.tokens[0]))
-        self.busy += 1
-        self.most = max(self.most, self.busy)
-        await asyncio.sleep(0)
-        self.busy -= 1
-        if request.tokens == (0,):
-            raise InvalidRequest("no zeros")
-        return Answer(
-            "m",
-            "1",
-            "cpu",
-            Mode.RECURRENT,
-            None,
-            (),
-            Latency(0, 0, 0),
-            StateSource.RESIDENT,
-            0.0,
-            None,
-            False,
-            position=request.tokens[0],
-        )
+from wane.service.types.request import StepRequest
 
 
 def requests(*steps: tuple[str, int]) -> list[StepRequest]:
@@ -62,32 +24,6 @@ def requests(*steps: tuple[str, int]) -> list[StepRequest]:
 
 def kind(outcome: Answer | Exception) -> type:
     return Answer if isinstance(outcome, Answer) else type(outcome)
-
-
-async def test_results_are_in_order_and_sessions_run_concurrently() -> None:
-    stepper = Stepper()
-    outcomes = await step_many(stepper.submit, requests(("a", 1), ("b", 2), ("c", 3)))
-    assert [outcome.position for outcome in outcomes if isinstance(outcome, Answer)] == [1, 2, 3]
-    assert stepper.most == 3
-
-
-async def test_steps_of_one_session_run_in_order() -> None:
-    stepper = Stepper()
-    await step_many(stepper.submit, requests(("a", 1), ("b", 5), ("a", 2), ("a", 3)))
-    assert [token for session, token in stepper.order if session == "a"] == [1, 2, 3]
-    assert stepper.most == 2
-
-
-async def test_a_failure_skips_only_the_later_steps_of_its_session() -> None:
-    stepper = Stepper()
-    outcomes = await step_many(stepper.submit, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4)))
-    assert [kind(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
-    assert ("a", 3) not in stepper.order
-
-
-async def test_a_skipped_step_names_the_session_without_its_owner() -> None:
-    outcomes = await step_many(Stepper().submit, requests(("alice/a", 0), ("alice/a", 1)))
-    assert "session 'a' " in str(outcomes[1])
 
 
 async def test_all_steps_of_a_call_are_submitted_in_the_context_of_the_call(harness: EngineHarness) -> None:

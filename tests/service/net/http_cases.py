@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -84,45 +84,14 @@ class Case:
 
     `stages` has the stages in order. A stage is a tuple of parts, which are byte strings that the client sends one by
     one. After each part the client lets the event loop run `turns` iterations. After each stage the client waits for
-    the answers. `wait_turns` is the number of event loop iterations until the engine answers. `handshake` is the offset
-    of a WebSocket's handshake in the first stage. `leaves` is the client's last action.
+    the answers. `wait_turns` is the number of event loop iterations until the engine answers. `leaves` is the client's
+    last action.
     """
 
     stages: tuple[tuple[bytes, ...], ...]
     turns: int
     wait_turns: int
-    handshake: int | None = None
     leaves: Leaves = "waits"
-
-    @property
-    def sent(self) -> list[bytes]:
-        """The bytes of each stage."""
-        return [b"".join(stage) for stage in self.stages]
-
-    @property
-    def data(self) -> bytes:
-        """The bytes of the first stage."""
-        return self.sent[0]
-
-    def with_data(self, *first: bytes) -> Case:
-        """Returns the case with its first stage replaced by the stages `first`."""
-        return replace(self, stages=(*((data,) for data in first), *self.stages[1:]))
-
-    def without_upgrade(self) -> Case:
-        """Returns the case without CONNECT requests, and without upgrades to protocols other than WebSocket."""
-        data = re.sub(rb"(?i)\n *upgrade:(?! *websocket)[^\n]*(?=\n)", b"", self.data)
-        return self.with_data(data.replace(b"CONNECT ", b"TRACE "))
-
-    def without_space(self) -> Case:
-        """Returns the case without white space after header values."""
-        return self.with_data(re.sub(rb"(?m)^([\w-]+:[^\r\n]*?)[ \t]+(?=\r?$)", rb"\1", self.data))
-
-    def with_handshake_after_answers(self) -> Case:
-        """Returns the case with the bytes before the handshake in a stage of their own. So the client waits for the
-        earlier answers before it sends the handshake."""
-        if not self.handshake:
-            return self
-        return self.with_data(self.data[: self.handshake], self.data[self.handshake :])
 
 
 def make_case(seed: int, number: int) -> Case:
@@ -138,7 +107,7 @@ def make_case(seed: int, number: int) -> Case:
         if rng.random() < 0.3:
             frames = mutate(rng, frames)
         stages = (split(rng, before + handshake), split(rng, frames))
-        return Case(stages, turns, wait_turns, len(before))
+        return Case(stages, turns, wait_turns)
     data = b"".join(make_request(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))))
     if rng.random() < 0.5:
         for _ in range(rng.choice((1, 1, 1, 2, 3))):

@@ -86,13 +86,6 @@ async def test_a_slow_head_is_timed_out(first: bytes) -> None:
     assert said.startswith(b"HTTP/1.1 200 OK") == (first != b"GET / HTTP/1.1\r\n")
 
 
-async def test_a_slow_body_is_timed_out_with_a_problem_document() -> None:
-    async with serving(body_timeout_s=SOON_S) as server:
-        head, _, body = (await dialogue(server, POST, b" ")).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
-    assert json.loads(body)["code"] == "body_timeout"
-
-
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_over_the_limit_is_answered_413_before_its_end(declared: bool) -> None:
     length = b"content-length: 99999999" if declared else b"transfer-encoding: chunked"
@@ -105,12 +98,6 @@ async def test_a_body_over_the_limit_is_answered_413_before_its_end(declared: bo
             assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
             assert (await reader.read()).endswith(b"}")
             writer.transport.abort()
-
-
-async def test_a_slow_body_without_a_route_is_timed_out() -> None:
-    async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
-        said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
-    assert said.startswith(b"HTTP/1.1 404 ") and said.count(b"HTTP/1.1 ") == 1
 
 
 async def test_a_deadline_that_ends_before_the_body_timeout_is_answered_504() -> None:
@@ -209,38 +196,6 @@ async def test_a_connection_over_the_limit_is_answered_503_until_another_closes(
         kept[1][1].close()
 
 
-async def test_a_client_that_reads_nothing_is_disconnected() -> None:
-    loop = asyncio.get_running_loop()
-    async with serving(send_timeout_s=SOON_S) as server:
-        with unread_socket(server) as connection:
-            await loop.sock_connect(connection, server.address)
-
-            async def ask() -> None:
-                while True:
-                    await loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100)
-
-            with pytest.raises(OSError):
-                await ask()
-        await until(lambda: not server.server_state.connections)
-
-
-async def test_a_websocket_that_reads_nothing_is_disconnected() -> None:
-    loop = asyncio.get_running_loop()
-    async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
-        with unread_socket(server) as connection:
-            await loop.sock_connect(connection, server.address)
-            await loop.sock_sendall(connection, HANDSHAKE)
-            step = frame(0x81, b'{"tokens": [1]}')
-
-            async def ask() -> None:
-                while True:
-                    await loop.sock_sendall(connection, step * 500)
-
-            with pytest.raises(OSError):
-                await ask()
-        await until(lambda: not server.server_state.connections)
-
-
 async def test_an_unread_stream_of_events_is_closed_with_its_generation() -> None:
     body = json.dumps({"tokens": [1], "max_tokens": 4096, "stream": True}).encode()
     loop = asyncio.get_running_loop()
@@ -256,13 +211,13 @@ async def test_an_unread_stream_of_events_is_closed_with_its_generation() -> Non
 
 async def test_a_client_that_reads_slowly_stays_connected() -> None:
     loop = asyncio.get_running_loop()
-    async with serving(send_timeout_s=1) as server:
+    async with serving(send_timeout_s=2) as server:
         with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
             for _ in range(100):  # during this loop the server has unsent answers for longer than send_timeout_s
                 assert await loop.sock_recv(connection, 2048)
-                await asyncio.sleep(0.025)
+                await asyncio.sleep(0.03)
             assert len(server.server_state.connections) == 1
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -292,16 +247,6 @@ def test_a_hundred_clients_that_read_nothing_are_disconnected_by_a_real_server(k
             server.read_until("refused", reason="unread")
         if kind == "websocket":
             assert "wane_websockets 0.0" in httpx.get(f"{server.url}/metrics").text
-
-
-async def test_a_message_over_the_limit_closes_the_websocket() -> None:
-    async with serving(max_body_bytes=2048) as server:
-        url = f"ws://{server.address[0]}:{server.address[1]}/v1/sessions/s/stream"
-        async with connect(url) as client:
-            await client.send(" " * 2049)
-            with pytest.raises(ConnectionClosed) as caught:
-                await client.recv()
-    assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
 
 
 FIELDS = b"x: y\r\n" * 10_000
@@ -364,17 +309,6 @@ async def test_an_incomplete_message_after_a_whole_message_is_timed_out(begun: b
         assert b'"predictions"' in await reader.readuntil(b"a message was not complete")
         writer.close()
         await writer.wait_closed()
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [frame(0x01) + frame(0x00) * 5000, frame(0x89) * 5000, frame(0x8A) * 5000],
-    ids=["fragments", "pings", "pongs"],
-)
-async def test_a_websocket_with_many_frames_but_no_message_is_closed(frames: bytes) -> None:
-    async with serving() as server:
-        said = await flood(server, HANDSHAKE, frames, 2**26)
-    assert b"too many frames" in said
 
 
 async def test_the_server_reads_no_more_messages_of_a_closed_websocket() -> None:

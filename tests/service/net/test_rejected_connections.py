@@ -144,9 +144,14 @@ async def test_clients_that_read_nothing_are_counted_and_logged(lines: list[Fiel
     assert line("unread", None) in lines
 
 
-async def test_frames_without_a_message_are_counted_and_logged(lines: list[Fields]) -> None:
+@pytest.mark.parametrize(
+    "frames",
+    [frame(0x01) + frame(0x00) * 5000, frame(0x89) * 5000, frame(0x8A) * 5000],
+    ids=["fragments", "pings", "pongs"],
+)
+async def test_frames_without_a_message_are_counted_and_logged(frames: bytes, lines: list[Fields]) -> None:
     async with serving() as server:
-        await flood(server, HANDSHAKE, frame(0x89) * 5000, 2**26)
+        assert b"too many frames" in await flood(server, HANDSHAKE, frames, 2**26)
         assert counted(server) == {"frames": 1}
     assert line("frames", None) in lines and "socket" in {one["message"] for one in lines}
 

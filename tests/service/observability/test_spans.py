@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import cast
 
 import httpx
@@ -42,13 +41,6 @@ def app(spans: Spans) -> Application:
     """An application that records spans. It replaces the fixture `app` of conftest.py, which has no tracing."""
     registry = cast(ModelRegistry, FakeRegistry())
     return create_app(Settings(), registry, Metrics(), on_load_failure=never, tracing=spans.tracing)
-
-
-class Nowhere:
-    """A connection that discards its response."""
-
-    def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        assert status == 200
 
 
 async def step(client: httpx.AsyncClient, headers: dict[str, str], session: str = "s") -> httpx.Response:

@@ -109,24 +109,3 @@ async def test_sessions_on_random_replicas_are_seldom_rebuilt_and_always_correct
     await asyncio.gather(*(client(*one) for one in enumerate(sessions)))
     assert states.total() == 6 * 20
     assert states[StateSource.REBUILT] <= 2 * len(sessions)
-
-
-async def test_a_replica_detects_that_another_replica_has_rewound_a_session(replicas: Replicas) -> None:
-    first, second = replicas.engines
-    session = (await first.create_session(mode=Mode.RECURRENT)).session
-    await first.submit(StepRequest(session, (5, 6, 7)))
-    await second.submit(StepRequest(session, (8,)))
-    await second.rewind(session, 1)
-    await second.submit(StepRequest(session, (9, 10, 11, 12)))
-    answer = await first.submit(StepRequest(session, (13,), expected_position=5))
-    assert answer.state is StateSource.REBUILT
-    assert logprobs(answer) == pytest.approx(await whole(first, [5, 9, 10, 11, 12, 13]), abs=FLOAT32)
-
-
-async def test_a_state_that_is_older_than_all_stored_tokens_is_rebuilt(replicas: Replicas) -> None:
-    first, second = replicas.engines
-    session = (await first.create_session(mode=Mode.RECURRENT)).session
-    await first.submit(StepRequest(session, (5, 6, 7)))
-    await second.submit(StepRequest(session, tuple(range(2, 2 + TAIL + 1))))
-    answer = await first.submit(StepRequest(session, (13,)))
-    assert (answer.state, answer.position) == (StateSource.REBUILT, 5 + TAIL)

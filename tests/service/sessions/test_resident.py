@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness
-from tests.service.sessions.stores.append import append
+from tests.service.sessions.stores.append import append, present
 from wane.models.architecture import StateTensor
 from wane.service.runners.runner import HIDDEN, NEXT, Array
 from wane.service.sessions.resident import ResidentSessions
@@ -55,8 +55,7 @@ class Bench:
     async def start(self, session: str) -> None:
         """Creates a session, and appends the token 5. From now on the session's steps are processed in columns."""
         await self.store.create(SessionRecord(session, "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300)))
-        created = self.store.get_cached(session)
-        assert created is not None
+        created = present(self.store.get_cached(session))
         record = await append(self.store, created, (5,), LastStep(0, of_tokens((5,)), None))
         assert record is not None
         with self.cache.lease() as slot:
@@ -71,9 +70,7 @@ class Bench:
 
     async def record(self, session: str) -> SessionRecord:
         """Returns the session's record in the store."""
-        found = await self.store.get(session)
-        assert found is not None
-        return found
+        return present(await self.store.get(session))
 
 
 @pytest.fixture
@@ -220,8 +217,7 @@ async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
     names = [f"s{index}" for index in range(slots - 2)]
     for name in names:
         await store.create(SessionRecord(name, "m", "1", Mode.AUTO, 1, TokenHistory.start(0, 300)))
-        record = store.get_cached(name)
-        assert record is not None
+        record = present(store.get_cached(name))
         with cache.lease() as slot:
             cache.put(name, CachedState(slot, record.revision, 0, 1), clock())
         resident.add(record)
@@ -288,8 +284,7 @@ async def test_the_steps_of_a_closed_engine_are_in_the_store(harness: EngineHarn
     for token in (5, 6, 7):
         await harness.engine.submit(StepRequest("a", (token,)))
     await harness.engine.close()
-    record = await harness.store.get("a")
-    assert record is not None
+    record = present(await harness.store.get("a"))
     assert record.tail.ids().tolist() == [0, 5, 6, 7]
 
 

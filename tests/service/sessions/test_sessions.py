@@ -126,25 +126,6 @@ async def test_a_lost_session_is_restored_within_its_bound(make_harness: MakeHar
     assert sum(abs(said[0][token] - said[1][token]) for token in both) / 2 <= now.error_bound
 
 
-@pytest.mark.parametrize(
-    ("tokens", "position", "field", "message"),
-    [
-        ((), 1, "history", "position is 1, but the history is empty"),
-        ((5, 6, 7), 2, "position", "the history has 3 tokens, but must have at most 2"),
-        ((5,), 0, "position", "the history has 1 tokens, but must have at most 0"),
-        ((), -1, "position", "position is -1, but must be a number from 0"),
-        ((5,), 10**15, "position", "position is 1000000000000000"),
-        ((5, 258), 9, "history", r"history\[1\] is 258, but the vocabulary has 258 tokens"),
-    ],
-)
-async def test_an_impossible_history_is_rejected(
-    harness: EngineHarness, tokens: tuple[int, ...], position: int, field: str, message: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=message) as caught:
-        await harness.engine.create_session("s", history=History(tokens, position))
-    assert caught.value.extra() == {"field": field}
-
-
 # Repeated creations
 
 CREATIONS = [

@@ -5,7 +5,6 @@ format, health, and keys.
 
 from __future__ import annotations
 
-import gzip
 import json
 from typing import Any, cast
 
@@ -183,18 +182,6 @@ async def test_invalid_json_is_400(client: httpx.AsyncClient) -> None:
 async def test_a_bad_header_length_is_400_and_names_the_header(client: httpx.AsyncClient, length: str) -> None:
     response = await client.post(INFER, json=body(), headers={"inference-header-content-length": length})
     assert "inference-header-content-length" in error(response)
-
-
-async def test_an_encoding_is_read_or_refused_with_415(client: httpx.AsyncClient) -> None:
-    raw = json.dumps(body()).encode()
-    response = await client.post(INFER, content=gzip.compress(raw), headers={"content-encoding": "gzip"})
-    assert response.status_code == 200
-    response = await client.post(INFER, content=raw, headers={"content-encoding": "br"})
-    assert "'br'" in error(response, 415, "unsupported_media_type")
-    response = await client.post(INFER, content=raw, headers={"content-encoding": "gzip"})
-    assert "content-encoding is gzip" in error(response)
-    bomb = gzip.compress(bytes(10**6))
-    assert error(await client.post(INFER, content=bomb, headers={"content-encoding": "gzip"}), 413, "too_large")
 
 
 async def test_a_body_over_the_limit_is_413(client: httpx.AsyncClient) -> None:

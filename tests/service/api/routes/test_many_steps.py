@@ -9,7 +9,6 @@ import pytest
 
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.problems import assert_members, assert_problem
-from wane.service.errors import PositionConflict, Unavailable
 from wane.service.types.common import Mode
 from wane.service.types.request import StepRequest
 
@@ -65,66 +64,7 @@ async def test_a_session_s_steps_run_on_one_engine_while_its_model_is_replaced(
     assert not new.asked
 
 
-async def test_an_error_of_the_engine_is_answered_in_the_step_s_place(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    engine.failure = PositionConflict("elsewhere", 12)
-    response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]})
-    assert response.status_code == 200
-    (result,) = response.json()["results"]
-    assert_members(result["error"], 409, "position_conflict")
-    assert result["error"]["position"] == 12
-
-
-async def test_a_server_without_models_refuses_the_whole_call(
-    client: httpx.AsyncClient, registry: FakeRegistry
-) -> None:
-    registry.failure = Unavailable("loading")
-    response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]})
-    assert_problem(response, 503, "unavailable")
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({"steps": []}, "steps"),
-        ({"steps": [{"session": "a", "tokens": [1]}, {"tokens": [1]}]}, "steps[1].session"),
-        ({"steps": [{"session": "a"}]}, "steps[0]"),
-        ({"steps": [{"session": "a", "tokens": [1], "temprature": 1}]}, "steps[0].temprature"),
-        ({"steps": [{"session": "a", "tokens": [1, "x"]}]}, "steps[0].tokens[1]"),
-        ({"steps": [{"session": "a", "tokens": [1]}] * 257}, "steps"),
-    ],
-    ids=["none", "no session", "no tokens", "an unknown field", "not a token id", "too many"],
-)
-async def test_an_invalid_call_is_refused_as_a_whole(
-    client: httpx.AsyncClient, engine: FakeEngine, body: object, field: str
-) -> None:
-    document = assert_problem(await client.post(PATH, json=body), 422, "invalid_request")
-    assert document["field"] == field
-    assert engine.asked == []
-
-
 @pytest.mark.parametrize("name", ["x-wane-position", "idempotency-key"])
 async def test_a_header_for_a_single_step_is_refused_for_many_steps(client: httpx.AsyncClient, name: str) -> None:
     response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]}, headers={name: "1"})
     assert assert_problem(response, 422, "invalid_request")["field"] == name
-
-
-def test_real_sessions_stepped_together_answer_like_single_steps(http: httpx.Client) -> None:
-    def new() -> str:
-        session: str = http.post("/v1/sessions", json={}).json()["session"]
-        return session
-
-    def comparable(document: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in document.items() if name not in ("latency", "session", "predictions")}
-
-    together, alone = [new() for _ in range(5)], [new() for _ in range(5)]
-    steps = [(0, 5), (1, 6), (2, 7), (0, 8), (3, 9), (4, 5), (0, 6)]
-    body = {"steps": [{"session": together[session], "tokens": [token]} for session, token in steps]}
-    results = http.post(PATH, json=body).json()["results"]
-    for (session, token), result in zip(steps, results, strict=True):
-        single = http.post(f"/v1/sessions/{alone[session]}/tokens", json={"tokens": [token]}).json()
-        assert comparable(result) == comparable(single)
-        for one, other in zip(result["predictions"], single["predictions"], strict=True):
-            assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
-    assert http.get(f"/v1/sessions/{together[0]}").json()["position"] == 3

@@ -14,7 +14,6 @@ import pytest
 from tests.service.conftest import SocketServer
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S
-from tests.service.problems import assert_problem
 from wane.service.api import encode
 from wane.service.errors import Unavailable
 from wane.service.types.answer import Prediction
@@ -119,13 +118,6 @@ async def test_a_failure_after_the_first_byte_of_a_score_is_an_event(
     assert (document["code"], document["status"]) == ("unavailable", 503)
 
 
-async def test_a_failure_before_the_first_byte_of_a_score_is_a_problem(
-    client: httpx.AsyncClient, registry: FakeRegistry
-) -> None:
-    registry.engine.failure = Unavailable("going away")
-    assert_problem(await client.post("/v1/score", json={"input": "ab", "stream": True}), 503, "unavailable")
-
-
 async def test_a_disconnection_ends_a_streamed_score(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait_after_first_token = asyncio.Event()
     async with (
@@ -134,25 +126,6 @@ async def test_a_disconnection_ends_a_streamed_score(server: SocketServer, engin
     ):
         assert await anext(response.aiter_lines()) == "event: tokens"
     await engine.closed.wait()
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({"tokens": [1], "method": "parallel", "tolerance": -0.1}, "tolerance"),
-        ({"tokens": [1], "method": "parallel", "tolerance": 1.5}, "tolerance"),
-        ({"tokens": [1], "method": "parallel", "tolerance": "0"}, "tolerance"),
-        ({"tokens": [1], "method": "backwards"}, "method"),
-        ({"tokens": [], "method": "parallel"}, "tokens"),
-        ({"tokens": [1, -1], "method": "parallel", "stream": True}, "tokens"),
-        ({"input": "", "method": "parallel"}, "input"),
-        ({"tokens": [1], "stream": 1}, "stream"),
-        ({"tokens": [1], "chunks": 4}, "chunks"),
-    ],
-    ids=str,
-)
-def test_an_invalid_score_is_refused_with_the_field(http: httpx.Client, body: object, field: str) -> None:
-    assert assert_problem(http.post("/v1/score", json=body), 422, "invalid_request")["field"] == field
 
 
 @pytest.mark.parametrize("method", ["sequential", "parallel"])

@@ -1,12 +1,11 @@
-"""Tests of WebSockets of sessions, with a real client and a real server, over the fake engine and over the real
-models."""
+"""Tests of WebSockets of sessions, with a real client and a real server, over the fake engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -16,13 +15,12 @@ import httpx
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect as connect_sync
 
 from tests.service import fake_engine
 from tests.service.conftest import LIMIT, SocketServer
 from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
-from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
+from tests.service.live_server import TIMEOUT_S, LiveServer
 from tests.service.problems import assert_members
 from tests.service.server_harness import served
 from wane.service.api.body import Decoder, only_token
@@ -35,7 +33,6 @@ from wane.service.errors import (
     InvalidRequest,
     Overloaded,
     PositionConflict,
-    RateLimited,
     TooLarge,
     Unavailable,
     UnknownSession,
@@ -327,19 +324,6 @@ async def test_every_message_is_charged_once(harness: EngineHarness, monkeypatch
         assert charged == [1, 1, 1]
 
 
-async def test_a_message_over_the_rate_of_its_key_is_refused(
-    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: Principal, requests: float, before: float = 0.0) -> None:
-        raise RateLimited("too many", 1.0)
-
-    async with opened_with_key(harness) as socket:
-        with monkeypatch.context() as patched:
-            patched.setattr(Principal, "charge", refuse)
-            assert (await ask(socket, {"tokens": [6]}))["error"]["code"] == "rate_limited"
-        assert (await ask(socket, {"tokens": [6]}))["position"] == 1
-
-
 async def test_messages_over_the_rate_wait_for_the_rate(harness: EngineHarness, tmp_path: Path) -> None:
     """A client that does not wait has at most one refused message for each accepted one."""
     messages, keys = 40, tmp_path / "keys"
@@ -403,45 +387,3 @@ def test_every_other_message_is_read_by_its_body_type(message: str) -> None:
 def test_every_close_code_is_explained() -> None:
     for code in (stream.INTERNAL, stream.RESTART, stream.NO_SESSION, stream.CONFLICT, 1009):
         assert str(code) in SOCKET
-
-
-# The real server and the real models.
-
-
-@pytest.fixture
-def session(http: httpx.Client) -> Iterator[str]:
-    session: str = http.post("/v1/sessions", json={}).json()["session"]
-    yield session
-    http.delete(f"/v1/sessions/{session}")
-
-
-def comparable(document: dict[str, Any]) -> dict[str, Any]:
-    """Returns an answer without the fields for the latency and for the session's name."""
-    return {name: value for name, value in document.items() if name not in ("latency", "session")}
-
-
-def test_a_stream_answers_like_steps_over_http(live: LiveServer, http: httpx.Client, session: str) -> None:
-    other = http.post("/v1/sessions", json={}).json()["session"]
-    with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
-        for token in (5, 6, 7):
-            socket.send(json.dumps({"tokens": [token]}))
-            streamed = json.loads(socket.recv())
-            stepped = http.post(f"/v1/sessions/{other}/tokens", json={"tokens": [token]}).json()
-            assert comparable(streamed) == comparable(stepped)
-        socket.send('{"rewind": 1}')
-        assert json.loads(socket.recv())["position"] == 1
-        socket.send(json.dumps({"tokens": [6], "expected_position": 1}))
-        assert json.loads(socket.recv())["position"] == 2
-    assert http.get(f"/v1/sessions/{session}").json()["position"] == 2
-
-
-def test_a_stopping_server_closes_its_streams() -> None:
-    with live_server(WANE_BUNDLES=BUNDLE) as server:
-        session = httpx.post(f"{server.url}/v1/sessions", json={}).json()["session"]
-        with connect_sync(url_of(server, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
-            socket.send('{"tokens": [5]}')
-            assert json.loads(socket.recv())["position"] == 1
-            assert server.stop() == 0
-            with pytest.raises(ConnectionClosed):
-                socket.recv()
-            assert socket.close_code == 1012

@@ -1,4 +1,4 @@
-"""Appends one step's tokens to a session."""
+"""Appends one step's tokens to a session, and asserts that a session is there."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ async def append(
     if isinstance(result, Exception):
         raise result
     return result
+
+
+def present(record: SessionRecord | None) -> SessionRecord:
+    assert record is not None
+    return record

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.service.engine_harness import Clock
-from tests.service.sessions.stores.append import append
+from tests.service.sessions.stores.append import append, present
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import entry_bytes
@@ -62,8 +62,7 @@ async def test_a_session_created_from_a_history_continues_in_the_next_process(tm
     await store.close()
     store, _ = make_store(path)
     await store.open()
-    found = store.get_cached("s")
-    assert found is not None
+    found = present(store.get_cached("s"))
     assert (found.position, found.tail.ids().tolist(), found.dropped_tokens, found.earliest) == (9, [5, 6], 7, 8)
 
 
@@ -118,8 +117,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     await store.open()  # there is no file yet
     for one in records():
         await store.create(one._replace(idle_s=0.0))
-    begun = await store.get("a")
-    assert begun is not None
+    begun = present(await store.get("a"))
     appended = await append(store, begun, (5, 6), STEP)
     clock.now_s += 60
     await store.touch("a")
@@ -127,8 +125,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     await store.close()
     after, _ = make_store(path)
     await after.open()
-    found = await after.get("a")
-    assert found is not None
+    found = present(await after.get("a"))
     assert found.idle_s == pytest.approx(41, abs=40)
     assert found._replace(idle_s=0.0) == appended
     assert await after.get("b~:.-") is None
