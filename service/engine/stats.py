@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, NamedTuple, TypedDict
 
+import numpy as np
 from msgspec.structs import asdict
+from numpy.typing import NDArray
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
 from wane.service.engine.live_accuracy import LiveReport
-from wane.service.observability.metrics import Metrics, Observed, quantile
+from wane.service.observability.metrics import COUNTED_TOGETHER, Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
 from wane.service.types.answer import Agreement, Answer
 from wane.service.types.common import Mode, ModelDocument, says
@@ -149,6 +150,22 @@ def window_report(k: int, prove: bool, variations: Observed, proved: int) -> Win
     }
 
 
+Seconds = Sequence[float] | NDArray[np.float64]
+
+
+class Made(NamedTuple):
+    """Answers in one mode. phases: their durations in seconds, for each phase. variations: their error bounds. proved:
+    the number of those whose most probable token is proved. operation: the kind of the request. requests: the number
+    of requests that are counted as answered."""
+
+    mode: Mode
+    phases: tuple[Seconds, Seconds, Seconds]
+    variations: Sequence[float | None] = ()
+    proved: int = 0
+    operation: str = ""
+    requests: int = 0
+
+
 class ModeStats:
     """Counts one mode's predictions in Prometheus's metrics, which the report reads too. Each metric is looked up only
     once."""
@@ -164,19 +181,22 @@ class ModeStats:
         queue, compute, total = map(durations, self._phases)
         return {"queue": queue, "compute": compute, "total": total}
 
-    def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int) -> None:
-        """Counts answers. phases: the durations of the answers in seconds, for each phase; variations: the error
-        bounds of those answers that have one; proved: the number of proved answers."""
-        for seconds, values in zip(self._phases, phases, strict=False):
-            seconds.observe_all(values)
-        self._error_bound.observe_all(variations)
-        if proved:
-            self._proved.inc(proved)
+    def made(self, counted: Sequence[Made]) -> None:
+        """Counts answers of this mode."""
+        for seconds, values in zip(self._phases, zip(*[made.phases for made in counted], strict=True), strict=True):
+            seconds.observe_all(np.concatenate(values))
+        self._error_bound.observe_all([one for made in counted for one in made.variations if one is not None])
+        self._proved.inc(sum([made.proved for made in counted]))
 
     def end(self) -> None:
         """Leaves the counts to the metrics of the model. Must be called last."""
         for phase in self._phases:
             self._seconds.end(phase)
+
+
+def _phases(latency: Latency) -> tuple[Seconds, Seconds, Seconds]:
+    queue_ms, compute_ms, total_ms = latency.phases()
+    return (queue_ms / 1e3,), (compute_ms / 1e3,), (total_ms / 1e3,)
 
 
 class Stats:
@@ -196,7 +216,8 @@ class Stats:
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
-        self._made: list[tuple[Answer, str | None]] = []  # answers that are not counted yet
+        self._made: list[Made] = []  # answers that are not counted yet
+        metrics.late.counts.append(self._count_made)
         metrics.agreement_bound_violations.labels(model)  # exports the metric as 0 from the start
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
@@ -207,38 +228,31 @@ class Stats:
     def took(self, mode: Mode, latency: Latency) -> None:
         """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
         its parts under the part's mode."""
-        self._of(mode).made([[value_ms / 1e3] for value_ms in latency.phases()], (), 0)
+        self.add(Made(mode, _phases(latency)))
 
     def made(self, answer: Answer, operation: str | None) -> None:
         """Counts an answer. `operation` is None if the caller was cancelled: only the answer's latency and bound are
-        then counted. All answers of one iteration of the event loop are counted together."""
-        if not self._made:
-            asyncio.get_running_loop().call_soon(self._count_made)
-        self._made.append((answer, operation))
+        then counted."""
+        phases, bounds = _phases(answer.latency), (answer.error_bound,)
+        self.add(Made(answer.mode, phases, bounds, answer.top1_proved, operation or "", operation is not None))
 
-    def stepped(
-        self, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int, waited_for: int
-    ) -> None:
-        """Like `ModeStats.made`, for the answers of a batch of steps. `waited_for` is the number of answers whose
-        caller still waits."""
-        self._of(Mode.RECURRENT).made(phases, variations, proved)
-        self.answered("step", Mode.RECURRENT, waited_for)
+    def add(self, made: Made) -> None:
+        """Counts the answers of a batch, together with those of later batches (see `Late`)."""
+        self._made.append(made)
+        if len(self._made) >= COUNTED_TOGETHER or len(made.variations) > COUNTED_TOGETHER:
+            self._count_made()
 
     def _count_made(self) -> None:
         made, self._made = self._made, []
-        by_mode: dict[Mode, list[Answer]] = {}
-        for answer, _ in made:
-            by_mode.setdefault(answer.mode, []).append(answer)
-        for mode, answers in by_mode.items():
-            phases_ms = zip(*[answer.latency.phases() for answer in answers], strict=True)
-            self._of(mode).made(
-                [[value_ms / 1e3 for value_ms in values_ms] for values_ms in phases_ms],
-                [answer.error_bound for answer in answers if answer.error_bound is not None],
-                sum([answer.top1_proved for answer in answers]),
-            )
-        for (operation, mode), requests in Counter((operation, answer.mode) for answer, operation in made).items():
-            if operation is not None:
-                self.answered(operation, mode, requests)
+        by_mode, requests = defaultdict[Mode, list[Made]](list), Counter[tuple[str, Mode]]()
+        for one in made:
+            by_mode[one.mode].append(one)
+            requests[one.operation, one.mode] += one.requests
+        for mode, ones in by_mode.items():
+            self._of(mode).made(ones)
+        for (operation, mode), count in requests.items():
+            if count:
+                self.answered(operation, mode, count)
 
     def _of(self, mode: Mode) -> ModeStats:
         found = self._modes.get(mode)
@@ -281,6 +295,7 @@ class Stats:
     def end(self) -> None:
         """Leaves the counts to the metrics of the model's next version. Must be called last."""
         self._count_made()
+        self._metrics.late.counts.remove(self._count_made)
         for mode in self._modes.values():
             mode.end()
 

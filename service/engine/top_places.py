@@ -110,7 +110,7 @@ class TopPlaces:
     ) -> AsyncGenerator[RunResult, None]:
         """Yields the result after each of `count` tokens, starting with the token at index `first`. Runs each token as
         one step."""
-        with self._forward.lease() as slot:
+        with self._forward.pool.lease() as slot:
             read = ZERO
             if first:
                 await self._forward.append(input_ids[:first], ticket, read=ZERO, write=slot)
