@@ -58,6 +58,15 @@ class CacheShares(NamedTuple):
         place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[place] == keys, self.added[place], 0.0)
 
+    def part(self, rows: Sequence[int], vocabulary_size: int) -> CacheShares:
+        """Returns the part of R rows, given in ascending order."""
+        stride, at = vocabulary_size + 1, np.array(rows, np.int64)
+        own = self.keys // stride
+        place = np.searchsorted(at, own)
+        kept = at[np.minimum(place, len(at) - 1)] == own
+        keys = self.keys[kept] + (place[kept] - own[kept]) * stride
+        return CacheShares(self.network[at], keys, self.added[kept], self.tokens[at])
+
 
 class TopTokens(NamedTuple):
     """The most probable tokens of B rows, in descending order. Equal probabilities are ordered by ascending id. ids:

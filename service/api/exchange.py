@@ -15,10 +15,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from logging import INFO
 from random import getrandbits
 
+from msgspec import Struct
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Message, Scope, Send
@@ -62,8 +63,7 @@ LOGGED_CHARACTERS = 256  # the largest number of characters of a path in a log l
 SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 
 
-@dataclass(slots=True)
-class RequestContext:
+class RequestContext(Struct):
     """The server's data about one request, except its body.
 
     `parent` is the client's span. `headers` has the first value of each header, by lower-case name. `timeout_s` limits
@@ -76,11 +76,11 @@ class RequestContext:
     request_id: str
     trace_id: str | None = None
     parent: Parent | None = None
-    headers: dict[bytes, bytes] = field(default_factory=dict)
+    headers: dict[bytes, bytes] = {}
     timeout_s: float = math.inf
     deadline: float | None = None
     body_timeout_s: float = math.inf
-    fields: dict[str, object] = field(default_factory=dict)
+    fields: dict[str, object] = {}
     owner: Owner = ANYBODY
     principal: Principal | None = None
     cacheable: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
@@ -23,7 +24,7 @@ from wane.service.batching.cost_model import CostModel, RunTimeModel
 from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler
 from wane.service.batching.ticket import Ticket, WorkItem
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
-from wane.service.observability.metrics import Metrics
+from wane.service.observability.metrics import COUNTED_TOGETHER, Metrics
 from wane.service.observability.tracing import Traced, trace_batch
 from wane.service.runners.runner import Runner
 from wane.service.state.pool import StatePool
@@ -123,6 +124,10 @@ class Batcher:
             for histogram in (metrics.batch_items, metrics.batch_padding_share, metrics.batch_seconds)
         )
         self._waited = {role: metrics.queue_wait_seconds.labels(model, role) for role in ROLES}
+        # the size, the share of padding, the run time and the total queue time of batches that are not counted yet
+        self._ran: defaultdict[Role, list[tuple[int, float, float, float]]] = defaultdict(list)
+        self._late_counts = metrics.late.counts
+        self._late_counts.append(self._count)
         self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
         self._late = metrics.queue_dropped.labels(model, "deadline")
         self._refused = metrics.queue_rejected.labels(model)
@@ -231,6 +236,9 @@ class Batcher:
             if item is not self._columns_item:
                 self._drop(item, Unavailable("the server is stopping"))
         await asyncio.to_thread(self._executor.shutdown)
+        self._count()
+        if self._count in self._late_counts:
+            self._late_counts.remove(self._count)
 
     def _waiting(self, role: Role) -> int:
         """Returns the number of waiting items in this role's queue."""
@@ -378,12 +386,21 @@ class Batcher:
     def _observe(self, role: Role, items: int, tokens: int, longest: int, waited_s: float, compute_s: float) -> None:
         """Records a batch in the metrics and the cost model. `tokens`: the total length of its items, without padding.
         `longest`: the length of the longest. `waited_s`: the total queue time of its items."""
-        self._items[role].observe(items)
-        self._padding[role].observe(1 - tokens / (longest * items))
-        self._seconds[role].observe(compute_s)
-        self._waited[role].inc(waited_s)
+        self._ran[role].append((items, 1 - tokens / (longest * items), compute_s, waited_s))
+        if len(self._ran[role]) >= COUNTED_TOGETHER:
+            self._count()
         if self._cost_model is not None:
             self._cost_model.observe(role, items, tokens, compute_s)
+
+    def _count(self) -> None:
+        """Adds the batches that are not counted yet to the metrics (see `Late`)."""
+        for role, ran in self._ran.items():
+            items, padding, seconds, waited_s = zip(*ran, strict=True)
+            self._items[role].observe_all(items)
+            self._padding[role].observe_all(padding)
+            self._seconds[role].observe_all(seconds)
+            self._waited[role].inc(sum(waited_s))
+        self._ran.clear()
 
     def _drop(self, item: WorkItem, error: WaneError | None) -> None:
         """Releases the slots of an item that will not run. Fails the item with `error` unless that is None."""

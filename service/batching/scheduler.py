@@ -107,6 +107,8 @@ class FairScheduler(Generic[I]):
         return items
 
     def _take_steps(self, runs: Callable[[I], bool]) -> list[I]:
+        if self._steps and self._steps[0].work is COLUMNS:
+            return [self._steps.popleft()]
         line, taken, left = self._steps, list[I](), list[I]()
         while line and len(taken) < self._max_batch:
             item = line.popleft()

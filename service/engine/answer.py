@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from wane.service.batching.turns import HEAVY_TOKENS, Turns
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
-from wane.service.engine.forward import Forward, Mixed, RunResult
+from wane.service.engine.forward import Forward, Mixed, RunResult, tail
 from wane.service.engine.logits import Ranking, Rankings, listed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
@@ -198,21 +198,20 @@ class AnswerBuilder:
     async def window(
         self,
         plan: AnswerPlan,
-        context_ids: NDArray[np.int64],
         input_ids: NDArray[np.int64],
         ticket: Ticket,
         *,
         prove: bool,
         binding: bool = False,
     ) -> ModeResult:
-        """Runs the window part of a plan over `context_ids`, the window's tokens. `input_ids`: see `part`. If `prove`,
-        calls `search`.
+        """Runs the window part of a plan. `input_ids`: see `part`. If `prove`, calls `search`.
 
         The caller runs the window part after the recurrent part, not concurrently, so that the latency of one part does
         not include the run of the other part.
         """
+        assert plan.window is not None, "the plan of a window part has no k: this is a bug"
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
-        result = await self.forward.window(context_ids, ticket, binding=binding)
+        result = await self.forward.window(tail(input_ids, plan.position, plan.window), ticket, binding=binding)
         await self.take_turn(plan)
         part = self.part(plan, result, ticket.latency(since=mark), input_ids, recurrent=False)
         return await self.search(plan, part, ticket) if prove else part
@@ -250,7 +249,7 @@ class AnswerBuilder:
     def answer(
         self,
         plan: AnswerPlan,
-        input_ids: Callable[[], NDArray[np.int64]],
+        input_ids: NDArray[np.int64],
         recurrent: ModeResult | None,
         window: ModeResult | None,
         request: Predicting,
@@ -265,7 +264,7 @@ class AnswerBuilder:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
         predictions come from the recurrent part. The caller has called `take_turn`.
 
-        `input_ids` returns all available tokens up to the plan's position. `searched` says whether `search` ran on the
+        `input_ids`: see `part`. `searched` says whether `search` ran on the
         parts although the request does not set `prove`. If it ran, the answer's latency includes the time of the
         search. `token_logprobs` are the log-probabilities of the session's latest tokens, if the request asked for
         them. `sampled` says whether the shadow repeats the answer. If it is None, the sampler decides.
@@ -287,7 +286,7 @@ class AnswerBuilder:
         elif (
             self.sampler is not None and plan.context_length and (self.sampler.chosen() if sampled is None else sampled)
         ):
-            self.sampler.offer(plan, input_ids(), answered)
+            self.sampler.offer(plan, input_ids, answered)
         bound = answered.bound
         proved = answered.proved or self._leads(plan, answered.result, bound)
         if window is not None and plan.window is not None and window.bound is not None and window.bound.state:

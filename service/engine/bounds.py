@@ -21,6 +21,7 @@ A bound of 1 on the total variation guarantees nothing, because it holds for any
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,7 +89,25 @@ def smallest_window(certificate: Certificate, tolerance: float, largest: int) ->
     return k if k <= largest else None
 
 
-def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.float32]) -> list[Bound | None]:
+class StepBounds(NamedTuple):
+    """The bounds of B answers: see `Bound`. `states` and `variations` are None for an answer without a bound. `runs` is
+    infinite for an answer whose most probable token cannot be proved."""
+
+    states: list[float | None]
+    variations: list[float | None]
+    runs: list[float]
+
+    @classmethod
+    def of(cls, found: Sequence[Bound | None]) -> StepBounds:
+        """Returns the bounds of B answers as columns."""
+        return cls(
+            [None if one is None else one.state for one in found],
+            [None if one is None else one.variation for one in found],
+            [math.inf if one is None or one.runs is None else one.runs for one in found],
+        )
+
+
+def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.float32]) -> StepBounds:
     """Like `bound`, for B steps of a model with a `readout`. `known`: k for a state that has not read the whole
     sequence, 0 for a state that has read it. `norms`: (B, columns)."""
     assert certificate.readout is not None, "the certificate has no readout: this is a bug"
@@ -96,10 +115,15 @@ def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.f
         found = [certificate.readout.between(row) for row in norms.tolist()]
     else:
         found = certificate.readout.between_all(norms).tolist()
-    return [
-        _after(certificate, k, k + 1, None, rounding) if k else Bound(0.0, 0.0, rounding)
-        for k, rounding in zip(known, found, strict=True)
-    ]
+    if not any(known):
+        exact: list[float | None] = [0.0] * len(found)
+        return StepBounds(exact, exact, found)
+    return StepBounds.of(
+        [
+            _after(certificate, k, k + 1, None, rounding) if k else Bound(0.0, 0.0, rounding)
+            for k, rounding in zip(known, found, strict=True)
+        ]
+    )
 
 
 def _after(certificate: Certificate, k: int, position: int, radius: float | None, rounding: float) -> Bound | None:
@@ -128,9 +152,12 @@ def _after(certificate: Certificate, k: int, position: int, radius: float | None
 def of_mixture(found: Bound | None, weight: float, unknown: float) -> Bound | None:
     """Returns the bound of a mixture with a cache, given the bound `found` of its network. `weight` is the network's
     weight in the mixture. `unknown` is the total variation that tokens missing from the cache can add."""
-    if found is None or (not found.variation and not unknown):
-        return found
-    return found._replace(variation=min(weight * found.variation + unknown, 1.0))
+    return None if found is None else found._replace(variation=variation_of_mixture(found.variation, weight, unknown))
+
+
+def variation_of_mixture(variation: float, weight: float, unknown: float) -> float:
+    """Returns the bound of the total variation of a mixture, given that of its network: see `of_mixture`."""
+    return min(weight * variation + unknown, 1.0)
 
 
 def _variation(certificate: Certificate, state: float) -> float:

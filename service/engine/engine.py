@@ -1,18 +1,4 @@
-"""Serves one version of one model: `submit` admits a request, runs it and answers it.
-
-limits      checks a request against the model and the settings
-event_names converts the names of events to tokens
-routing     chooses between the recurrent mode and a window, by cost
-steps       runs, commits and answers steps of one token, a batch at a time
-step        runs the other steps of a session: check out, run, commit, answer
-predict     answers requests without a session
-pending     holds a submitted request's result and deadline
-answer      builds answers from runs; top1_proof proves their most probable tokens
-forward     runs sequences in batches; chunked runs long sequences as parallel chunks
-backlog     admits long requests that can finish by their deadlines
-live_accuracy  counts how often the next token was among those that the answer before it listed
-shadow      repeats a sample of answers in the other mode, while the runner is idle
-"""
+"""Serves one version of one model: `submit` admits a request, runs it and answers it."""
 
 from __future__ import annotations
 
@@ -67,7 +53,7 @@ from wane.service.runners.runner import HIDDENS, NORMS, RADIUS, Runner
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.codec import model_fingerprint
-from wane.service.sessions.stores.store import Store, TokenHistory
+from wane.service.sessions.stores.store import SessionRecord, Store, TokenHistory
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer, Continuations, NewSession, Prediction, SessionState, SessionView
@@ -214,14 +200,7 @@ class Engine:
             self.answer_builder.sampler = self.shadow
         has_radius_output = RADIUS in runner.outputs("window")
         self.predictor = Predictor(
-            manifest,
-            vocabulary,
-            self._limits,
-            pool,
-            self.forward,
-            self.answer_builder,
-            self._cost_model,
-            has_radius_output=has_radius_output,
+            self._limits, self.answer_builder, self._cost_model, has_radius_output=has_radius_output
         )
         self.has_state = pool.has_state
         """Returns whether the state of a session, given by its name, is in the state cache."""
@@ -231,8 +210,6 @@ class Engine:
         answers = StepAnswers(self.answer_builder, resident, self.admission, most_predictions, self._live)
         self.columns = StepColumns(
             answers,
-            pool,
-            resident,
             self.sessions,
             metrics,
             partial(self._step_admitted, is_locked=True),
@@ -241,16 +218,7 @@ class Engine:
         )
         self.batcher.columns = self.columns
         self.steps = SessionSteps(
-            self.answer_builder,
-            self._limits,
-            pool,
-            self.columns,
-            self.sessions,
-            resident,
-            self._cost_model,
-            metrics,
-            self._live,
-            has_radius_output=has_radius_output,
+            self._limits, self.columns, self._cost_model, metrics, self._live, has_radius_output=has_radius_output
         )
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
@@ -290,12 +258,7 @@ class Engine:
         contractive.
         """
         self.scorer.propagation = propagation
-        warm_up(
-            self._runner,
-            self.state_cache,
-            self.manifest,
-            max_batch_size=self._max_batch,
-        )
+        warm_up(self._runner, self.state_cache, self.manifest, max_batch_size=self._max_batch)
         lengths = (1, self._limits.window, self._limits.max_window)
         self._cost_model.measure(self._runner, self.state_cache, self.vocabulary.eos_id, lengths)
 
@@ -361,25 +324,24 @@ class Engine:
         if not isinstance(request, StepRequest):
             ticket = Ticket(request.deadline)
             return Pending.of(self._predict(request, ticket), ticket)
-        tokens = request.tokens
+        session, tokens, deadline, is_plain = request.session, request.tokens, request.deadline, request.is_plain
         # The log-probabilities of a step's own tokens need a run before the step.
-        if len(tokens) == 1 and request.mode in IN_ROWS and not request.token_logprobs:
-            asked = None if request.is_plain else request
-            given = request.session, tokens[0], request.expected_position, request.top_k, request.deadline
-            row = StepRow(*given, asked, CURRENT.get(), request.creator)
+        if len(tokens) == 1 and (is_plain or (request.mode in IN_ROWS and not request.token_logprobs)):
+            asked, position, top_k = None if is_plain else request, request.expected_position, request.top_k
+            row = StepRow(session, tokens[0], position, top_k, deadline, asked, CURRENT.get(), request.creator)
             if self.columns.take(row):
                 return row
-        ticket = Ticket(request.deadline)
+        ticket = Ticket(deadline)
         # A later step of the session could otherwise run before this step's task begins.
-        place = self.sessions.locks.reserve(request.session) if len(tokens) <= PIECE_TOKENS else None
+        place = self.sessions.locks.reserve(session) if len(tokens) <= PIECE_TOKENS else None
         return Pending.of(self._step(request, ticket, place), ticket)
 
     def step_one(
         self, session: str, token: int, expected_position: int | None, top_k: int, deadline: float | None
     ) -> Pending[Answer]:
         """The same as `submit` with a StepRequest of these values, in less time."""
-        row = StepRow(session, token, expected_position, top_k, deadline, None, CURRENT.get())
-        if self.columns.take(row):
+        row = self.take_step(session, token, expected_position, top_k, deadline)
+        if row is not None:
             return row
         return self.submit(StepRequest(session, (token,), None, expected_position, None, top_k, deadline))
 
@@ -434,14 +396,11 @@ class Engine:
 
     async def _predict_checked(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """Like `submit`, for a request that was checked and that the backlog has admitted."""
-        self.admission.enter()
-        try:
+        with self.admission.admitted():
             if request.session is None:
                 answer = await self.predictor.predict(request, ticket)
             else:
                 answer = await self.steps.predict(request, request.session, ticket)
-        finally:
-            self.admission.leave()
         self._stats.made(answer, None if ticket.abandoned else "predict")
         return answer
 
@@ -449,8 +408,7 @@ class Engine:
         """Raises InvalidRequest or TooLarge if the request exceeds a limit."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
-        if request.window is not None:
-            self._limits.of_window(request.window)
+        self._limits.of_window(request.window)
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
         """Runs many predictions concurrently. Returns the answer or error of each, in the order of the requests.
@@ -532,7 +490,8 @@ class Engine:
     async def compare(self, request: CompareRequest) -> Comparison:
         """Compares the recurrent mode with every requested window. Raises InvalidRequest, TooLarge."""
         await self._check_tokens(request.tokens)
-        self._limits.windows(request.windows)
+        for index, window in enumerate(request.windows):
+            self._limits.of_window(window, f"windows[{index}]")
         ticket = Ticket(request.deadline)
         expected_s = compare.seconds(self._cost_model, request)
         with self.admission.admitted(), self.backlog.share(expected_s, request.deadline) as share:
@@ -562,8 +521,7 @@ class Engine:
         await self._check_tokens(request.tokens)
         self._limits.generated(request.max_tokens)
         self._limits.preferences(request)
-        if request.window is not None:
-            self._limits.of_window(request.window)
+        self._limits.of_window(request.window)
 
     async def check_generations(self, requests: Sequence[GenerateRequest]) -> None:
         """Checks the first of several requests, which differ only in their tokens and samples: raises InvalidRequest or
@@ -612,10 +570,7 @@ class Engine:
             await self._check_tokens(history.tokens, "history", document=history.snapshot is not None)
         with self.admission.admitted():
             record, created = await self.sessions.create(session, mode, owner, history)
-            if created and self._live is not None:
-                self._live.forget(record.session)
-            view = self.steps.view(record, self.identity)
-            return NewSession(**asdict(view)) if created else view
+            return self._view(record, created)
 
     async def fork(
         self,
@@ -625,26 +580,26 @@ class Engine:
         owner: Owner = ANYBODY,
         deadline: float | None = None,
     ) -> SessionView:
-        """Creates a session with the given id or a random id from the tokens of `session` up to `position`, by default
-        all, after its step in flight, if any, has ended. Runs no token. Returns a `NewSession`, or a `SessionView` if
-        this call has created the session before and it has made no step.
+        """See `Sessions.fork`. Waits for the end of the session's step in flight. Runs no token. Returns a
+        `NewSession`, or a `SessionView` if this call has created the session before and it has made no step.
 
-        Raises UnknownSession, SessionExists, QuotaExceeded. Raises InvalidRequest, with the possible positions, if the
-        session's stored tokens do not reach back to `position`.
-        """
+        Raises SessionExists, QuotaExceeded, and the errors of `Sessions.fork`."""
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
                 record, created = await self.sessions.fork(session, given, position, owner)
-            if created and self._live is not None:
-                self._live.forget(record.session)
-            view = self.steps.view(record, self.identity)
-            return NewSession(**asdict(view)) if created else view
+            return self._view(record, created)
+
+    def _view(self, record: SessionRecord, created: bool) -> SessionView:
+        """Returns the session that a request has created or found."""
+        if created and self._live is not None:
+            self._live.forget(record.session)
+        view = self.steps.view(record, self.identity)
+        return NewSession(**asdict(view)) if created else view
 
     async def history(
         self, session: str, position: int | None, deadline: float | None = None
     ) -> tuple[SessionView, History]:
-        """Returns a session, and its history up to `position`, by default all, after its step in flight, if any, has
-        ended. Raises UnknownSession, and InvalidRequest like `fork`."""
+        """See `Sessions.history`. Waits for the end of the session's step in flight."""
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
                 record, history = await self.sessions.history(session, position)
@@ -676,9 +631,7 @@ class Engine:
                 begun = GenerateRequest(mode=Mode.RECURRENT, session=request.session)
                 source, first = await self.steps.begin(begun, request.session, ticket, held)
                 assert isinstance(source, RecurrentSource), "mode recurrent began a window: this is a bug"
-                builder, certificate = self.answer_builder, self.manifest.certificate
-                continuer = Continuer(request, source, first, builder, self.forward, certificate, ticket)
-                results = await continuer.run()
+                results = await Continuer(request, source, first, self.answer_builder, ticket).run()
             share.progress(1)
         self._stats.answered("continuations", Mode.RECURRENT)
         return Continuations(*self.identity, id_of(request.session), source.start.position, results)
@@ -689,11 +642,7 @@ class Engine:
             await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
-        """Rewinds a session to `position` after its step in flight, if any, has ended.
-
-        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the session's stored tokens do not
-        reach back to `position`.
-        """
+        """See `Sessions.rewind`. Waits for the end of the session's step in flight."""
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
                 return self.steps.view(await self.sessions.rewind(session, position), self.identity)

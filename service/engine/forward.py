@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, aclosing
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +23,8 @@ from wane.service.state.prefixes import BLOCK, Path
 # Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests short, and the
 # memory for intermediate values small.
 PIECE_TOKENS = IN_ORDER["advance"]
+
+Norms = Sequence[float] | None
 
 
 class Mixed:
@@ -167,7 +169,7 @@ class Forward:
         """`keeps` says whether the states of prompts are kept for later prompts."""
         self._keeps = keeps
         self._batcher = batcher
-        self._pool = pool
+        self.pool = pool
         self.parallel = parallel
 
     async def window(
@@ -185,7 +187,7 @@ class Forward:
             return await self.window(tokens, ticket, write=write, binding=binding)
         if write is not None:
             return await self.append(tokens, ticket, read=ZERO, write=write, binding=binding)
-        with self._pool.lease() as slot:
+        with self.pool.lease() as slot:
             return await self.append(tokens, ticket, read=ZERO, write=slot, binding=binding)
 
     async def append(
@@ -202,10 +204,20 @@ class Forward:
         await self.parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
         return await self.again(write, ticket, binding=binding)
 
-    @property
-    def slots(self) -> int:
-        """The number of slots of the state pool."""
-        return self._pool.capacity
+    async def scan(
+        self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int
+    ) -> tuple[NDArray[np.float64], list[Norms]]:
+        """Runs n tokens but the last from the state in `read`, and writes the next state to `write` if n > 1. Returns
+        the network's log-probabilities of all tokens but the first, float64 (n - 1), and the LayerNorms after all
+        tokens but the last (see `Row`)."""
+        logprobs, norms = [np.empty(0)], list[Norms]()
+        pieces = self.parallel.run("scan", tokens[:-1], tokens[1:], ticket, None, read=read, write=write)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                assert piece.logprobs is not None, "a run in order has no log-probabilities: this is a bug"
+                logprobs.append(piece.logprobs)
+                norms.extend(piece.plan.norms[-1].tolist() if piece.plan.norms else [None] * len(piece.logprobs))
+        return np.concatenate(logprobs), norms
 
     async def prompt(
         self, tokens: NDArray[np.int64], owner: str | None, ticket: Ticket, *, write: int | None = None
@@ -220,7 +232,7 @@ class Forward:
         path = self.path(tokens, owner)
         if path is None:
             return await self.full(tokens, ticket, write=write), 0
-        pool = self._pool
+        pool = self.pool
         read, cached, branch, _ = pool.prefixes.find(path)
         with ExitStack() as held:
             held.enter_context(pool.hold(read))
@@ -255,11 +267,7 @@ class Forward:
         """Keeps the state in `slot`, which has read `tokens` and will not change. See `prompt`."""
         path = self.path(tokens, owner)
         if path is not None:
-            self._pool.prefixes.keep(path, path.length, slot)
-
-    def lease(self) -> AbstractContextManager[int]:
-        """Like `StatePool.lease`."""
-        return self._pool.lease()
+            self.pool.prefixes.keep(path, path.length, slot)
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
         """Returns the output for the state in `slot`, without running a token."""

@@ -62,18 +62,12 @@ class Limits:
 
     def top_k(self, top_k: int) -> None:
         """Raises InvalidRequest if `top_k` is over the limit."""
-        most = self._settings.top_k_limit
-        if top_k > most:
-            raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
+        _at_most("top_k", top_k, self._settings.top_k_limit)
 
     def preferences(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest if `logit_bias` contains a token that is not in the vocabulary, if `logit_bias` forbids
         every token or forces one that is never drawn, or if `top_logprobs` is over the limit."""
-        if request.top_logprobs is not None and request.top_logprobs > self._settings.top_k_limit:
-            raise InvalidRequest(
-                f"top_logprobs is {request.top_logprobs}, but must be at most {self._settings.top_k_limit}",
-                "top_logprobs",
-            )
+        _at_most("top_logprobs", request.top_logprobs or 0, self._settings.top_k_limit)
         bias = request.bias
         if bias is None:
             return
@@ -92,14 +86,9 @@ class Limits:
         if len(never_drawn.union(bias.ids[bias.values <= FORBID].tolist())) == self._size:
             raise InvalidRequest("logit_bias forbids every token of the vocabulary", "logit_bias")
 
-    def windows(self, windows: Sequence[int]) -> None:
-        """Checks each window of a list: see `of_window`."""
-        for index, window in enumerate(windows):
-            self.of_window(window, f"windows[{index}]")
-
-    def of_window(self, window: int, field: str = "window") -> None:
+    def of_window(self, window: int | None, field: str = "window") -> None:
         """Raises InvalidRequest if the window is less than 1, or exceeds the limit of the model or of the server."""
-        if not 1 <= window <= self.max_window:
+        if window is not None and not 1 <= window <= self.max_window:
             raise InvalidRequest(
                 f"{field} is {window}, but model {self._manifest.name} takes windows of 1 to {self.max_window} tokens",
                 field,
@@ -107,6 +96,9 @@ class Limits:
 
     def generated(self, max_tokens: int) -> None:
         """Raises InvalidRequest if `max_tokens` is over the limit."""
-        most = self._settings.max_generated_tokens
-        if max_tokens > most:
-            raise InvalidRequest(f"max_tokens is {max_tokens}, but must be at most {most}", "max_tokens")
+        _at_most("max_tokens", max_tokens, self._settings.max_generated_tokens)
+
+
+def _at_most(field: str, value: int, most: int) -> None:
+    if value > most:
+        raise InvalidRequest(f"{field} is {value}, but must be at most {most}", field)

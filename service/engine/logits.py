@@ -177,6 +177,22 @@ def excluded_by_each(rankings: Sequence[Ranking], ids: NDArray[np.int64]) -> NDA
     return np.take_along_axis(excluded, ids, axis=1)
 
 
+def largest_of_each(
+    rankings: Sequence[Ranking], logits: NDArray[np.float32], count: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Returns the `count` most probable of the tokens that each row's ranking may list, in the order of `largest`, and
+    their logits: (R, count). The logits of a row with fewer tokens end with -inf. rankings: R rankings without
+    candidates, each with excluded tokens. logits: float32 (R, V)."""
+    excluded = [one._excluded for one in rankings if one._excluded is not None]
+    listed_logits = np.where(np.stack(excluded), -np.inf, logits)
+    least = np.partition(listed_logits, -count, axis=1)[:, -count, None]
+    rows, ids = np.nonzero(listed_logits >= least)  # includes all tokens that tie for the last place
+    values = listed_logits[rows, ids]
+    order = np.lexsort((-values, rows))  # stable, so that of equal logits, the smaller id comes first
+    places = order[np.searchsorted(rows, np.arange(len(rankings)))[:, None] + np.arange(count)]
+    return ids[places], values[places].astype(np.float64)
+
+
 def _without(found: Largest, excluded: NDArray[np.bool_]) -> Largest:
     """Returns `found` without the excluded tokens."""
     flags = excluded[found.ids].tolist()

@@ -171,15 +171,12 @@ class Admission:
         """Number of requests in flight."""
         self.closed = False
         """Whether new requests are refused."""
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
 
     def enter(self) -> None:
         """Counts a request as active until `leave`. Raises Unavailable after `close`."""
         if self.closed:
             raise Unavailable("the server is stopping")
-        if not self.active:
-            self._idle.clear()
         self.asked += 1
         self.active += 1
 
@@ -190,8 +187,9 @@ class Admission:
     def leave(self, requests: int = 1) -> None:
         """Counts one or several requests as ended."""
         self.active -= requests
-        if not self.active:
+        if not self.active and self._idle is not None:
             self._idle.set()
+            self._idle = None
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -208,4 +206,6 @@ class Admission:
 
     async def idle(self) -> None:
         """Waits until no request is in flight."""
-        await self._idle.wait()
+        if self.active:
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()

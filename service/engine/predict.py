@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.manifest import Manifest
-from wane.models.vocabulary import Vocabulary
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import meets
-from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, sequence, tail
+from wane.service.engine.forward import PIECE_TOKENS, RunResult, sequence
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
-from wane.service.state.pool import StatePool
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import GenerateRequest, PredictRequest
@@ -30,23 +26,12 @@ class Predictor:
     of its beginning that an earlier request of the same owner has left."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        vocabulary: Vocabulary,
-        limits: Limits,
-        pool: StatePool,
-        forward: Forward,
-        answer_builder: AnswerBuilder,
-        cost_model: CostModel,
-        *,
-        has_radius_output: bool,
+        self, limits: Limits, answer_builder: AnswerBuilder, cost_model: CostModel, *, has_radius_output: bool
     ) -> None:
         """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
-        self._manifest = manifest
-        self._vocabulary = vocabulary
+        self._manifest = answer_builder.manifest
         self._limits = limits
-        self._pool = pool
-        self._forward = forward
+        self._forward = answer_builder.forward
         self._answer_builder = answer_builder
         self._cost_model = cost_model
         self._has_radius_output = has_radius_output
@@ -86,6 +71,7 @@ class Predictor:
             ways = self._ways(request)
         else:
             ways = (None if request.mode is Mode.RECURRENT else request.window or self._limits.window,)
+        input_ids = self._sequence(request)
         for k in ways:
             mode, proving = request.mode, request.prove
             if mode is Mode.AUTO:
@@ -93,8 +79,12 @@ class Predictor:
             plan = AnswerPlan.of_prompt(
                 mode, len(request.tokens), k, ranking, truncated=request.truncated, cache=request.cache
             )
-            recurrent = await self._recurrent(request, plan, ticket) if mode is not Mode.WINDOW else None
-            window = await self._window(request, plan, plan.window, ticket) if plan.window is not None else None
+            recurrent: ModeResult | None = None
+            window: ModeResult | None = None
+            if mode is not Mode.WINDOW:
+                recurrent = await self._recurrent(request, plan, input_ids, ticket)
+            if plan.window is not None:
+                window = await self._answer_builder.window(plan, input_ids, ticket, prove=request.prove)
             if request.tolerance is None:
                 break
             if window is not None and mode is Mode.WINDOW and not (proving or meets(window.bound, request.tolerance)):
@@ -103,12 +93,11 @@ class Predictor:
             if found is not None and meets(found.bound, request.tolerance):
                 break
         await self._answer_builder.take_turn(plan, request, recurrent or window)
-        return self._answer_builder.answer(
-            plan, partial(self._sequence, request), recurrent, window, request, ticket, searched=proving
-        )
+        return self._answer_builder.answer(plan, input_ids, recurrent, window, request, ticket, searched=proving)
 
-    async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:
-        input_ids = self._sequence(request)
+    async def _recurrent(
+        self, request: PredictRequest, plan: AnswerPlan, input_ids: NDArray[np.int64], ticket: Ticket
+    ) -> ModeResult:
         owner = self._owner(request, input_ids, traced=request.prove)
         result, cached = await self._forward.prompt(input_ids, owner, ticket)
         await self._answer_builder.take_turn(plan)
@@ -123,11 +112,6 @@ class Predictor:
         """Returns the owner whose kept states the request uses. None: none, because one run of all tokens outputs what
         no run from a state does: the radius of a truncated sequence, and the trace for a proof."""
         return None if (request.truncated or traced) and len(input_ids) <= PIECE_TOKENS else request.owner
-
-    async def _window(self, request: PredictRequest, plan: AnswerPlan, k: int, ticket: Ticket) -> ModeResult:
-        input_ids = self._sequence(request)
-        context_ids = tail(input_ids, plan.position, k)
-        return await self._answer_builder.window(plan, context_ids, input_ids, ticket, prove=request.prove)
 
     def _sequence(self, request: PredictRequest | GenerateRequest) -> NDArray[np.int64]:
         return sequence(self._manifest.start_tokens, request.tokens, truncated=request.truncated)
@@ -164,7 +148,7 @@ class Predictor:
         if request.mode is Mode.WINDOW:
             k = request.window or self._limits.window
             return await WindowSource(self._forward, input_ids, start, k, ticket).begin()
-        slot = held.enter_context(self._pool.lease())
+        slot = held.enter_context(self._forward.pool.lease())
         owner = self._owner(request, input_ids)
         source = RecurrentSource(self._forward, input_ids, start, slot, ticket, owner=owner)
         held.callback(source.keep)

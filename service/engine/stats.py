@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, NamedTuple, TypedDict
 
+import numpy as np
 from msgspec.structs import asdict
+from numpy.typing import NDArray
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
 from wane.service.engine.live_accuracy import LiveReport
-from wane.service.observability.metrics import Metrics, Observed, quantile
+from wane.service.observability.metrics import COUNTED_TOGETHER, Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
 from wane.service.types.answer import Agreement, Answer
 from wane.service.types.common import Mode, ModelDocument, says
@@ -148,9 +150,53 @@ def window_report(k: int, prove: bool, variations: Observed, proved: int) -> Win
     }
 
 
-def _seconds(latency: Latency) -> list[tuple[float]]:
-    """Returns the durations of one answer as `Stats.stepped` expects them."""
-    return [(value_ms / 1e3,) for value_ms in latency.phases()]
+Seconds = Sequence[float] | NDArray[np.float64]
+
+
+class Made(NamedTuple):
+    """Answers in one mode. phases: their durations in seconds, for each phase. variations: their error bounds. proved:
+    the number of those whose most probable token is proved. operation: the kind of the request. requests: the number
+    of requests that are counted as answered."""
+
+    mode: Mode
+    phases: tuple[Seconds, Seconds, Seconds]
+    variations: Sequence[float | None] = ()
+    proved: int = 0
+    operation: str = ""
+    requests: int = 0
+
+
+class ModeStats:
+    """Counts one mode's predictions in Prometheus's metrics, which the report reads too. Each metric is looked up only
+    once."""
+
+    def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
+        self._seconds = metrics.answer_seconds
+        self._phases = [metrics.answer_seconds.part(model, mode.value, phase) for phase in PHASES]
+        self._error_bound = metrics.answer_error_bound.labels(model, mode.value)
+        self._proved = metrics.answers_top1_proved.labels(model, mode.value)
+
+    def document(self) -> PhasesReport:
+        """Returns the durations of each phase."""
+        queue, compute, total = map(durations, self._phases)
+        return {"queue": queue, "compute": compute, "total": total}
+
+    def made(self, counted: Sequence[Made]) -> None:
+        """Counts answers of this mode."""
+        for seconds, values in zip(self._phases, zip(*[made.phases for made in counted], strict=True), strict=True):
+            seconds.observe_all(np.concatenate(values))
+        self._error_bound.observe_all([one for made in counted for one in made.variations if one is not None])
+        self._proved.inc(sum([made.proved for made in counted]))
+
+    def end(self) -> None:
+        """Leaves the counts to the metrics of the model. Must be called last."""
+        for phase in self._phases:
+            self._seconds.end(phase)
+
+
+def _phases(latency: Latency) -> tuple[Seconds, Seconds, Seconds]:
+    queue_ms, compute_ms, total_ms = latency.phases()
+    return (queue_ms / 1e3,), (compute_ms / 1e3,), (total_ms / 1e3,)
 
 
 class Stats:
@@ -161,17 +207,17 @@ class Stats:
         self._metrics = metrics
         self._model = model
         self._answered: Counter[tuple[str, Mode]] = Counter()
-        self._phases: dict[Mode, list[Observed]] = {}
+        self._modes: dict[Mode, ModeStats] = {}
         # by the number of tokens, a power of two, and whether the proof was searched for
         self._windows: defaultdict[tuple[int, bool], Observed] = defaultdict(lambda: Observed(REACHED))
         self._proved: Counter[tuple[int, bool]] = Counter()
         self._metric = cache(lambda operation, mode: metrics.answers.labels(model, operation, mode.value))
-        self._bounds_metric = cache(lambda mode: metrics.answer_error_bound.labels(model, mode.value))
-        self._proved_metric = cache(lambda mode: metrics.answers_top1_proved.labels(model, mode.value))
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
+        self._made: list[Made] = []  # answers that are not counted yet
+        metrics.late.counts.append(self._count_made)
         metrics.agreement_bound_violations.labels(model)  # exports the metric as 0 from the start
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
@@ -182,32 +228,37 @@ class Stats:
     def took(self, mode: Mode, latency: Latency) -> None:
         """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
         its parts under the part's mode."""
-        self._took(mode, _seconds(latency), (), 0)
+        self.add(Made(mode, _phases(latency)))
 
     def made(self, answer: Answer, operation: str | None) -> None:
         """Counts an answer. `operation` is None if the caller was cancelled: only the answer's latency and bound are
         then counted."""
-        bounds = () if answer.error_bound is None else (answer.error_bound,)
-        self._took(answer.mode, _seconds(answer.latency), bounds, answer.top1_proved)
-        if operation is not None:
-            self.answered(operation, answer.mode)
+        phases, bounds = _phases(answer.latency), (answer.error_bound,)
+        self.add(Made(answer.mode, phases, bounds, answer.top1_proved, operation or "", operation is not None))
 
-    def stepped(
-        self, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int, waited_for: int
-    ) -> None:
-        """Counts the answers of a batch of steps. phases: the durations of the answers in seconds, for each phase;
-        variations: the error bounds of those answers that have one; proved: the number of proved answers; waited_for:
-        the number of answers whose caller still waits."""
-        self._took(Mode.RECURRENT, phases, variations, proved)
-        self.answered("step", Mode.RECURRENT, waited_for)
+    def add(self, made: Made) -> None:
+        """Counts the answers of a batch, together with those of later batches (see `Late`)."""
+        self._made.append(made)
+        if len(self._made) >= COUNTED_TOGETHER or len(made.variations) > COUNTED_TOGETHER:
+            self._count_made()
 
-    def _took(self, mode: Mode, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int) -> None:
-        if mode not in self._phases:
-            self._phases[mode] = [self._metrics.answer_seconds.part(self._model, mode.value, phase) for phase in PHASES]
-        for seconds, values in zip(self._phases[mode], phases, strict=False):
-            seconds.observe_all(values)
-        self._bounds_metric(mode).observe_all(variations)
-        self._proved_metric(mode).inc(proved)
+    def _count_made(self) -> None:
+        made, self._made = self._made, []
+        by_mode, requests = defaultdict[Mode, list[Made]](list), Counter[tuple[str, Mode]]()
+        for one in made:
+            by_mode[one.mode].append(one)
+            requests[one.operation, one.mode] += one.requests
+        for mode, ones in by_mode.items():
+            self._of(mode).made(ones)
+        for (operation, mode), count in requests.items():
+            if count:
+                self.answered(operation, mode, count)
+
+    def _of(self, mode: Mode) -> ModeStats:
+        found = self._modes.get(mode)
+        if found is None:
+            found = self._modes[mode] = ModeStats(self._metrics, self._model, mode)
+        return found
 
     def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
         """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
@@ -243,12 +294,14 @@ class Stats:
 
     def end(self) -> None:
         """Leaves the counts to the metrics of the model's next version. Must be called last."""
-        for phases in self._phases.values():
-            for phase in phases:
-                self._metrics.answer_seconds.end(phase)
+        self._count_made()
+        self._metrics.late.counts.remove(self._count_made)
+        for mode in self._modes.values():
+            mode.end()
 
     def document(self) -> StatsReport:
         """Returns the report's fields `modes`, `windows`, `operations`, `agreement` and `shadow`."""
+        self._count_made()
         operations: Counter[str] = Counter()
         for (operation, _), requests in self._answered.items():
             operations[operation] += requests
@@ -256,10 +309,10 @@ class Stats:
             "modes": {
                 mode: {
                     "requests": self._answered["predict", mode] + self._answered["step", mode],
-                    "latency": self._latency(mode),
+                    "latency": self._modes[mode].document(),
                 }
                 for mode in Mode
-                if mode in self._phases
+                if mode in self._modes
             },
             "windows": [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)],
             "operations": dict(operations),
@@ -274,7 +327,3 @@ class Stats:
                 "cpu_s": self._shadow_cpu_s,
             },
         }
-
-    def _latency(self, mode: Mode) -> PhasesReport:
-        queue, compute, total = map(durations, self._phases[mode])
-        return {"queue": queue, "compute": compute, "total": total}

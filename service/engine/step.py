@@ -8,6 +8,7 @@ last. In between, the next state is computed in a new slot. A failure before the
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
-from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
+from wane.service.engine.answer import AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, expected, meets
 from wane.service.engine.forward import PIECE_TOKENS, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
@@ -23,13 +24,13 @@ from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import SKIPPED, LiveAccuracy
 from wane.service.engine.logits import Ranking, log_softmax
 from wane.service.engine.steps.columns import StepColumns
+from wane.service.engine.steps.continuations import TOKENS_OF_A_SCORE, mixed
 from wane.service.engine.steps.rows import Conflict
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.sessions import Commit, Sessions, StepKind, conflict
+from wane.service.sessions.sessions import Commit, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord, is_first
-from wane.service.state.pool import ZERO, CachedState, StatePool
+from wane.service.state.pool import ZERO, CachedState
 from wane.service.types.answer import Answer, SessionState, SessionView
 from wane.service.types.common import Identity, Mode, StateSource
 from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, PredictRequest, StepRequest, id_of
@@ -45,12 +46,8 @@ class SessionSteps:
 
     def __init__(
         self,
-        answer_builder: AnswerBuilder,
         limits: Limits,
-        pool: StatePool,
         columns: StepColumns,
-        sessions: Sessions,
-        resident: ResidentSessions,
         cost_model: CostModel,
         metrics: Metrics,
         live: LiveAccuracy | None = None,
@@ -59,14 +56,14 @@ class SessionSteps:
     ) -> None:
         """`live` counts the accuracy of the answers; None without the setting `live_accuracy`. `has_radius_output` says
         whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
-        self._manifest = manifest = answer_builder.manifest
+        self._answer_builder = columns.answers.builder
+        self._manifest = manifest = self._answer_builder.manifest
+        self._forward = self._answer_builder.forward
+        self._pool = self._forward.pool
         self._limits = limits
-        self._pool = pool
         self._columns = columns
-        self._forward = answer_builder.forward
-        self._sessions = sessions
-        self._resident = resident
-        self._answer_builder = answer_builder
+        self._sessions = columns.sessions
+        self._resident = columns.resident
         self._cost_model = cost_model
         self._live = live
         self._has_radius_output = has_radius_output
@@ -247,23 +244,10 @@ class SessionSteps:
         if base is not None and mode is Mode.RECURRENT:
             return await self._append_row(record, request, ticket, kind, base, rebuilt=rebuilt)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
-        # The session's earlier tokens are needed in these cases: there is no state to continue from, the step runs a
-        # window, answers are sampled for shadows, the model has a cache, or the answer must not list tokens that the
-        # session contains.
         builder, wanted = self._answer_builder, request.filter
         if wanted is not NO_FILTER:
             await builder.turns.take(len(wanted.exclude) + len(wanted.candidates or ()))
-        if (
-            base is None
-            or mode is not Mode.RECURRENT
-            or builder.sampler is not None
-            or builder.cache is not None
-            or wanted.exclude_seen
-        ):
-            input_ids = np.concatenate([self._input_ids(record), np.array(request.tokens, np.int64)])
-        else:
-            input_ids = NO_TOKENS
-        context_ids = input_ids
+        input_ids = context_ids = np.concatenate([self._input_ids(record), np.array(request.tokens, np.int64)])
         if base is None and routing.is_free(request.mode, record.mode):
             context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
         held = len(record.tail) + len(request.tokens)
@@ -295,8 +279,7 @@ class SessionSteps:
                     await builder.take_turn(plan)
                     recurrent = builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             if plan.window is not None:
-                window_ids = tail(input_ids, position, plan.window)
-                window = await builder.window(plan, window_ids, input_ids, ticket, prove=False, binding=True)
+                window = await builder.window(plan, input_ids, ticket, prove=False, binding=True)
             committed = await self._sessions.commit(
                 Commit(record, request.tokens, request.idempotency_key, write, dropped_tokens, kind, request.creator)
             )
@@ -318,7 +301,7 @@ class SessionSteps:
         await builder.take_turn(plan, request, recurrent or window)
         answer = builder.answer(
             plan,
-            lambda: input_ids,
+            input_ids,
             recurrent,
             window,
             request,
@@ -393,7 +376,7 @@ class SessionSteps:
         await self._answer_builder.take_turn(plan, request, recurrent or part)
         return self._answer_builder.answer(
             plan,
-            lambda: input_ids,
+            input_ids,
             recurrent,
             part,
             request,
@@ -449,8 +432,7 @@ class SessionSteps:
                 recurrent = await self._answer_builder.search(plan, recurrent, ticket)
         part: ModeResult | None = None
         if plan.window is not None:
-            window_ids = tail(input_ids, plan.position, plan.window)
-            part = await self._answer_builder.window(plan, window_ids, input_ids, ticket, prove=request.prove)
+            part = await self._answer_builder.window(plan, input_ids, ticket, prove=request.prove)
         answered = recurrent or part
         assert answered is not None, "neither mode ran: this is a bug"
         _check(answered.bound, tolerance)
@@ -509,48 +491,37 @@ class SessionSteps:
         request: StepRequest,
         ticket: Ticket,
     ) -> tuple[float | None, ...]:
-        """Returns the log-probability of each of the step's tokens. Runs the tokens one after the other. The value is
-        None for the first token of a sequence if the model has a zero start, because the model does not predict this
-        token.
+        """Returns the log-probability of each of the step's tokens. The value is None for the first token of a sequence
+        if the model has a zero start, because the model does not predict this token.
 
         `before_ids` is the kept model input before the step. `position` is the session's position before the step.
         `base` is the state to continue from. The caller retains the slot of `base`. If `base` is None, the state before
         the step is computed from `before_ids`.
         """
-        forward, tokens = self._forward, np.array(request.tokens, np.int64)
-        cache = self._answer_builder.cache if request.cache else None
-        all_ids = np.concatenate([before_ids, tokens])
-        found: list[float | None] = []
-        with self._pool.lease() as first, self._pool.lease() as second:
-            free = [first, second]
-            result: RunResult | None = None
+        forward, builder, ids = self._forward, self._answer_builder, np.array(request.tokens, np.int64)
+        result: RunResult | None = None
+        with self._pool.lease() as slot:
+            read = slot
             if not len(before_ids):
                 read = ZERO
-            elif base is not None and base.position == position:
+            elif base is None:
+                result = await forward.full(before_ids, ticket, write=slot)
+            elif base.position == position:
                 read = base.slot
                 result = await forward.again(read, ticket)
             else:
-                read = free.pop()
-                if base is None:
-                    result = await forward.full(before_ids, ticket, write=read)
-                else:
-                    missed = before_ids[base.position - position :]
-                    result = await forward.append(missed, ticket, read=base.slot, write=read)
-            for index, token in enumerate(request.tokens):
-                known = all_ids[: len(before_ids) + index]
-                history = known[1:] if len(known) > position + index else known  # without the start token
-                if result is None:
-                    found.append(None)
-                else:
-                    logits = result.mix(cache, history, position + index).logits
-                    found.append(log_softmax(logits).item(token))
-                if index + 1 < len(tokens):
-                    write = free.pop()
-                    result = await forward.append(tokens[index : index + 1], ticket, read=read, write=write)
-                    if read in (first, second):
-                        free.append(read)
-                    read = write
-        return tuple(found)
+                missed = before_ids[base.position - position :]
+                result = await forward.append(missed, ticket, read=base.slot, write=slot)
+            logprobs, _ = await forward.scan(ids, ticket, read=read, write=slot)
+        history = before_ids[1:] if len(before_ids) > position else before_ids  # without the start token
+        if result is not None:
+            logprobs = np.concatenate([log_softmax(result.network_logits)[ids[:1]], logprobs])
+        else:
+            history, position, ids = ids[:1], position + 1, ids[1:]
+        if request.cache and builder.cache is not None:
+            mixing = partial(mixed, builder.cache, history, position, ids, logprobs, [None] * len(ids))
+            logprobs, _ = await builder.turns.run(len(ids) * TOKENS_OF_A_SCORE, mixing)
+        return (*([None] if result is None else []), *logprobs.tolist())
 
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None

@@ -94,7 +94,7 @@ class TopPlaces:
         """Yields the result after each of `count` tokens, starting with the token at index `first`. Runs each token as
         one step."""
         forward = self._builder.forward
-        with forward.lease() as slot:
+        with forward.pool.lease() as slot:
             read = ZERO
             if first:
                 await forward.append(input_ids[:first], ticket, read=ZERO, write=slot)

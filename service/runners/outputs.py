@@ -90,7 +90,8 @@ class Outputs(Mapping[str, Array]):
     def finite(self) -> NDArray[np.bool_]:
         """Whether all values of a row are finite in every output of FINITE: bool (B)."""
         if self._finite is None:
-            flags, are_all = list[NDArray[np.bool_]](), True  # a comprehension would be another call
+            flags: list[NDArray[np.bool_]] = []
+            are_all = True  # a comprehension would be another call
             for name in FINITE:
                 if name in self._arrays:
                     flags.append(np.isfinite(self._arrays[name]))

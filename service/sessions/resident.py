@@ -98,12 +98,13 @@ class ResidentSessions:
 
     def commit(
         self, slots: NDArray[np.intp], sessions: Sequence[str], tokens: NDArray[np.int64], outputs: Mapping[str, Array]
-    ) -> None:
+    ) -> NDArray[np.int64]:
         """Appends one token to each of B different sessions, and replaces the sessions' states with those in `outputs`,
-        the outputs of a model run over these tokens."""
+        the outputs of a model run over these tokens. Returns the sessions' positions, int64 (B)."""
         self.hits += len(slots)
-        self._rings[slots, self._state_cache.positions[slots] % self._keep] = tokens
-        self._state_cache.advance(slots, sessions, outputs, self._clock())
+        positions = self._state_cache.advance(slots, sessions, outputs, self._clock())
+        self._rings[slots, (positions - 1) % self._keep] = tokens
+        return positions
 
     def seen(self, slot: int) -> NDArray[np.integer[Any]]:
         """Returns the kept tokens of a buffered session in any order, without `<eos>`: (n). A later commit of the

@@ -253,15 +253,18 @@ class StatePool:
 
     def advance(
         self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
-    ) -> None:
+    ) -> NDArray[np.int64]:
         """Replaces the states of B sessions by the outputs of a run over one token for each session. Increments the
-        sessions' positions and revisions. Counts as a use of the states. `outputs`: see `write`."""
+        sessions' positions and revisions, and returns the positions, int64 (B). Counts as a use of the states.
+        `outputs`: see `write`."""
         self.write(slots, outputs)
-        self.positions[slots] += 1
+        positions = self.positions[slots] + 1
+        self.positions[slots] = positions
         self._revisions[slots] += np.uint64(1)
         self.touched_s[slots] = now_s
         for session in sessions:
             self.order.move_to_end(session)
+        return positions
 
     def find(self, session: str, now_s: float) -> CachedState | None:
         """Returns the session's resident state, or None, and makes it the most recently used."""

@@ -53,6 +53,9 @@ def test_the_mixture_equals_the_oracle_s(seed: int, counts: bool, has_tables: bo
         )
     assert expected.sum(axis=1) == pytest.approx(1)
     assert np.exp(mixed.log_probabilities(logits, found)) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    part = [*range(0, batch, 2)]
+    of_part = mixed.log_probabilities(logits[part], found.part(part, size))
+    assert of_part.tolist() == mixed.log_probabilities(logits, found)[part].tolist()
     assert found.network[:, None] * network + mixed.added(found) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert found.tokens.tolist() == [min(len(history), length) for history in histories]
     assert np.bincount(found.keys // (size + 1), minlength=batch).max() <= mixed.most_added

@@ -24,12 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "position": {},
 }
 MOST = {
-    ("memory", "plain"): (28, 121),
-    ("memory", "filter"): (31, 171),
-    ("memory", "position"): (30, 143),
-    ("redis", "plain"): (35, 205),
-    ("redis", "filter"): (38, 251),
-    ("redis", "position"): (37, 227),
+    ("memory", "plain"): (27, 110),
+    ("memory", "filter"): (31, 159),
+    ("memory", "position"): (29, 131),
+    ("redis", "plain"): (34, 196),
+    ("redis", "filter"): (38, 240),
+    ("redis", "position"): (36, 217),
 }
 """The largest numbers of files and calls of a step, by its session's store and what it asks. Lower them when a step
 gets shorter. The aim is 20 files and 120 calls for all of them."""

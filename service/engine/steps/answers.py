@@ -6,91 +6,43 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from itertools import compress
+from operator import attrgetter
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture
-from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import ANSWERS, Row
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import bounds
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
-from wane.service.engine.bounds import Bound
+from wane.service.engine.bounds import StepBounds
 from wane.service.engine.forward import RunResult
 from wane.service.engine.live_accuracy import LiveAccuracy
-from wane.service.engine.logits import Ranking, excluded_by_each
+from wane.service.engine.logits import Ranking, excluded_by_each, largest_of_each
 from wane.service.engine.pending import Admission, Pending
+from wane.service.engine.stats import Made
 from wane.service.engine.steps.rows import IS_DONE, StepBatch, StepRow
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import StepKind
 from wane.service.types.answer import Answer, Prediction
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import NO_FILTER, Latency, id_of
 
 Float = TypeVar("Float", np.float32, np.float64)
 
 NO_TOKENS = np.empty(0, np.int64)
+VARIATION, PROVED = attrgetter("error_bound"), attrgetter("top1_proved")
+SEARCHED_AT_ONCE = 1 << 17
+"""The largest number of logits of one batch that are searched for rows whose filters exclude nearly all listed tokens.
+It takes about 2 ms of the event loop. If there are more, these rows are answered alone."""
 KNOWN_BOUNDS = 4096  # number of cached bounds, one for each number of tokens that a state has read
-
-
-class StepResults:
-    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_s`, `batch_items`, `identity`,
-    `vocabulary` and `durable` are the same for all rows.
-
-    ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
-    number of tokens in each row's cache; None if the model has no cache. seen_tokens: see `Answer`, for rows with a
-    filter. latencies: the latencies of the rows that the general procedure waits for, which began before they were
-    queued.
-    """
-
-    ids: list[list[int]]
-    logprobs: list[list[float]]
-    probabilities: list[list[float]]
-    proved: list[bool]
-    positions: list[int]
-    bounds: Sequence[Bound | None]
-    cache_tokens: list[int] | None
-    queue_s: list[float]
-    compute_s: float
-    total_s: list[float]
-    batch_items: int
-    identity: Identity
-    vocabulary: Vocabulary
-    durable: bool | None = None
-    seen_tokens: Mapping[int, int | None] = MappingProxyType({})
-    latencies: Mapping[int, Latency] = MappingProxyType({})
-
-    def answer(self, row: int, step: StepRow) -> StepAnswer:
-        """Returns the answer to the `step` of a row."""
-        bound, ids = self.bounds[row], self.ids[row][: step.top_k]
-        texts, partials = map(self.vocabulary.texts.__getitem__, ids), map(self.vocabulary.partials.__getitem__, ids)
-        return StepAnswer(
-            *self.identity,
-            Mode.RECURRENT,
-            None,
-            tuple(map(Prediction, ids, texts, self.probabilities[row], self.logprobs[row], partials)),
-            self.latencies.get(row)
-            or Latency(1e3 * self.queue_s[row], 1e3 * self.compute_s, 1e3 * self.total_s[row]).with_batch(
-                self.batch_items
-            ),
-            StateSource.RESIDENT,
-            None if bound is None else bound.variation,
-            None if bound is None else bound.state,
-            self.proved[row],
-            session=id_of(step.session),
-            position=self.positions[row],
-            replayed=False,
-            durable=self.durable,
-            cache_tokens=None if self.cache_tokens is None else self.cache_tokens[row],
-            seen_tokens=self.seen_tokens.get(row),
-        )
 
 
 class StepAnswer(Answer):
@@ -127,14 +79,43 @@ class Single(NamedTuple):
     waits: bool
 
 
+class Listed(NamedTuple):
+    """The most probable tokens of B rows, up to the largest `top_k` of the batch, whether the first token is proved,
+    and the bounds. cache_tokens: the number of tokens in each row's cache; None if the model has no cache."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    probabilities: list[list[float]]
+    proved: list[bool]
+    bounds: StepBounds
+    cache_tokens: list[int] | None = None
+
+
+class Kept(NamedTuple, Generic[Float]):
+    """The most probable tokens of B rows that may be listed: (B, K). fewest: the number of first tokens that may be
+    listed in all rows but those of which few remain, at least 2. searched: the rows whose tokens were searched among
+    all, and their scores, float64 (R, K), which are not in `values`."""
+
+    ids: NDArray[np.int64]
+    values: NDArray[Float]
+    fewest: int
+    searched: list[int]
+    scores: NDArray[np.float64]
+
+
 class Prepared(NamedTuple):
     """The answers to the steps of one batch, before the steps are committed. `singles` has the rows that are answered
-    alone, or the error of the attempt, and `results` the answers by arrays; None if no row has one. positions: the
-    sessions' positions after the steps, int64 (B)."""
+    alone, or the error of the attempt. answers: those by arrays, for all rows; empty if all are answered alone. ids:
+    the ids of their tokens, or more. queue_s, total_s: their durations, float64 (B). positions: the sessions' positions
+    after the steps, int64 (B)."""
 
-    results: StepResults | None
-    singles: dict[int, Single | Exception]
+    answers: list[StepAnswer]
+    ids: list[list[int]]
+    queue_s: NDArray[np.float64]
+    compute_s: float
+    total_s: NDArray[np.float64]
     positions: NDArray[np.int64]
+    singles: dict[int, Single | Exception]
 
 
 class StepAnswers:
@@ -151,15 +132,15 @@ class StepAnswers:
         """`most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no row is
         answered by arrays. `live` counts the accuracy of the answers; None without the setting `live_accuracy`."""
         self.builder = builder
-        self._resident = resident
+        self.resident = resident
         self.admission = admission
         self.most_predictions = most_predictions
         self._live = live
         self._unlisted = builder.vocabulary.unlisted
         certificate = builder.certificate
-        # The bound of an answer from a state that has read the whole sequence.
-        self._bound_of_all = bounds.bound(certificate, 1, 1)
-        self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
+        # The bound of an answer from a state that has read the last `known` tokens; 0: the whole sequence.
+        self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known or 1, known + 1))
+        self._bounds_of_all = StepBounds.of([self._bound_of(0)])
 
     def asking(self, batch: StepBatch) -> dict[int, Asking]:
         """Returns the rows that ask more than the next token. Must be called before the commit."""
@@ -195,24 +176,22 @@ class StepAnswers:
                 except Exception as error:  # the other steps are answered
                     made[row] = error
         filtered = rankings.copy()
-        results: StepResults | None = None
+        answers, ids = list[StepAnswer](), list[list[int]]()
+        queue_s = total_s = times.started_s - batch.queued_s
         if rankings or len(asking) < len(positions):
             try:
-                results = self._results(batch, positions, dropped_tokens, rankings, times)
+                answers, ids, total_s = self._by_arrays(batch, positions, dropped_tokens, rankings, queue_s, times)
+                if batch.may_wait:
+                    for index, step in enumerate(batch.rows):
+                        if step.waiting and (index in rankings or index not in asking):
+                            answers[index].latency = self._ticket(step, times).latency()
             except Exception as error:  # no step may wait for ever for its answer
                 made |= {row: error for row in range(len(batch.rows)) if row in rankings or row not in asking}
-            else:
-                if batch.may_wait:
-                    results.latencies = {
-                        index: self._ticket(row, times).latency()
-                        for index, row in enumerate(batch.rows)
-                        if row.waiting and (index in rankings or index not in asking)
-                    }
-        answers: Outputs | None = None  # one object for all rows, because it caches what they share
+        outputs: Outputs | None = None  # one object for all rows, because it caches what they share
         for row, (input_ids, sampled, _) in asking.items():
             if row in rankings or row in made:  # answered by arrays, or failed
                 continue
-            answers = batch.outputs.only(ANSWERS) if answers is None else answers
+            outputs = batch.outputs.only(ANSWERS) if outputs is None else outputs
             step, position, dropped = batch.rows[row], positions.item(row), dropped_tokens.item(row)
             ticket, request = self._ticket(step, times), step.as_request()
             try:
@@ -221,13 +200,17 @@ class StepAnswers:
                     ranking = self._ranking(step, position, input_ids)
                 elif self.builder.cache is not None:  # the graph outputs too few tokens for the filter
                     input_ids = self._in_order(step, ())
-                plan, part = self._part(batch, answers, row, position, dropped, input_ids, ranking, ticket)
+                origin = StateSource.REBUILT if step.was_rebuilt else StateSource.RESIDENT
+                plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped, ranking, request.cache)
+                norms = batch.outputs[NORMS][row].tolist() if NORMS in batch.outputs else None
+                result = RunResult(Row(outputs, row, norms=norms))
+                part = self.builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
                 waits = request.prove or request.logits or self.builder.work(plan, request.top_k) > 0
                 made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
-        return Prepared(results, made, positions)
+        return Prepared(answers, ids, queue_s, times.compute_s, total_s, positions, made)
 
     def extend(self, prepared: Prepared, rows: Sequence[int]) -> None:
         """Keeps the requests of rows whose answers wait counted as active."""
@@ -239,38 +222,31 @@ class StepAnswers:
         self, batch: StepBatch, prepared: Prepared, rows: Sequence[int], durable: Sequence[bool | None] | None = None
     ) -> None:
         """Answers the committed `rows`. durable: see `SessionRecord`, for each row of the batch."""
-        results, singles, positions = prepared
-        live = self._live
+        answers, singles, live, steps = prepared.answers, prepared.singles, self._live, batch.rows
         if live is not None:
-            after = positions.tolist()
-            live.judge([batch.rows[index].first_token(after[index]) for index in rows])
-        if results is not None:
-            by_array = [row for row in rows if row not in singles] if singles else rows
-            if durable is not None and by_array:
-                results.durable = durable[by_array[0]]
+            after = prepared.positions.tolist()
+            live.judge([steps[index].first_token(after[index]) for index in rows])
+        if answers:
+            together = [row for row in rows if row not in singles] if singles else rows
             try:
-                self._count(results, batch, by_array)
+                self._count(prepared, batch, together)
             except Exception as error:  # the steps are answered
                 report = {"message": "the answers of a batch of steps were not counted", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(report)
             if live is not None:
-                after, ids = results.positions, results.ids
-                given = [(index, row) for index in by_array if (row := batch.rows[index]).is_awaited]
-                live.keep([(row.session, after[index], ids[index][: row.top_k]) for index, row in given])
-            for index in by_array:
-                row = batch.rows[index]
-                if row.done():
-                    continue
-                try:
-                    row.set_result(results.answer(index, row))
-                except Exception as error:  # the step is committed, but has no answer
-                    row.fail(error)
+                given = [(index, row) for index in together if (row := steps[index]).is_awaited]
+                live.keep([(row.session, after[index], prepared.ids[index][: row.top_k]) for index, row in given])
+            for index in together:
+                answer = answers[index]
+                if durable is not None:
+                    answer.durable = durable[index]
+                steps[index].answer(answer)
         for index in rows if singles else ():
             single = singles.get(index)
             if isinstance(single, Single):
-                self._answer(batch.rows[index], single, None if durable is None else durable[index])
+                self._answer(steps[index], single, None if durable is None else durable[index])
             elif single is not None:
-                batch.rows[index].fail(single)
+                steps[index].fail(single)
 
     def _input_ids(self, row: StepRow, *, sampled: bool, is_alone: bool) -> NDArray[np.int64]:
         """Returns the kept part of the model's input: see `SessionSteps`. If only the row's filter needs it, returns
@@ -280,13 +256,13 @@ class StepAnswers:
             return NO_TOKENS
         if is_in_order or row.stored is not None:
             return self._in_order(row, (row.token,))
-        return np.concatenate([self._resident.seen(row.slot), np.array([row.token])])
+        return np.concatenate([self.resident.seen(row.slot), np.array([row.token])])
 
     def _in_order(self, row: StepRow, tokens: Sequence[int]) -> NDArray[np.int64]:
         """Returns the kept part of the model's input in order, up to and including the row's token: int64. `tokens` are
         those of the step that a buffered session has not appended yet."""
         if row.stored is None:
-            tail, position = self._resident.tail(row.slot)
+            tail, position = self.resident.tail(row.slot)
         else:
             tail, position, tokens = row.stored.record.tail, row.stored.record.position, row.stored.tokens
         kept = tail.ids()
@@ -306,25 +282,6 @@ class StepAnswers:
         ticket.batch_items = max(ticket.batch_items, times.items)
         return ticket
 
-    def _part(
-        self,
-        batch: StepBatch,
-        answers: Outputs,
-        row: int,
-        position: int,
-        dropped_tokens: int,
-        input_ids: NDArray[np.int64],
-        ranking: Ranking,
-        ticket: Ticket,
-    ) -> tuple[AnswerPlan, ModeResult]:
-        """Returns the plan and the result of a row that is answered alone. answers: the batch's outputs of ANSWERS."""
-        request, outputs = batch.rows[row].as_request(), batch.outputs
-        origin = StateSource.REBUILT if batch.rows[row].was_rebuilt else StateSource.RESIDENT
-        plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped_tokens, ranking, request.cache)
-        norms = outputs[NORMS][row].tolist() if NORMS in outputs else None
-        result = RunResult(Row(answers, row, norms=norms))
-        return plan, self.builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-
     def _ranking(self, row: StepRow, position: int, input_ids: NDArray[np.int64]) -> Ranking:
         """Returns the ranking for the filter of a row."""
         known = input_ids[max(len(input_ids) - position, 0) :]
@@ -339,7 +296,7 @@ class StepAnswers:
         def answer(part: ModeResult) -> Answer:
             made = self.builder.answer(
                 plan,
-                lambda: input_ids,
+                input_ids,
                 part,
                 None,
                 request,
@@ -375,102 +332,149 @@ class StepAnswers:
         except Exception as error:  # the step is committed, but has no answer
             row.fail(error)
 
-    def _results(
+    def _by_arrays(
         self,
         batch: StepBatch,
         positions: NDArray[np.int64],
         dropped: NDArray[np.int64],
         rankings: dict[int, Ranking],
+        queue_s: NDArray[np.float64],
         times: Times,
-    ) -> StepResults:
-        """Returns the answers to the batch's steps by arrays: see `prepare`. rankings: the rankings of rows with a
-        filter. Removes those for which the graph outputs too few tokens: these rows are answered alone."""
-        results, outputs = StepResults(), batch.outputs
-        if rankings:
-            results.seen_tokens = {row: ranking.seen_tokens for row, ranking in rankings.items()}
-        results.positions = positions.tolist()
-        if self.builder.certificate.readout is not None and self.builder.certificate.has_rounding:
-            known = np.where(dropped, positions - dropped, 0).tolist()
-            results.bounds = bounds.of_steps(self.builder.certificate, known, outputs[NORMS])
-        elif dropped.any():
-            results.bounds = [
-                self._bound_of(known) if lost else self._bound_of_all
-                for known, lost in zip((positions - dropped).tolist(), dropped.tolist(), strict=True)
-            ]
-        else:
-            results.bounds = [self._bound_of_all] * len(batch.rows)
+    ) -> tuple[list[StepAnswer], list[list[int]], NDArray[np.float64]]:
+        """Returns the answers to the batch's steps by arrays, and the ids and the durations: see `Prepared`.
+        rankings: the rankings of rows with a filter. Removes those for which too few tokens are found: these rows are
+        answered alone."""
+        outputs, builder, after = batch.outputs, self.builder, positions.tolist()
+        found = self._bounds(positions, dropped, outputs)
         width = outputs.most if rankings else min(max(FEW, batch.top_k + len(self._unlisted)), outputs.most)
-        if self.builder.cache is None:
-            self._largest(results, batch, width, rankings)
+        if builder.cache is None:
+            listed = self._largest(found, batch, width, rankings)
         else:
-            self._largest_of_mixtures(results, self.builder.cache, batch, width, rankings)
-        results.compute_s = times.compute_s
-        results.queue_s = (times.started_s - batch.queued_s).tolist()
-        results.total_s = (time.perf_counter() - batch.queued_s).tolist()
-        results.batch_items = times.items
-        results.identity, results.vocabulary = self.builder.identity, self.builder.vocabulary
-        return results
+            listed = self._largest_of_mixtures(found, builder.cache, batch, width, rankings, after)
+        total_s = time.perf_counter() - batch.queued_s
+        name, version, device = builder.identity
+        text, partial = builder.vocabulary.texts.__getitem__, builder.vocabulary.partials.__getitem__
+        compute_ms, items = 1e3 * times.compute_s, times.items
+        columns = batch.rows, *listed[:4], *listed.bounds[:2], after, (1e3 * queue_s).tolist(), (1e3 * total_s).tolist()
+        answers = [
+            StepAnswer(
+                name,
+                version,
+                device,
+                Mode.RECURRENT,
+                None,
+                tuple(
+                    map(Prediction, shown := ids[: row.top_k], map(text, shown), shares, logprobs, map(partial, shown))
+                ),
+                Latency(queue_ms, compute_ms, total_ms).with_batch(items),
+                StateSource.RESIDENT,
+                variation,
+                state,
+                proved,
+                session=id_of(row.session),
+                position=position,
+                replayed=False,
+            )
+            for row, ids, logprobs, shares, proved, state, variation, position, queue_ms, total_ms in zip(
+                *columns, strict=True
+            )
+        ]
+        for row, ranking in rankings.items():
+            answers[row].seen_tokens = ranking.seen_tokens
+        for answer, tokens in zip(answers, listed.cache_tokens or (), strict=False):
+            answer.cache_tokens = tokens
+        return answers, listed.ids, total_s
 
-    def _largest(self, results: StepResults, batch: StepBatch, width: int, rankings: dict[int, Ranking]) -> None:
-        """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
+    def _bounds(self, positions: NDArray[np.int64], dropped: NDArray[np.int64], outputs: Outputs) -> StepBounds:
+        """Returns the bounds of the network's answers."""
+        certificate = self.builder.certificate
+        known = [0] * len(dropped)
+        if has_dropped := np.count_nonzero(dropped) > 0:
+            known = np.where(dropped, positions - dropped, 0).tolist()
+        if certificate.readout is not None and certificate.has_rounding:
+            return bounds.of_steps(certificate, known, outputs[NORMS])
+        if has_dropped:
+            return StepBounds.of([*map(self._bound_of, known)])
+        states, variations, runs = self._bounds_of_all
+        return StepBounds(states * len(known), variations * len(known), runs * len(known))
+
+    def _largest(self, found: StepBounds, batch: StepBatch, width: int, rankings: dict[int, Ranking]) -> Listed:
+        """Returns the most probable tokens, and whether the first of them is proved."""
         outputs = batch.outputs
         top = outputs.top(width)
         if rankings:
-            ids, values, fewest = self._without_excluded(top.ids, top.logits, rankings, batch)
-            top = TopColumns(ids, values, top.log_sum_exp)
+            kept = self._without_excluded(
+                top.ids,
+                top.logits,
+                rankings,
+                batch,
+                lambda rows: np.stack([outputs.row("logits", row) for row in rows]),
+            )
+            kept.values[kept.searched] = kept.scores
+            top = TopColumns(kept.ids, kept.values, top.log_sum_exp)
         elif self._unlisted:
             top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
         logprobs = top.logprobs
-        results.ids, results.logprobs = top.ids.tolist(), logprobs.tolist()
-        results.probabilities = np.exp(logprobs).tolist()
-        results.cache_tokens = None
+        listed = top.ids.tolist(), logprobs.tolist(), np.exp(logprobs).tolist()
         if rankings:
-            top = TopColumns(ids[:, :fewest], values[:, :fewest], top.log_sum_exp)
-        results.proved = self._proved(results.bounds, top.ids, top.logits, outputs)
+            top = TopColumns(top.ids[:, : kept.fewest], top.logits[:, : kept.fewest], top.log_sum_exp)
+        proved = self._proved(found.runs, top.ids, top.logits, outputs)
         for row, ranking in rankings.items():
-            bound = results.bounds[row]
-            if bound is not None and bound.runs is not None:
-                first = Largest(results.ids[row][:2], top.logits[row, :2].tolist(), [], [])
+            if (error := found.runs[row]) < math.inf:
+                first = Largest(listed[0][row][:2], top.logits[row, :2].tolist(), [], [])
                 logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-                results.proved[row] = self.builder.margin.proves_among(ranking, first, logits, hidden, bound.runs)
+                proved[row] = self.builder.margin.proves_among(ranking, first, logits, hidden, error)
+        return Listed(*listed, proved, found)
 
     def _largest_of_mixtures(
         self,
-        results: StepResults,
+        of_network: StepBounds,
         cache: CacheMixture,
         batch: StepBatch,
         width: int,
         rankings: dict[int, Ranking],
-    ) -> None:
-        """Like `_largest`, for mixtures with a cache. Also replaces the bounds of the network's answers in `results` by
-        the bounds of the mixtures."""
+        positions: Sequence[int],
+    ) -> Listed:
+        """Like `_largest`, for mixtures with a cache. `of_network`: the bounds of the network's answers."""
         outputs = batch.outputs
         stored = [(one.record, one.tokens) for one in batch.commits]
-        found = self._resident.shares_of(stored) if stored else self._resident.shares(batch.slots)
-        logits, ids = outputs["logits"], outputs[TOP_IDS]
+        found = self.resident.shares_of(stored) if stored else self.resident.shares(batch.slots)
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
-        top = cache.top(logits, sums, ids, found, width)
-        probabilities, top_ids = top.probabilities, top.ids
+        logits = outputs["logits"]
+        ids, probabilities = cache.top(logits, sums, outputs[TOP_IDS], found, width)
+        kept: Kept[np.float64] | None = None
         if rankings:
-            top_ids, probabilities, _ = self._without_excluded(top_ids, probabilities, rankings, batch)
+            kept = self._without_excluded(
+                ids,
+                probabilities,
+                rankings,
+                batch,
+                lambda rows: cache.log_probabilities(logits[rows], found.part(rows, cache.vocabulary_size)).astype(
+                    np.float32
+                ),
+            )
+            ids, probabilities = kept.ids, kept.values
+            probabilities[kept.searched] = np.exp(kept.scores)
         elif self._unlisted:
-            top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
-        results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
-        results.logprobs = np.log(probabilities).tolist()
-        results.cache_tokens = found.tokens.tolist()
-        unknown = [cache.unknown(*known) for known in zip(results.cache_tokens, results.positions, strict=True)]
-        errors = [
-            math.inf if one is None or one.runs is None or more else one.runs
-            for one, more in zip(results.bounds, unknown, strict=True)
+            ids, probabilities = self._without_unlisted(ids, probabilities)
+        logprobs = np.log(probabilities)
+        if kept is not None:
+            logprobs[kept.searched] = kept.scores
+        states, variations, runs = of_network
+        tokens, weights = found.tokens.tolist(), found.network.tolist()
+        unknown = [cache.unknown(*known) for known in zip(tokens, positions, strict=True)]
+        mixed = [
+            None if one is None else bounds.variation_of_mixture(one, weight, more)
+            for one, weight, more in zip(variations, weights, unknown, strict=True)
         ]
-        results.bounds = [*map(bounds.of_mixture, results.bounds, found.network.tolist(), unknown)]
-        if min(errors) == math.inf:
-            results.proved = [False] * len(errors)
-            return
-
-        results.proved = self.builder.margin.proves_mixtures(
-            probabilities, outputs.lengths, found.network, np.array(errors)
-        ).tolist()
+        errors = [math.inf if more else error for error, more in zip(runs, unknown, strict=True)]
+        proved = [False] * len(errors)
+        if min(errors) < math.inf:
+            proved = self.builder.margin.proves_mixtures(
+                probabilities, outputs.lengths, found.network, np.array(errors)
+            ).tolist()
+        listed = ids.tolist(), logprobs.tolist(), probabilities.tolist()
+        return Listed(*listed, proved, StepBounds(states, mixed, runs), tokens)
 
     def _without_excluded(
         self,
@@ -478,22 +482,31 @@ class StepAnswers:
         values: NDArray[Float],
         rankings: dict[int, Ranking],
         batch: StepBatch,
-    ) -> tuple[NDArray[np.int64], NDArray[Float], int]:
+        scores_of: Callable[[list[int]], NDArray[np.float32]],
+    ) -> Kept[Float]:
         """Moves the tokens that may not be listed behind the others, in each of B rows of the K most probable tokens:
-        (B, K). Returns as many first tokens of each row as the batch needs. Removes the rankings of rows in which fewer
-        than `top_k` tokens remain. The third result is the number of first tokens that may be listed in all other rows,
-        at least 2."""
+        (B, K). If fewer than `top_k` tokens of a row remain, searches the scores of all tokens, which `scores_of`
+        returns for some rows: (R, V). Removes the rankings of rows for which that would take long, or in which too few
+        tokens remain even then."""
         excluded = self.builder.rankings.default.excludes(ids)
         asking = [*rankings]
         excluded[asking] = excluded_by_each([*rankings.values()], ids[asking])
-        kept = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
-        too_few = {row for row in rankings if kept[row] < max(batch.rows[row].top_k, 2)}
-        for row in too_few:
+        kept: list[int] = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
+        order = np.argsort(excluded, axis=1, kind="stable")[:, : max(FEW, batch.top_k)]
+        ids, values, most = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1), order.shape[1]
+        too_few: list[int] = [row for row in rankings if kept[row] < max(batch.rows[row].top_k, 2)]
+        searched: list[int] = []
+        scores: NDArray[np.float64] = np.empty((0, most))
+        if too_few and len(too_few) * self.builder.vocabulary.size <= SEARCHED_AT_ONCE:
+            found, scores = largest_of_each([rankings[row] for row in too_few], scores_of(too_few), most)
+            is_whole: NDArray[np.bool_] = np.isfinite(scores[:, -1])
+            searched, scores = [*compress(too_few, is_whole.tolist())], scores[is_whole]
+            ids[searched] = found[is_whole]
+        for row in {*too_few}.difference(searched):
             del rankings[row]
-        most = max(FEW, batch.top_k)
-        fewest = max(2, min([count for row, count in enumerate(kept) if row not in too_few], default=2))
-        order = np.argsort(excluded, axis=1, kind="stable")[:, :most]
-        return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1), min(fewest, most)
+        # Of the other rows, those without a filter have at least 2 tokens: see `most_predictions`.
+        fewest = min([most, *[kept[row] for row in range(len(kept)) if row not in too_few]])
+        return Kept(ids, values, max(fewest, 2), searched, scores)
 
     def _without_unlisted(
         self, ids: NDArray[np.int64], values: NDArray[Float]
@@ -504,7 +517,7 @@ class StepAnswers:
         is_unlisted = ids == self._unlisted[0]
         for token in self._unlisted[1:]:  # faster than np.isin for the usual one or two tokens
             is_unlisted |= ids == token
-        if not is_unlisted.any():
+        if not np.count_nonzero(is_unlisted):
             return ids[:, :most], values[:, :most]
         if len(ids) == 1:
             kept = np.flatnonzero(~is_unlisted[0])[:most]
@@ -516,24 +529,17 @@ class StepAnswers:
         return listed_ids, listed_values
 
     def _proved(
-        self,
-        found: Sequence[Bound | None],
-        ids: NDArray[np.int64],
-        logits: NDArray[np.float64],
-        outputs: Outputs,
+        self, runs: Sequence[float], ids: NDArray[np.int64], logits: NDArray[np.float64], outputs: Outputs
     ) -> list[bool]:
-        """Returns, for each row, whether the margin proof succeeds."""
-        if not any(found):
-            return [False] * len(found)
-        if len(found) <= bounds.FEW_ROWS:
-            return self._proved_one_by_one(found, ids, logits, outputs)
-        errors_known = [None if one is None else one.runs for one in found]
-        if errors_known.count(None) == len(found):
-            return [False] * len(found)
-        lengths = outputs.lengths
-        known = np.array([error is not None for error in errors_known])
-        errors = np.array([error or 0.0 for error in errors_known])
-        settled = self.builder.margin.settled(ids, logits, lengths, errors)
+        """Returns, for each row, whether the margin proof succeeds. runs: see `StepBounds`."""
+        if min(runs) == math.inf:
+            return [False] * len(runs)
+        if len(runs) <= bounds.FEW_ROWS:
+            return self._proved_one_by_one(runs, ids, logits, outputs)
+        errors = np.array(runs)
+        known = errors < math.inf
+        errors[~known] = 0.0
+        settled = self.builder.margin.settled(ids, logits, outputs.lengths, errors)
         proved = (settled == 1) & known
         for row in np.flatnonzero((settled < 0) & known).tolist():
             proved[row] = self._has_no_rival(outputs, row, ids.item(row, 0), errors.item(row))
@@ -541,19 +547,14 @@ class StepAnswers:
         return flags
 
     def _proved_one_by_one(
-        self,
-        found: Sequence[Bound | None],
-        ids: NDArray[np.int64],
-        logits: NDArray[np.float64],
-        outputs: Outputs,
+        self, runs: Sequence[float], ids: NDArray[np.int64], logits: NDArray[np.float64], outputs: Outputs
     ) -> list[bool]:
         """Like `_proved`, for few rows, for which Python is faster than some twenty numpy calls."""
         flags: list[bool] = []
         lengths = outputs.lengths
-        rows = zip(found, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
-        for row, (bound, (first, second), (highest, next_one), length) in enumerate(rows):
-            error = None if bound is None else bound.runs
-            if error is None:
+        rows = zip(runs, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
+        for row, (error, (first, second), (highest, next_one), length) in enumerate(rows):
+            if error == math.inf:
                 flags.append(False)
                 continue
             settled = self.builder.margin.settles(first, second, highest - next_one, length, error)
@@ -568,17 +569,15 @@ class StepAnswers:
         logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
         return self.builder.margin.has_no_rival(logits, hidden, error, first, among=self.builder.rankings.default.ids)
 
-    def _count(self, results: StepResults, batch: StepBatch, rows: Sequence[int]) -> None:
+    def _count(self, prepared: Prepared, batch: StepBatch, rows: Sequence[int]) -> None:
         """Counts the answers of rows that the general procedure does not count."""
+        answers, _, queue_s, compute_s, total_s, *_ = prepared
+        steps: Sequence[StepRow] = batch.rows
         if batch.may_wait:
-            rows = [row for row in rows if batch.rows[row].waiting is None]
-        columns = batch.rows, results.queue_s, results.total_s, results.bounds, results.proved
-        if len(rows) < len(batch.rows):
-            columns = tuple([column[row] for row in rows] for column in columns)  # type: ignore[assignment]
-        steps, queue_s, total_s, found, proved = columns
-        self.builder.stats.stepped(
-            (queue_s, [results.compute_s] * len(rows), total_s),
-            [one.variation for one in found if one is not None],
-            sum(proved),
-            [*map(IS_DONE, steps)].count(False),
-        )
+            rows = [row for row in rows if steps[row].waiting is None]
+        if len(rows) < len(steps):
+            answers, steps = [answers[row] for row in rows], [steps[row] for row in rows]
+            queue_s, total_s = queue_s[[*rows]], total_s[[*rows]]
+        variations, proved = [*map(VARIATION, answers)], sum(map(PROVED, answers))
+        phases, awaited = (queue_s, [compute_s] * len(rows), total_s), [*map(IS_DONE, steps)].count(False)
+        self.builder.stats.add(Made(Mode.RECURRENT, phases, variations, proved, "step", awaited))

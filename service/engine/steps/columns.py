@@ -44,10 +44,9 @@ from wane.service.engine.steps.rows import (
 )
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Commit, Sessions, StepKind
 from wane.service.sessions.stores.store import Appended, SessionRecord
-from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.pool import ZERO
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import MAX_POSITION, StepRequest
@@ -75,8 +74,6 @@ class StepColumns:
     def __init__(
         self,
         answers: StepAnswers,
-        state_cache: StatePool,
-        resident: ResidentSessions,
         sessions: Sessions,
         metrics: Metrics,
         procedure: StepProcedure,
@@ -89,13 +86,13 @@ class StepColumns:
         builder, model = answers.builder, answers.builder.manifest.name
         self._size = builder.vocabulary.size
         self._reserved = builder.vocabulary.reserved
-        self._state_cache = state_cache
-        self._slots = state_cache.order
-        self._buffered = resident.buffered
-        self._resident = resident
-        self._sessions = sessions
+        self._state_cache = builder.forward.pool
+        self._slots = self._state_cache.order
+        self.resident = answers.resident
+        self._buffered = self.resident.buffered
+        self.sessions = sessions
         self._locks = sessions.locks
-        self._answers = answers
+        self.answers = answers
         cache = builder.cache
         self._most_rows = sys.maxsize if cache is None else max(1, MIXED_AT_ONCE // cache.most_added)
         self._admission = answers.admission
@@ -131,7 +128,7 @@ class StepColumns:
             not 0 <= row.token < self._size
             or row.token in self._reserved
             or not 0 < row.top_k <= self._most_predictions
-            or (row.expected_position is not None and not 0 <= row.expected_position <= MAX_POSITION)
+            or not NO_POSITION <= row.position <= MAX_POSITION
             or len(self._rows) >= self._max_queue
             or self._admission.closed
             or not self._locks.take(session)
@@ -154,11 +151,11 @@ class StepColumns:
         the session must be read from the store, if its state is not in memory, or if the step is not the session's next
         one in recurrent mode."""
         request = row.request
-        record = self._sessions.look(row.session, row.expected_position, row.key)
+        record = self.sessions.look(row.session, row.expected_position, row.key)
         if record is None:
             return None
         mode = routing.of_session(None if request is None else request.mode, record.mode)
-        cached = self._sessions.cached(record)
+        cached = self.sessions.cached(record)
         if cached is None or mode is not Mode.RECURRENT:
             return None
         self._state_cache.retain(cached.slot)
@@ -167,7 +164,7 @@ class StepColumns:
         except Overloaded:
             self._state_cache.release(cached.slot)
             return None
-        self._resident.hits += record.position > 0
+        self.resident.hits += record.position > 0
         kind, dropped_tokens = StepKind.NEXT, cached.dropped_tokens
         row.stored = Commit(record, (row.token,), row.key, write, dropped_tokens, kind, row.creator)
         row.is_plain = False
@@ -175,7 +172,7 @@ class StepColumns:
 
     def _put(self, row: StepRow, slot: int) -> None:
         if not self._rows:
-            self._flushes = self._resident.flushes
+            self._flushes = self.resident.flushes
             self._queue_columns()
         row.slot, row.queued_s = slot, time.perf_counter()
         self._rows.append(row)
@@ -227,10 +224,10 @@ class StepColumns:
             batch = self._without_late(batch, now_s)
             if not len(batch.rows):
                 return None
-        expected = batch.expected
-        good = (expected == NO_POSITION) | (expected == self._state_cache.positions[batch.slots])
-        good &= self._resident.alive(batch.slots)
-        if self._resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
+        good = self.resident.alive(batch.slots)
+        if (expected := batch.expected) is not None:
+            good &= (expected == NO_POSITION) | (expected == self._state_cache.positions[batch.slots])
+        if self.resident.flushes != flushes:  # a flush may have been for the eviction of a queued step's state
             good &= self._resident_still(batch)
         if (stored := batch.stored) is not None:  # their sessions are locked, and their slots retained
             good |= stored
@@ -275,7 +272,7 @@ class StepColumns:
     def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Returns, for each step of the batch, whether the session's state is still in the same slot as when the step
         was queued: bool (B)."""
-        return np.array([row.slot == self._resident.slot(row.session) for row in batch.rows], np.bool_)
+        return np.array([row.slot == self.resident.slot(row.session) for row in batch.rows], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
         """Retains the slots of a batch's states until `finish`, because the batch runs on the runner's thread."""
@@ -311,9 +308,8 @@ class StepColumns:
             self._fail(batch.part(~finite), FloatingPointError("the model's output is not finite"))
         if good is not None and not (good | ~finite).all():
             asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(finite & ~good), entered=True))
-        kept = finite if good is None else good & finite
-        if np.count_nonzero(kept) < len(kept):
-            batch = batch.part(kept)
+        if batch.failed or (good is not None and not good.all()):
+            batch = batch.part(finite if good is None else good & finite)
             if not len(batch.rows):
                 return
             stored = batch.stored
@@ -330,20 +326,19 @@ class StepColumns:
         """Commits the rows of buffered sessions by arrays, and answers them."""
         rows, sessions = range(len(batch.rows)), [*map(SESSION, batch.rows)]
         try:
-            asking = self._answers.asking(batch)
-            self._resident.commit(batch.slots, sessions, batch.tokens, batch.outputs)
+            asking = self.answers.asking(batch)
+            positions = self.resident.commit(batch.slots, sessions, batch.tokens, batch.outputs)
             self.ran += len(rows)
-            positions = self._state_cache.positions[batch.slots]
             dropped_tokens = self._state_cache.dropped_tokens[batch.slots]
-            prepared = self._answers.prepare(batch, positions, dropped_tokens, asking, times)
+            prepared = self.answers.prepare(batch, positions, dropped_tokens, asking, times)
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
             return
         if asking:
-            self._answers.extend(prepared, rows)
+            self.answers.extend(prepared, rows)
         self._locks.leave_all(sessions)
         self._admission.leave(len(rows))
-        self._answers.deliver(batch, prepared, rows)
+        self.answers.deliver(batch, prepared, rows)
 
     def _start_commit(self, batch: StepBatch, times: Times) -> None:
         """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
@@ -359,7 +354,7 @@ class StepColumns:
             self._state_cache.write(np.array([one.slot for one in commits], np.intp), batch.outputs)
             positions = np.array([one.position for one in commits])
             dropped_tokens = np.array([one.dropped_tokens for one in commits])
-            prepared = self._answers.prepare(batch, positions, dropped_tokens, self._answers.asking(batch), times)
+            prepared = self.answers.prepare(batch, positions, dropped_tokens, self.answers.asking(batch), times)
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
             return
@@ -373,26 +368,26 @@ class StepColumns:
         committed: list[Appended]
         kept, durable = list[int](), list[bool | None]()
         try:
-            committed = await self._sessions.commit_many(batch.commits)
+            committed = await self.sessions.commit_many(batch.commits)
             for row, record in enumerate(committed):
                 durable.append(record.durable if isinstance(record, SessionRecord) else None)
                 if isinstance(record, SessionRecord):
                     if (
-                        self._resident.has_room
+                        self.resident.has_room
                         and batch.rows[row].key is None
                         and routing.of_session(None, record.mode) is Mode.RECURRENT
                     ):
-                        self._resident.add(record)
+                        self.resident.add(record)
                     kept.append(row)
         except Exception as error:
             kept, committed = [], [error] * len(batch.rows)
         self._committing.remove(batch)
         self.ran += len(kept)
-        self._answers.extend(prepared, kept)
+        self.answers.extend(prepared, kept)
         self._leave([batch.rows[row] for row in kept])
         if len(kept) < len(batch.rows):
             self._uncommitted(batch, committed)
-        self._answers.deliver(batch, prepared, kept, durable)
+        self.answers.deliver(batch, prepared, kept, durable)
 
     def _uncommitted(self, batch: StepBatch, committed: Sequence[Appended]) -> None:
         """Fails the rows whose commit failed. Passes those whose session had changed to the general procedure."""
@@ -425,7 +420,7 @@ class StepColumns:
             self._fail(batch, failure)
             return
         if not self._rows:
-            self._flushes = self._resident.flushes
+            self._flushes = self.resident.flushes
             self._queue_columns()
         for row in batch.rows:
             row.runs_alone, row.is_plain = True, False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
 from functools import partial
 
 import numpy as np
@@ -16,11 +15,10 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture
-from wane.models.manifest import Certificate
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan
 from wane.service.engine.bounds import Bound, bound, of_mixture
-from wane.service.engine.forward import Forward, RunResult
+from wane.service.engine.forward import Norms, RunResult
 from wane.service.engine.generate import RecurrentSource
 from wane.service.engine.logits import log_softmax
 from wane.service.types.answer import Continuation
@@ -35,7 +33,6 @@ TOKENS_OF_AN_ANSWER, TOKENS_OF_A_SCORE = 1024, 256
 MIXED_AT_ONCE = 256
 """The number of tokens that are mixed with the cache together. Equal tokens take memory for every pair of places."""
 
-Norms = Sequence[float] | None
 Scored = tuple[tuple[float, ...], tuple[float | None, ...]]
 """The log-probability of each token, and the error bound of the distribution that predicted it."""
 NOTHING: Scored = (), ()
@@ -50,8 +47,6 @@ class Continuer:
         source: RecurrentSource,
         first: RunResult,
         builder: AnswerBuilder,
-        forward: Forward,
-        certificate: Certificate,
         ticket: Ticket,
     ) -> None:
         """`source` and `first` are the session's state and the result after the session's last token: see
@@ -61,12 +56,10 @@ class Continuer:
         self._history = np.array(source.start.history, np.int64)
         self._first, self._first_logprobs = first, log_softmax(first.network_logits)
         self._builder = builder
-        self._forward = forward
-        self._certificate = certificate
         self._ticket = ticket
         self._cache = builder.cache if request.cache else None
         self._ranking = builder.rankings.of(request.filter, ())
-        self._free = asyncio.Semaphore(min(MOST_SLOTS, forward.slots // 4))
+        self._free = asyncio.Semaphore(min(MOST_SLOTS, builder.forward.pool.capacity // 4))
 
     async def run(self) -> tuple[Continuation, ...]:
         """Returns the result of each continuation. If one fails, withdraws the others."""
@@ -81,14 +74,17 @@ class Continuer:
 
     async def _one(self, tokens: tuple[int, ...], unknown: tuple[str, ...]) -> Continuation:
         request, start, builder, ids = self._request, self._start, self._builder, np.array(tokens, np.int64)
-        ticket, count = self._ticket.beside(), len(ids)
+        ticket, count, forward = self._ticket.beside(), len(ids), builder.forward
         ticket.started_s = self._ticket.started_s
         position, known = start.position + count, start.known + count
         plan = AnswerPlan(Mode.RECURRENT, position, None, start.state, known, self._ranking, request.cache)
         result, scored = self._first, NOTHING
         if count:
             async with self._free:
-                result, scanned, norms = await self._ran(ids, ticket)
+                with forward.pool.lease() as slot:
+                    scanned, norms = await forward.scan(ids, ticket, read=self._read, write=slot)
+                    read = self._read if count == 1 else slot
+                    result = await forward.append(ids[-1:], ticket, read=read, write=slot)
             work = count * (TOKENS_OF_A_SCORE + builder.work(plan))
             scored = await builder.turns.run(work, partial(self._scored, ids, scanned, norms))
         await builder.turns.take(TOKENS_OF_AN_ANSWER)
@@ -103,33 +99,15 @@ class Continuer:
             unknown_names=unknown,
         )
         await builder.take_turn(plan, asked, part)
-        answer = builder.answer(plan, lambda: ids, part, None, asked, ticket, sampled=False)
+        answer = builder.answer(plan, ids, part, None, asked, ticket, sampled=False)
         found = Continuation(**asdict(answer), tokens=tokens, logprobs=scored[0], error_bounds=scored[1])
         return found.with_details(answer.logits, scored[0])
 
-    async def _ran(self, ids: NDArray[np.int64], ticket: Ticket) -> tuple[RunResult, NDArray[np.float64], list[Norms]]:
-        """Runs the n tokens of a continuation. Returns the result after the last one; the log-probabilities of all but
-        the first, float64 (n - 1); and the LayerNorms after all but the last (see `Row`)."""
-        read, logprobs, norms = self._read, [np.empty(0)], list[Norms]()
-        with self._forward.lease() as slot:
-            if len(ids) > 1:
-                pieces = self._forward.parallel.run("scan", ids[:-1], ids[1:], ticket, None, read=read, write=slot)
-                async with aclosing(pieces):
-                    async for piece in pieces:
-                        assert piece.logprobs is not None, "a run in order has no log-probabilities: this is a bug"
-                        logprobs.append(piece.logprobs)
-                        norms.extend(
-                            piece.plan.norms[-1].tolist() if piece.plan.norms else [None] * len(piece.logprobs)
-                        )
-                read = slot
-            result = await self._forward.append(ids[-1:], ticket, read=read, write=slot)
-        return result, np.concatenate(logprobs), norms
-
     def _scored(self, ids: NDArray[np.int64], scanned: NDArray[np.float64], norms: list[Norms]) -> Scored:
-        """Scores the tokens of a continuation, of which `_ran` has returned the rest. May be called on any thread."""
+        """Scores the tokens of a continuation. scanned, norms: see `Forward.scan`. May be called on any thread."""
         start, logprobs = self._start, np.concatenate([self._first_logprobs[ids[:1]], scanned])
         found = [
-            bound(self._certificate, start.known + index, start.position + index, None, one)
+            bound(self._builder.certificate, start.known + index, start.position + index, None, one)
             for index, one in enumerate([self._first.row.norms, *norms])
         ]
         if self._cache is not None:
@@ -143,7 +121,7 @@ def mixed(
     position: int,
     ids: NDArray[np.int64],
     logprobs: NDArray[np.float64],
-    found: list[Bound | None],
+    found: Sequence[Bound | None],
 ) -> tuple[NDArray[np.float64], list[Bound | None]]:
     """Mixes the distributions that predict n tokens with the cache. ids: int64 (n), the tokens, which follow `history`,
     the last tokens of a sequence of `position` tokens. logprobs: float64 (n), the network's log-probabilities of the

@@ -35,8 +35,8 @@ class StepRow(Pending[Answer]):
     has its result. Otherwise it is None, and the row of a session that is not buffered owns them. token_logprobs: see
     `Answer`. runs_alone: the row ran in a batch that failed, and runs in a batch of its own. It then commits even if it
     is abandoned.
-    position: `expected_position` or NO_POSITION. is_plain: whether the row has no request and no trace, and neither
-    `stored` nor `runs_alone`.
+    position: the expected position of the session, or NO_POSITION. is_plain: whether the row has no request and no
+    trace, and neither `stored` nor `runs_alone`.
     """
 
     slot = 0
@@ -62,7 +62,6 @@ class StepRow(Pending[Answer]):
         super().__init__()
         self.session = session
         self.token = token
-        self.expected_position = expected_position
         self.position = NO_POSITION if expected_position is None else expected_position
         self.top_k = top_k
         self.deadline = deadline
@@ -70,6 +69,11 @@ class StepRow(Pending[Answer]):
         self.traced = traced
         self.creator = creator
         self.is_plain = request is None and traced is None
+
+    @property
+    def expected_position(self) -> int | None:
+        """See `StepRequest`."""
+        return None if self.position == NO_POSITION else self.position
 
     @property
     def key(self) -> str | None:
@@ -157,9 +161,10 @@ COLUMNS = attrgetter("slot", "token", "position", "queued_s", "top_k", "is_plain
 
 
 class StepBatch(ColumnBatch):
-    """A batch of B rows. expected: int64 (B), the rows' expected positions. stored: for each row, whether it is
-    committed by the store: bool (B); None if no row is. top_k: at least that of each row. is_plain: whether all rows
-    are plain. may_wait: whether the general procedure may wait for a row. deadline: no row has an earlier one."""
+    """A batch of B rows. expected: int64 (B), the rows' expected positions; None if no row has one. stored: for each
+    row, whether it is committed by the store: bool (B); None if no row is. top_k: at least that of each row. is_plain:
+    whether all rows are plain. may_wait: whether the general procedure may wait for a row. deadline: no row has an
+    earlier one."""
 
     __slots__ = ("deadline", "expected", "is_plain", "may_wait", "rows", "stored", "top_k")
 
@@ -169,7 +174,7 @@ class StepBatch(ColumnBatch):
             *map(COLUMNS, rows), strict=True
         )
         super().__init__(np.array(slots, np.intp), np.array(tokens, np.int64), np.array(queued_s, np.float64))
-        self.expected: NDArray[np.int64] = np.array(expected, np.int64)
+        self.expected = np.array(expected, np.int64) if max(expected) != NO_POSITION else None
         self.top_k: int = max(top_k)
         self.is_plain = False not in plain
         self.stored = np.array([*map(bool, stored)]) if any(stored) else None
@@ -191,7 +196,8 @@ class StepBatch(ColumnBatch):
         part = copy(self)
         part.rows = [*compress(self.rows, rows.tolist())]
         part.slots, part.tokens, part.queued_s = self.slots[rows], self.tokens[rows], self.queued_s[rows]
-        part.expected = self.expected[rows]
+        if self.expected is not None:
+            part.expected = self.expected[rows]
         if self.stored is not None:
             stored = self.stored[rows]
             part.stored = stored if stored.any() else None

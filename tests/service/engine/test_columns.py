@@ -17,7 +17,7 @@ from wane.models.manifest import Role
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.engine.steps import columns
-from wane.service.engine.steps.answers import StepAnswer, StepAnswers, StepResults
+from wane.service.engine.steps.answers import StepAnswer, StepAnswers
 from wane.service.errors import (
     DeadlineExceeded,
     Unavailable,
@@ -393,8 +393,7 @@ async def test_a_step_that_cannot_be_answered_fails_alone(started: EngineHarness
     ("owner", "name", "fails"),
     [
         (StepAnswers, "asking", True),
-        (StepAnswers, "_results", True),
-        (StepResults, "answer", True),
+        (StepAnswers, "_by_arrays", True),
         (StepAnswers, "_count", False),
         (ResidentSessions, "commit", True),
         (ResidentSessions, "add", True),

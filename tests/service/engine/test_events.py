@@ -146,6 +146,31 @@ async def test_the_list_of_every_step_of_a_session(harness: EngineHarness) -> No
     assert (in_columns > 0) is (harness.runner.puts_out_top and not harness.shadow_runner.calls)
 
 
+async def test_sessions_that_may_list_few_of_the_most_probable_tokens_are_answered_together(
+    harness: EngineHarness,
+) -> None:
+    engine, cache = harness.engine, has_cache(harness)
+    histories = {"few": clicks(12, 1), "none": clicks(13, 2), "all": clicks(11, 3)}
+    for session, tokens in histories.items():
+        await engine.create_session(session)
+        await engine.submit(StepRequest(session, tokens[:-1]))
+    excluded: dict[str, tuple[int, ...]] = {"all": ()}
+    for session, count in (("few", SIZE - 12), ("none", SIZE - 4)):
+        of = distribution(harness, histories[session], cache=cache)
+        excluded[session] = tuple(ranking(of, SIZE)[:count])
+    pending = {
+        session: engine.submit(StepRequest(session, tokens[-1:], filter=Filter(exclude=excluded[session])))
+        for session, tokens in histories.items()
+    }
+    for session, tokens in histories.items():
+        answer = await pending[session]
+        of = distribution(harness, tokens, cache=cache)
+        assert_lists(answer, of, 5, exclude=excluded[session])
+        # Six tokens are searched for. The session `none` may list only two.
+        by_arrays = harness.runner.puts_out_top and not harness.shadow_runner.calls and session != "none"
+        assert isinstance(answer, StepAnswer) is by_arrays
+
+
 async def test_a_rebuilt_and_a_rewound_session_lists_the_ranking(harness: EngineHarness) -> None:
     engine, tokens, cache = harness.engine, clicks(30), has_cache(harness)
     await engine.create_session("s")

@@ -14,7 +14,14 @@ from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
 from wane.service.batching.batch import Row, Work
 from wane.service.engine.forward import RunResult
-from wane.service.engine.logits import Ranking, Rankings, excluded_by_each, listed, log_softmax
+from wane.service.engine.logits import (
+    Ranking,
+    Rankings,
+    excluded_by_each,
+    largest_of_each,
+    listed,
+    log_softmax,
+)
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
@@ -136,3 +143,18 @@ def test_rankings_exclude_the_same_tokens_together_as_each_alone(count: int) -> 
     ids[:, 0] = vocabulary.eos_id
     together = excluded_by_each(found, ids)
     assert together.tolist() == [ranking.excludes(row).tolist() for ranking, row in zip(found, ids, strict=True)]
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_rankings_list_the_same_tokens_together_as_each_alone(count: int) -> None:
+    vocabulary = name_vocabulary(names=[f"item {index}" for index in range(40)])
+    rng, rankings = np.random.default_rng(count), Rankings(vocabulary)
+    known = [rng.permutation(vocabulary.size)[: vocabulary.size - left] for left in (30, 12, 9, 4)]
+    found = [rankings.of(Filter(exclude_seen=True), tokens) for tokens in known]
+    logits = np.round(rng.normal(size=(len(found), vocabulary.size)), 1).astype(np.float32)  # some are equal
+    ids, values = largest_of_each(found, logits, count)
+    for row, ranking in enumerate(found):
+        alone = ranking.largest(RunResult(Row(Outputs({"logits": logits}), row)), count)
+        listed_count = len(alone.ids)
+        assert (ids[row, :listed_count].tolist(), values[row, :listed_count].tolist()) == (alone.ids, alone.logits)
+        assert listed_count == count or values[row, -1] == -np.inf

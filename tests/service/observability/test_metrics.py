@@ -79,6 +79,22 @@ async def test_a_scrape_is_encoded_on_another_thread(monkeypatch: pytest.MonkeyP
     assert b"/v1/predict" in text
 
 
+def test_values_are_counted_when_their_thread_reads_the_metrics() -> None:
+    metrics = Metrics()
+    metrics.count_request("/v1/predict", "POST", 200, 0.1)
+    labels = {"route": "/v1/predict", "method": "POST", "status": "200"}
+    found: list[float | None] = []
+
+    def read() -> None:
+        found.append(metrics.registry.get_sample_value("wane_http_requests_total", labels))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    read()
+    assert found == [None, 1.0]
+
+
 def test_unknown_labels_are_refused() -> None:
     mine = Histogram("wane_z", "Some text.", ("model",), BOUNDS, CollectorRegistry())
     with pytest.raises(ValueError, match=r"wane_z has the labels .*, but 2 values were passed"):
