@@ -316,27 +316,22 @@ class ModelRegistry:
             current = self._engines.get(name)
             try:
                 bundle = await asyncio.to_thread(self._repository.find, name)
-                if current is not None and bundle.digest == self._digests[name]:
-                    self.failures.pop(name, None)
-                    self._metrics.model_loads.labels("same").inc()
-                    return current
-                if current is not None and bundle.version == current.version:
-                    why = f"its bundle has changed, but its version is still {bundle.version}"
-                    raise LoadFailed(name, why)
-                engine = await self._start(bundle)
+                is_same = current is not None and bundle.digest == self._digests[name]
+                if current is not None and not is_same and bundle.version == current.version:
+                    raise LoadFailed(name, f"its bundle has changed, but its version is still {bundle.version}")
+                engine = current if current is not None and is_same else await self._start(bundle)
             except LoadFailed as error:
                 self.failures[name] = error
                 self._metrics.model_loads.labels("failed").inc()
                 logger.warning("%s", error.message)
                 raise
-            try:
-                self.check_ready()
-            except Unavailable:
+            if self._status == "draining" and not is_same:
                 await engine.close()
-                raise
+                self.check_ready()
             self.failures.pop(name, None)
-            self._metrics.model_loads.labels("loaded").inc()
-            self._serve(engine, bundle.digest)
+            self._metrics.model_loads.labels("same" if is_same else "loaded").inc()
+            if not is_same:
+                self._serve(engine, bundle.digest)
             return engine
 
     async def _start(self, bundle: FoundBundle) -> Engine:

@@ -1,7 +1,4 @@
-"""Closes the engines of replaced and unloaded models.
-
-A model's new version answers the requests that arrive after the replacement. The old version answers the requests in
-flight, and is closed after the last of these requests.
+"""Closes the engines of replaced and unloaded models, after their last requests.
 
 If the new version has the same tokenizer, sessions continue on it, and their states are rebuilt from their last tokens.
 Otherwise sessions stay on the old version. The old version is then kept until it has been unused for a session's time

@@ -29,7 +29,7 @@ from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.runners.memory import HostMemory, output_name
 from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory
-from wane.service.state.prefixes import PrefixStates
+from wane.service.state.prefixes import ENTRY_BYTES, PrefixStates
 
 ZERO: Final = 0  # the slot that holds the zero state
 # The slot of the state in which every sequence starts: the state after <eos>, or the zero state for a zero start.
@@ -86,7 +86,8 @@ class StatePool:
         self.free = array("i")
         self._untouched = RESERVED  # the first slot that was never used
         self._on_evict = on_evict
-        self.prefixes = PrefixStates(self, ZERO, clock, on_prefix)
+        most = self.capacity * self.slot_bytes // (self.slot_bytes + ENTRY_BYTES)
+        self.prefixes = PrefixStates(self.users, self.retain, self.release, most, clock, on_prefix)
         self.order: OrderedDict[str, int] = OrderedDict()  # from session name to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__
         """Returns whether a session's state is resident."""

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,20 +41,6 @@ LISTED_BYTES: Final = 192
 
 Key = tuple[str, bytes]
 """The owner's name, and the hash of all tokens that a state has read."""
-
-
-class Slots(Protocol):
-    """The pool whose slots hold the states (`StatePool`)."""
-
-    capacity: int
-    slot_bytes: int
-
-    @property
-    def users(self) -> Sequence[int]: ...
-
-    def retain(self, slot: int) -> None: ...
-
-    def release(self, slot: int) -> None: ...
 
 
 class Path:
@@ -97,8 +83,8 @@ class Scores(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The slot of a state that has read a sequence's first `length` tokens. If no state is kept, it is the slot of the
-    zero state, and `length` is 0. `branch` is a larger number of tokens after which an earlier sequence went on in
+    """The slot of a state that has read a sequence's first `length` tokens. If no state is kept, it is 0, the slot of
+    the zero state, and `length` is 0. `branch` is a larger number of tokens after which an earlier sequence went on in
     another way; 0: there is none. `scores`: those that an earlier score has left beside the state."""
 
     slot: int
@@ -118,13 +104,21 @@ class _Kept:
 class PrefixStates:
     """The kept states of one pool, least recently used first."""
 
-    def __init__(self, pool: Slots, zero: int, clock: Callable[[], float], count: Callable[[int], object]) -> None:
-        """`count` is called for each sequence that is looked up, with the number of tokens that its state has read."""
-        self._pool = pool
-        self._zero = zero
+    def __init__(
+        self,
+        users: Sequence[int],
+        retain: Callable[[int], object],
+        release: Callable[[int], object],
+        most: int,
+        clock: Callable[[], float],
+        count: Callable[[int], object],
+    ) -> None:
+        """`users`, `retain`, `release`: see `StatePool`. `most` is the largest number of kept states. `count` is called
+        for each sequence that is looked up, with the number of tokens that its state has read."""
+        self._users, self._retain, self._release = users, retain, release
+        self._most = most
         self._clock = clock
         self._count = count
-        self._most = pool.capacity * pool.slot_bytes // (pool.slot_bytes + ENTRY_BYTES)
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._rests: dict[Key, Counter[int]] = {}  # for each block, how many states have read so many tokens after it
         self._seen: OrderedDict[Key, None] = OrderedDict()
@@ -155,7 +149,7 @@ class PrefixStates:
             if not branch and at in self._seen and start < path.length:
                 branch = start
         self._count(0)
-        return Found(self._zero, 0, branch)
+        return Found(0, 0, branch)
 
     def keep(self, path: Path, length: int, slot: int, scores: Scores | None = None) -> None:
         """Keeps the state in `slot`, which has read the first `length` tokens of a sequence, and retains the slot. If
@@ -171,7 +165,7 @@ class PrefixStates:
         key = path.key(length)
         kept = self._kept.get(key)
         if kept is None:
-            self._pool.retain(slot)
+            self._retain(slot)
             kept = self._kept[key] = _Kept(slot, path.blocks[length // BLOCK], length % BLOCK, 0.0)
             self._rests.setdefault(kept.block, Counter())[kept.rest] += 1
         if scores is not None:
@@ -187,7 +181,7 @@ class PrefixStates:
     def evict(self) -> bool:
         """Frees the slot of the least recently used state that no request uses. Returns False if there is none."""
         for key, kept in self._kept.items():
-            if self._pool.users[kept.slot] == 1:
+            if self._users[kept.slot] == 1:
                 self._drop(key)
                 return True
         return False
@@ -217,7 +211,7 @@ class PrefixStates:
         self._rests[kept.block] -= Counter((kept.rest,))
         if not self._rests[kept.block]:
             del self._rests[kept.block]
-        self._pool.release(kept.slot)
+        self._release(kept.slot)
 
     def faults(self) -> list[str]:
         """Returns the faults of the indexes. For tests and debugging."""
@@ -226,7 +220,7 @@ class PrefixStates:
         indexed = {(block, rest): count for block, one in self._rests.items() for rest, count in one.items()}
         wrong = {
             "a slot holds two kept states": len({*slots}) < len(slots),
-            "a slot with a kept state is free": any(not self._pool.users[slot] for slot in slots),
+            "a slot with a kept state is free": any(not self._users[slot] for slot in slots),
             "the index of the kept states is wrong": rests != indexed,
             "scores are kept without a state": not self._scores.keys() <= self._kept.keys(),
             "the memory of the scores is wrong": self._scores_bytes != sum(one.bytes for one in self._scores.values()),
