@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Annotated, Literal, TypedDict
 
@@ -161,13 +161,12 @@ class Stats:
         self._metrics = metrics
         self._model = model
         self._answered: Counter[tuple[str, Mode]] = Counter()
-        self._phases: dict[Mode, list[Observed]] = {}
+        # by mode: the durations of each phase, the error bounds, and a function that counts proved answers
+        self._modes: dict[Mode, tuple[list[Observed], Observed, Callable[[float], None]]] = {}
         # by the number of tokens, a power of two, and whether the proof was searched for
         self._windows: defaultdict[tuple[int, bool], Observed] = defaultdict(lambda: Observed(REACHED))
         self._proved: Counter[tuple[int, bool]] = Counter()
         self._metric = cache(lambda operation, mode: metrics.answers.labels(model, operation, mode.value))
-        self._bounds_metric = cache(lambda mode: metrics.answer_error_bound.labels(model, mode.value))
-        self._proved_metric = cache(lambda mode: metrics.answers_top1_proved.labels(model, mode.value))
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
@@ -202,12 +201,21 @@ class Stats:
         self.answered("step", Mode.RECURRENT, waited_for)
 
     def _took(self, mode: Mode, phases: Iterable[Sequence[float]], variations: Sequence[float], proved: int) -> None:
-        if mode not in self._phases:
-            self._phases[mode] = [self._metrics.answer_seconds.part(self._model, mode.value, phase) for phase in PHASES]
-        for seconds, values in zip(self._phases[mode], phases, strict=False):
+        counts = self._modes.get(mode)
+        if counts is None:
+            metrics, labels = self._metrics, (self._model, mode.value)
+            parts = [metrics.answer_seconds.part(*labels, phase) for phase in PHASES]
+            counts = self._modes[mode] = (
+                parts,
+                metrics.answer_error_bound.labels(*labels),
+                metrics.answers_top1_proved.labels(*labels).inc,
+            )
+        parts, bounds, prove = counts
+        for seconds, values in zip(parts, phases, strict=False):
             seconds.observe_all(values)
-        self._bounds_metric(mode).observe_all(variations)
-        self._proved_metric(mode).inc(proved)
+        bounds.observe_all(variations)
+        if proved:
+            prove(proved)
 
     def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
         """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
@@ -243,7 +251,7 @@ class Stats:
 
     def end(self) -> None:
         """Leaves the counts to the metrics of the model's next version. Must be called last."""
-        for phases in self._phases.values():
+        for phases, _, _ in self._modes.values():
             for phase in phases:
                 self._metrics.answer_seconds.end(phase)
 
@@ -259,7 +267,7 @@ class Stats:
                     "latency": self._latency(mode),
                 }
                 for mode in Mode
-                if mode in self._phases
+                if mode in self._modes
             },
             "windows": [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)],
             "operations": dict(operations),
@@ -276,5 +284,5 @@ class Stats:
         }
 
     def _latency(self, mode: Mode) -> PhasesReport:
-        queue, compute, total = map(durations, self._phases[mode])
+        queue, compute, total = map(durations, self._modes[mode][0])
         return {"queue": queue, "compute": compute, "total": total}
