@@ -350,7 +350,8 @@ class Batcher:
             self._observe(role, count, count, 1, columns.waited_s(started_s), compute_s)
             traced = columns.traced
             self.columns.finish(columns, started_s, compute_s)
-            self._trace(traced, ran, columns.failed)
+            if traced:
+                self._trace(traced, ran, columns.failed)
             return
         lengths = [item.work.length for item in items]
         waited_s = sum([started_s - item.queued_s for item in items])
@@ -374,14 +375,13 @@ class Batcher:
                 failure.__cause__ = row
                 item.fail(failure)
         traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
-        self._trace(traced, ran, sum(isinstance(row, Exception) for row in rows))
+        if traced:
+            self._trace(traced, ran, sum(isinstance(row, Exception) for row in rows))
 
     def _trace(self, traced: Mapping[Traced, float], ran: _Ran, failed: int) -> None:
         """Creates the spans of a batch. `failed`: the number of items that failed."""
-        if traced:
-            ended_s = ran.started_s + ran.seconds
-            device = self._runner.device
-            trace_batch(traced, self._model, ran.role, device, ran.items_run, failed, ran.started_s, ended_s)
+        ended_s, device = ran.started_s + ran.seconds, self._runner.device
+        trace_batch(traced, self._model, ran.role, device, ran.items_run, failed, ran.started_s, ended_s)
 
     def _observe(self, role: Role, items: int, tokens: int, longest: int, waited_s: float, compute_s: float) -> None:
         """Records a batch in the metrics and the cost model. `tokens`: the total length of its items, without padding.

@@ -112,7 +112,7 @@ class FairScheduler(Generic[I]):
         line, taken, left = self._steps, list[I](), list[I]()
         while line and len(taken) < self._max_batch:
             item = line.popleft()
-            if not runs(item):
+            if item.work is not COLUMNS and not runs(item):
                 continue
             if taken and (item.work.role != taken[0].work.role or item.work is COLUMNS):
                 left.append(item)
