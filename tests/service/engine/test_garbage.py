@@ -105,8 +105,9 @@ async def test_a_step_that_is_late_in_the_queue_leaves_no_reference_cycle(
         await asyncio.sleep(0.1)  # the step is queued, and its deadline passes
         runner.gate.set()
         await busy
-        assert isinstance(await outcome_of(late), DeadlineExceeded)
-        del late, busy
+        found = await outcome_of(late)
+        assert isinstance(found, DeadlineExceeded)
+        del late, busy, found
 
     assert not await garbage_of(run)
 
