@@ -206,7 +206,10 @@ class StepColumns:
         row = StepRow(request.session, token, None, request.top_k, None, request, ticket.traced, request.creator)
         row.stored, row.waiting, row.token_logprobs, row.was_rebuilt = commit, ticket, token_logprobs, was_rebuilt
         self._put(row, read)
-        return await row
+        try:
+            return await row
+        finally:
+            del row  # the row holds an error, whose traceback holds this frame
 
     def begin(self, most: int) -> StepBatch | None:
         """Returns the next batch, of at most `most` rows; None if no queued step can be run."""
