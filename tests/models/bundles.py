@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.models.random_models import architecture as of_kind
@@ -90,6 +93,28 @@ def write_small_bundle(
     files = {name: f"no graph: {name}".encode() for name in graphs.values()}
     files |= {"weights.safetensors": encode_weights(weights), "tokenizer.json": tokenizer.encode()}
     return write_bundle(path, manifest, files, lambda _: None, replace=replace)
+
+
+def export_words(
+    path: Path, architecture: Architecture, weights: Mapping[str, NDArray[Any]], **fields: Any
+) -> Manifest:
+    """Exports a model with the vocabulary of `words_tokenizer`. fields: further arguments of `export_bundle`."""
+    from wane.models.export import export_bundle
+
+    size = architecture.vocabulary_size
+    arguments = {
+        "vocabulary_kind": "words",
+        "tokenizer_json": words_tokenizer(size),
+        "name": path.name,
+        "version": "1",
+        "description": "",
+        "window": 8,
+        "max_window": 32,
+        "quality": None,
+        "provenance": PROVENANCE,
+        "sample_tokens": np.random.default_rng(3).integers(min(size, len(WORDS)), size=60).tolist(),
+    }
+    return export_bundle(path, architecture=architecture, weights=weights, **(arguments | fields))
 
 
 def edit_manifest(path: Path, *keys: str | int, value: Any) -> None:

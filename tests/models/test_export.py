@@ -12,12 +12,12 @@ import onnx
 import pytest
 import torch
 
-from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
+from tests.models.bundles import edit_manifest, export_words, words_tokenizer
 from tests.models.random_models import BLOCKS, architecture, random_weights
 from wane.models.architecture import Architecture
 from wane.models.bundle import QUANTISED, Bundle, BundleError, CertificateError, verify_graphs
 from wane.models.certificate import certify
-from wane.models.export import ExportError, export_bundle
+from wane.models.export import ExportError
 from wane.models.export import network as network_module
 from wane.models.export.parity import OnnxGraphs, check_bundle
 from wane.models.layer_registry import FADING, KINDS, Kind
@@ -38,21 +38,10 @@ def export(tmp_path: Path) -> Export:
     """Returns a function that exports a model to `tmp_path / "model"`."""
 
     def run(model: Architecture, weights: dict[str, np.ndarray], **changes: object) -> Manifest:
-        arguments: dict[str, object] = {
-            "vocabulary_kind": "words",
-            "tokenizer_json": words_tokenizer(),
-            "name": "model",
-            "version": "1",
-            "description": "",
-            "window": 8,
-            "max_window": 32,
-            "quality": None,
-            "provenance": PROVENANCE,
-            "sample_tokens": SAMPLE,
-        }
         if "torch_network" not in changes:
-            arguments["torch_network"] = torch_network(model, weights)
-        return export_bundle(tmp_path / "model", architecture=model, weights=weights, **(arguments | changes))  # type: ignore[arg-type]
+            changes["torch_network"] = torch_network(model, weights)
+        arguments = {"tokenizer_json": words_tokenizer(), "sample_tokens": SAMPLE} | changes
+        return export_words(tmp_path / "model", model, weights, **arguments)
 
     return run
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.bundles import export_words
 from tests.models.random_models import architecture
 from tests.training.audit.foreign_models import TORCH_CELLS
 from wane.models.bundle import Bundle, verify_graphs
 from wane.models.certificate import certify
 from wane.models.constraints import project
-from wane.models.export import export_bundle
 from wane.models.export.parity import OnnxGraphs
 from wane.models.layer_parts import PARTS, Part, load
 from wane.models.layer_registry import FADING, KINDS, Kind
@@ -82,22 +81,9 @@ def test_a_small_model_passes_through_all_parts(tmp_path: Path, cell: Kind) -> N
     before = certify(model, {name: tensor.numpy() for name, tensor in weights.items()}, 8, None)
     assert any(layer.factor > CONTRACTION for layer in before.layers) is ("constraint" not in KINDS[cell].missing)
     project(network, [CONTRACTION] * 2)
-    written = export_bundle(
-        tmp_path / "model",
-        architecture=model,
-        weights={name: tensor.numpy() for name, tensor in weights.items()},
-        vocabulary_kind="words",
-        tokenizer_json=words_tokenizer(),
-        name="model",
-        version="1",
-        description="",
-        window=8,
-        max_window=128,
-        quality=None,
-        provenance=PROVENANCE,
-        sample_tokens=np.random.default_rng(0).integers(11, size=30).tolist(),
-        torch_network=network,  # The export fails unless torch, the oracle and the graphs agree.
-    )
+    arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    # The export fails unless torch, the oracle and the graphs agree.
+    written = export_words(tmp_path / "model", model, arrays, max_window=128, torch_network=network)
     bundle = Bundle.read(tmp_path / "model")  # Reading the bundle fails unless the certificate matches the weights.
     assert bundle.manifest == written
     assert all(layer.factor <= CONTRACTION for layer in written.certificate.layers)

@@ -6,7 +6,6 @@ has a large mean, rounding makes it large enough for weights of 4e6 to open the 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.bundles import export_words
 from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle
-from wane.models.export import export_bundle
 from wane.models.export.parity import OnnxGraphs
 from wane.models.weights import weight_shapes
 from wane.service.engine.bounds import bound
@@ -68,25 +66,8 @@ def opened(layers: list[dict[str, object]]) -> tuple[Architecture, dict[str, NDA
 )
 def test_the_bound_holds_when_rounding_opens_a_gate(tmp_path: Path, layers: list[dict[str, object]]) -> None:
     architecture, weights = opened(layers)
-    tokenizer = json.loads(words_tokenizer())
-    names = tokenizer["model"]["vocab"]
-    names |= {f"w{index}": index for index in range(len(names), SIZE)}
-    random = np.random.default_rng(0)
-    export_bundle(
-        tmp_path / "m",
-        architecture=architecture,
-        weights=weights,
-        vocabulary_kind="words",
-        tokenizer_json=json.dumps(tokenizer),
-        name="m",
-        version="1",
-        description="",
-        window=64,
-        max_window=256,
-        quality=None,
-        provenance=PROVENANCE,
-        sample_tokens=random.integers(20, OPENING, size=400).tolist(),
-    )
+    sample = np.random.default_rng(0).integers(20, OPENING, size=400).tolist()
+    export_words(tmp_path / "m", architecture, weights, window=64, max_window=256, sample_tokens=sample)
     bundle = Bundle.read(tmp_path / "m")
     run, certificate, margin = OnnxGraphs(bundle).run, bundle.manifest.certificate, MarginProof(weights)
     assert certificate.contractive

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
+from tests.models.bundles import edit_manifest, export_words
 from tests.models.random_models import architecture, random_weights
 from tests.models.rounding import rounding
 from tests.models.serving import answers
@@ -27,7 +27,6 @@ from wane.models.certificate.admissible import SUMS, UNIT_FLOAT32
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.readout import roundoffs, states_apart
-from wane.models.export import export_bundle
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.parity import OnnxGraphs
 from wane.models.export.roles import build_graph
@@ -82,10 +81,8 @@ def export(tmp_path: Path) -> Callable[..., Bundle]:
     """Returns a function that exports a model and opens the bundle."""
 
     def run(model: Architecture, weights: dict[str, NDArray[np.float32]]) -> Bundle:
-        fields: dict[str, Any] = {"vocabulary_kind": "words", "tokenizer_json": words_tokenizer(model.vocabulary_size)}
-        fields |= {"name": "model", "version": "1", "description": "", "window": 64, "max_window": HOLD + 1}
-        fields |= {"quality": None, "provenance": PROVENANCE, "sample_tokens": [index % 11 for index in range(200)]}
-        export_bundle(tmp_path / "model", architecture=model, weights=weights, **fields)
+        sample = [index % 11 for index in range(200)]
+        export_words(tmp_path / "model", model, weights, window=64, max_window=HOLD + 1, sample_tokens=sample)
         return Bundle.read(tmp_path / "model")
 
     return run

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.bundles import export_words
 from tests.models.random_models import random_weights
 from tests.models.serving import answers
 from wane.models.architecture import LARGEST_STATE, Architecture
@@ -24,7 +24,6 @@ from wane.models.bundle import Bundle, verify_graphs
 from wane.models.certificate import certify
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.rounding import of_finite
-from wane.models.export import export_bundle
 from wane.models.export.parity import OnnxGraphs
 from wane.models.manifest import Role
 from wane.models.networks import Network
@@ -92,22 +91,8 @@ def random_network(model: Architecture, seed: int) -> Network:
 
 def exported(folder: Path, network: Network) -> Bundle:
     """Writes and reads a bundle. The export fails unless torch, the oracle and the graphs agree."""
-    export_bundle(
-        folder / "model",
-        architecture=network.architecture,
-        weights={name: tensor.numpy() for name, tensor in network.weights().items()},
-        vocabulary_kind="words",
-        tokenizer_json=words_tokenizer(),
-        name="model",
-        version="1",
-        description="",
-        window=8,
-        max_window=64,
-        quality=None,
-        provenance=PROVENANCE,
-        sample_tokens=np.random.default_rng(0).integers(TOKENS, size=60).tolist(),
-        torch_network=network,
-    )
+    weights = {name: tensor.numpy() for name, tensor in network.weights().items()}
+    export_words(folder / "model", network.architecture, weights, max_window=64, torch_network=network)
     return Bundle.read(folder / "model")
 
 

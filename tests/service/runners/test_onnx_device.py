@@ -17,13 +17,12 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.gpu.copies import Copies
-from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.bundles import export_words
 from tests.models.random_models import architecture, random_weights
 from tests.service.engine_harness import WIDTH, FixedProfile
 from tests.service.runners.test_onnx import NoSession
 from tests.service.shipped import PATHS, each_bundle, opened
 from wane.models.bundle import Bundle, verify_graphs
-from wane.models.export import export_bundle
 from wane.models.manifest import Role
 from wane.models.parity import log_softmax
 from wane.models.reference import Reference
@@ -537,22 +536,7 @@ async def test_answers_agree_with_the_oracle(path: Path, device: Device, make_en
 def random_bundle(path: Path, hidden: int) -> Bundle:
     """Makes a bundle of a model with random weights. `hidden` is the number of units in each layer."""
     model = architecture("lstm", layers=2, hidden=hidden, embedding=hidden)
-    sample = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
-    export_bundle(
-        path,
-        architecture=model,
-        weights=random_weights(model, seed=1),
-        vocabulary_kind="words",
-        tokenizer_json=words_tokenizer(),
-        name="model",
-        version="1",
-        description="",
-        window=8,
-        max_window=32,
-        quality=None,
-        provenance=PROVENANCE,
-        sample_tokens=sample,
-    )
+    export_words(path, model, random_weights(model, seed=1))
     return Bundle.open(path)
 
 
