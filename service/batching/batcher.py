@@ -1,9 +1,9 @@
 """Batches requests continuously: work that was queued while the runner was busy forms the next batch.
 
-There is no batching delay. On an idle server work starts immediately. On a busy server batches grow with the queue
-(`scheduler.py`). The queue is bounded, and a request over the limit is rejected before any of its work runs. If an
-item's caller has left or its deadline has passed when a batch is formed, the item is dropped. A dropped item has no
-effect.
+There is no batching timer. On an idle server work starts immediately. On a busy server batches grow with the queue
+(`scheduler.py`), and several steps wait for more while each iteration of the event loop brings some. The queue is
+bounded, and a request over the limit is rejected before any of its work runs. If an item's caller has left or its
+deadline has passed when a batch is formed, the item is dropped. A dropped item has no effect.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ T = TypeVar("T")
 
 
 class Columns(Protocol):
-    """A queue of steps in columns (see `ColumnBatch`)."""
+    """A queue of steps in columns (see `ColumnBatch`). `rows` are the queued steps."""
 
-    def __len__(self) -> int:
-        """Returns the number of queued steps."""
-        ...
+    @property
+    def rows(self) -> Sequence[object]: ...
 
     def begin(self, most: int) -> ColumnBatch | None:
         """Returns the next batch of at most `most` steps. Returns None if no queued step can run. Calls
@@ -115,6 +114,7 @@ class Batcher:
         self._queue = FairScheduler[WorkItem](max_batch_size, cost_model)
         self.sequence_s = 0.0  # average run time per item of the latest batches of sequences
         self._starting = False
+        self._gathered = 0  # the number of steps in columns when `_start` was called last, if it waits for more
         self._taken = 0  # the number of batches handed to the runner
         self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the handed-over batch that has not started
         self._now = 0.0  # the event loop's clock when the latest batch was taken
@@ -146,7 +146,7 @@ class Batcher:
     def _in_columns(self) -> int:
         """The number of queued steps in columns that the scheduler's queue does not count. One item in that queue
         stands for all queued steps in columns."""
-        return 0 if self.columns is None else len(self.columns) - self._columns_queued
+        return 0 if self.columns is None else len(self.columns.rows) - self._columns_queued
 
     @property
     def idle(self) -> bool:
@@ -253,12 +253,18 @@ class Batcher:
         return waiting if self._ahead is None else waiting + len(self._ahead[0])
 
     def _start(self) -> None:
-        """Starts the next batch, or becomes idle.
+        """Starts the next batch, or becomes idle. Of several steps in columns, waits for more while each iteration of
+        the event loop brings some.
 
         A batch that cannot grow is handed over while another batch runs. The runner then starts it without waiting for
         the event loop. After a batch has run on the event loop's thread, a batch of the other queue may be handed over
         before the results are delivered."""
-        self._starting = False
+        waiting = 0 if self.columns is None else len(self.columns.rows)
+        if max(self._gathered, 1) < waiting < self._max_batch:
+            self._gathered, self._starting = waiting, True
+            asyncio.get_running_loop().call_soon(self._start)
+            return
+        self._gathered, self._starting = 0, False
         ran: _Ran | None = None
         queue = self._queue
         while not self._taken or (self._taken < MOST_TAKEN and queue.full):
