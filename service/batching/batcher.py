@@ -1,9 +1,9 @@
 """Batches requests continuously: work that was queued while the runner was busy forms the next batch.
 
-There is no batching delay. On an idle server work starts immediately. On a busy server batches grow with the queue
-(`scheduler.py`). The queue is bounded, and a request over the limit is rejected before any of its work runs. If an
-item's caller has left or its deadline has passed when a batch is formed, the item is dropped. A dropped item has no
-effect.
+There is no batching timer. On an idle server work starts immediately. On a busy server batches grow with the queue
+(`scheduler.py`), and several steps wait for more while each iteration of the event loop brings some. The queue is
+bounded, and a request over the limit is rejected before any of its work runs. If an item's caller has left or its
+deadline has passed when a batch is formed, the item is dropped. A dropped item has no effect.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ T = TypeVar("T")
 
 
 class Columns(Protocol):
-    """A queue of steps in columns (see `ColumnBatch`)."""
+    """A queue of steps in columns (see `ColumnBatch`). `rows` are the queued steps."""
 
-    def __len__(self) -> int: ...
+    @property
+    def rows(self) -> Sequence[object]: ...
 
     def begin(self, most: int) -> ColumnBatch | None:
         """Returns the next batch of at most `most` steps. Returns None if no queued step can run. Calls
@@ -111,6 +112,7 @@ class Batcher:
         self.sequence_s = 0.0  # average run time per item of the latest batches of sequences
         self._starting = False
         self._running = False  # whether a batch is on the runner's thread
+        self._gathered = 0  # the number of steps in columns when `_start` was called last, if it waits for more
         self._now = 0.0  # the event loop's clock when the latest batch was taken
         self._closed = False
         self.columns: Columns | None = None
@@ -143,7 +145,7 @@ class Batcher:
     def _in_columns(self) -> int:
         """The number of queued steps in columns that the scheduler's queue does not count: one item in it stands for
         all of them."""
-        return 0 if self.columns is None else len(self.columns) - self._columns_queued
+        return 0 if self.columns is None else len(self.columns.rows) - self._columns_queued
 
     @property
     def idle(self) -> bool:
@@ -245,9 +247,15 @@ class Batcher:
         return self._queue.before(role) + (self._in_columns if role in ONE_TOKEN else 0)
 
     def _start(self) -> None:
-        """Starts the next batch, if work is queued. After a batch has run on the event loop's thread, a batch of the
-        other queue may be handed over before the results are delivered."""
-        self._starting = False
+        """Starts the next batch, if work is queued. Of several steps in columns, waits for more while each iteration of
+        the event loop brings some. After a batch has run on the event loop's thread, a batch of the other queue may be
+        handed over before the results are delivered."""
+        waiting = 0 if self.columns is None else len(self.columns.rows)
+        if max(self._gathered, 1) < waiting < self._max_batch:
+            self._gathered, self._starting = waiting, True
+            asyncio.get_running_loop().call_soon(self._start)
+            return
+        self._gathered, self._starting = 0, False
         ran: _Ran | None = None
         queue = self._queue
         while not self._running:

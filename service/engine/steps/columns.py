@@ -105,7 +105,7 @@ class StepColumns:
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
         self._failed = metrics.queue_failed.labels(model)
         self._refused = metrics.queue_rejected.labels(model)
-        self._rows: list[StepRow] = []
+        self.rows: list[StepRow] = []
         self._flushes = 0  # `ResidentSessions.flushes` when the first of the queued steps was queued
         self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
         self._committing: list[StepBatch] = []  # batches that the store is committing
@@ -117,10 +117,6 @@ class StepColumns:
         self.ran = 0
         """Number of rows committed since the start."""
 
-    def __len__(self) -> int:
-        """Returns the number of queued steps."""
-        return len(self._rows)
-
     def take(self, row: StepRow) -> bool:
         """Queues a step. Returns False, without side effects, if the step needs the general procedure."""
         session, deadline = row.session, row.deadline
@@ -129,7 +125,7 @@ class StepColumns:
             or row.token in self._reserved
             or not 0 < row.top_k <= self._most_predictions
             or not NO_POSITION <= row.position <= MAX_POSITION
-            or len(self._rows) >= self._max_queue
+            or len(self.rows) >= self._max_queue
             or self._admission.closed
             or not self._locks.take(session)
         ):
@@ -171,11 +167,11 @@ class StepColumns:
         return cached.slot
 
     def _put(self, row: StepRow, slot: int) -> None:
-        if not self._rows:
+        if not self.rows:
             self._flushes = self.resident.flushes
             self._queue_columns()
         row.slot, row.queued_s = slot, time.perf_counter()
-        self._rows.append(row)
+        self.rows.append(row)
         if not row.is_plain and row.filter_tokens:
             self._is_uneven = True
 
@@ -197,9 +193,9 @@ class StepColumns:
         if self._closed:
             raise Unavailable("the server is stopping")
         if not ticket.admitted:
-            if len(self._rows) >= self._max_queue:
+            if len(self.rows) >= self._max_queue:
                 self._refused.inc()
-                raise Overloaded(f"the queue is full: {len(self._rows)} requests are waiting")
+                raise Overloaded(f"the queue is full: {len(self.rows)} requests are waiting")
             ticket.admitted = True
         # The row has no deadline: that of the caller's `Pending` cancels this wait.
         token = request.tokens[-1]
@@ -216,10 +212,10 @@ class StepColumns:
         most = min(most, self._most_rows)
         if self._is_uneven:
             most = self._even(most)
-        waiting, self._rows = self._rows[:most], self._rows[most:]
+        waiting, self.rows = self.rows[:most], self.rows[most:]
         if not waiting:
             return None
-        if self._rows:
+        if self.rows:
             self._queue_columns()
         batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
@@ -251,11 +247,11 @@ class StepColumns:
         """Returns the size of the next batch, of at most `most` rows, such that a row that runs alone does, and the
         filters of several rows have at most FILTERED_AT_ONCE tokens."""
         tokens = 0
-        for index, row in enumerate(self._rows[:most]):
+        for index, row in enumerate(self.rows[:most]):
             tokens += row.filter_tokens
             if row.runs_alone or tokens > FILTERED_AT_ONCE:
                 return max(index, 1)
-        self._is_uneven = len(self._rows) > most
+        self._is_uneven = len(self.rows) > most
         return most
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
@@ -405,7 +401,7 @@ class StepColumns:
     def close(self, error: Exception) -> None:
         """Fails the queued steps, and those that are queued later."""
         self._closed = True
-        waiting, self._rows = self._rows, []
+        waiting, self.rows = self.rows, []
         self._leave(waiting)
         for row in waiting:
             row.fail(error)
@@ -422,12 +418,12 @@ class StepColumns:
         if batch.failed == 1 or self._closed:
             self._fail(batch, failure)
             return
-        if not self._rows:
+        if not self.rows:
             self._flushes = self.resident.flushes
             self._queue_columns()
         for row in batch.rows:
             row.runs_alone, row.is_plain = True, False
-        self._rows[:0] = batch.rows
+        self.rows[:0] = batch.rows
         self._is_uneven = True
 
     def _fail(self, batch: StepBatch, cause: Exception, message: str = "the model failed to run") -> None:
@@ -450,14 +446,14 @@ class StepColumns:
         """Fails the queued and running steps whose deadline has passed, and sets the next timer."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        late = [row for row in self._rows if _has_passed(row.deadline, now_s)]
-        self._rows = [row for row in self._rows if not _has_passed(row.deadline, now_s)]
+        late = [row for row in self.rows if _has_passed(row.deadline, now_s)]
+        self.rows = [row for row in self.rows if not _has_passed(row.deadline, now_s)]
         running = [row for batch in (*self._held, *self._committing) for row in batch.rows]
         for row in running:
             if _has_passed(row.deadline, now_s):
                 row.deadline = None
                 row.fail(DeadlineExceeded(STILL_COMMITS))
-        if known := [row.deadline for row in (*self._rows, *running) if row.deadline is not None]:
+        if known := [row.deadline for row in (*self.rows, *running) if row.deadline is not None]:
             self._ring_at(min(known))
         for row in late:
             self._drop(row)

@@ -82,6 +82,16 @@ async def test_steps_of_one_turn_are_one_batch_in_columns(started: EngineHarness
     assert [answer.latency.batch_items for answer in answers] == [3] * 3
 
 
+@pytest.mark.parametrize(("first", "items"), [(("a", "b"), [3, 3, 3]), (("a",), [1, 1])])
+async def test_several_steps_wait_for_those_of_the_next_iteration_and_one_step_does_not(
+    started: EngineHarness, first: tuple[str, ...], items: list[int]
+) -> None:
+    pending = [step(started, session) for session in first]
+    await asyncio.sleep(0)
+    pending.append(step(started, "c"))
+    assert [(await one).latency.batch_items for one in pending] == items
+
+
 async def test_the_filters_of_one_batch_have_a_limited_number_of_tokens(
     started: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
