@@ -34,9 +34,10 @@ class WaneError(Exception):
         cls.http_status = cls.http_status if status is None else status
         cls.retryable = cls.retryable if retryable is None else retryable
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        """`retry_after_s` is for statuses 429 and 503: after so many seconds, the client may try again."""
         super().__init__(message)
-        self.message = message
+        self.message, self.retry_after_s = message, retry_after_s
 
     def extra(self) -> dict[str, object]:
         """Returns additional fields of the failure that help the client to recover."""
@@ -144,10 +145,7 @@ class UnsupportedMedia(WaneError, code="unsupported_media_type", status=415):
     """The body has an encoding that the server does not read."""
 
 
-class Overloaded(WaneError, status=429, retryable=True):
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+class Overloaded(WaneError, status=429, retryable=True): ...
 
 
 class RateLimited(Overloaded):
@@ -162,10 +160,7 @@ class QuotaExceeded(Overloaded):
         super().__init__(f"{owner} has {most} sessions, which is its quota", retry_after_s=60)
 
 
-class Unavailable(WaneError, status=503, retryable=True):
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+class Unavailable(WaneError, status=503, retryable=True): ...
 
 
 class DeadlineExceeded(WaneError, status=504, retryable=True): ...

@@ -282,7 +282,10 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
     if raw is None:
         raw = await read(request)
     decoder: Decoder = request.app.state.decoder
-    body = await decoder.decode(raw or empty, model, context(request.scope).deadline)
+    if len(raw) <= LARGE_BYTES:
+        body = decoder.decode_now(raw or empty, model)
+    else:
+        body = await decoder.decode(raw, model, deadline=context(request.scope).deadline)
     admit_body(request, body)
     return body
 

@@ -47,7 +47,10 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     _has_left = False
 
     def __init__(self, client: HTTPConnection) -> None:
-        self.connection = None if WHOLE_BODY in client.scope else connection_of(client.scope)
+        scope = client.scope
+        self.connection: Connection | None = None
+        if WHOLE_BODY not in scope and "state" in scope:
+            self.connection = scope["state"].get(CONNECTION)
 
     def __enter__(self) -> None:
         connection = self.connection

@@ -232,10 +232,13 @@ class SequenceBody(Body, kw_only=True):
             return EventInput(self.events, self.unknown)
         return self.input if self.input is not None else self.tokens or ()
 
-    def request(self, kind: type[R], **added: object) -> R:
-        """Returns the engine's request of the class `kind`, which inherits this body's fields. `added` are its other
-        values. They include the tokens, which replace the text or the events."""
-        return kind(**asdict(self) | {"input": None, "events": None} | added)
+    def request(
+        self, kind: type[R], tokens: tuple[int, ...], unknown: tuple[str, ...], deadline: float | None, **added: object
+    ) -> R:
+        """Returns the engine's request of the class `kind`, which inherits this body's fields. `tokens` replace the
+        text or the events, and `unknown` are the names of the events that the vocabulary lacks."""
+        read = {"input": None, "events": None, "tokens": tokens, "unknown_names": unknown, "deadline": deadline}
+        return kind(**asdict(self) | read | added)
 
 
 class EventsBody(Body, kw_only=True):

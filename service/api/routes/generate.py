@@ -34,11 +34,11 @@ async def generate(request: Request) -> Response:
         sequence = await tokens_of(engine, body.sequence, deadline(request))
         wanted = body.request(
             GenerateRequest,
-            tokens=sequence.tokens,
-            unknown_names=sequence.unknown,
+            sequence.tokens,
+            sequence.unknown,
+            deadline(request),
             session=session,
             owner=owner(request).name,
-            deadline=deadline(request),
             stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
             bias=bias_of(body.logit_bias),
         )

@@ -49,11 +49,11 @@ def asked(
     """Converts a body to a request for the engine. `session` is the session's key."""
     return body.request(
         PredictRequest,
-        tokens=sequence.tokens,
-        unknown_names=sequence.unknown,
+        sequence.tokens,
+        sequence.unknown,
+        deadline(request),
         inputs=None,
         session=session,
-        deadline=deadline(request),
         filter=wanted,
         owner=owner(request).name,
     )
@@ -96,12 +96,7 @@ async def compare(request: Request) -> Response:
         for engine in engines:
             note_model(request, engine)
             sequence = await tokens_of(engine, body.sequence, deadline(request))
-            wanted = body.request(
-                CompareRequest,
-                tokens=sequence.tokens,
-                unknown_names=sequence.unknown,
-                deadline=deadline(request),
-            )
+            wanted = body.request(CompareRequest, sequence.tokens, sequence.unknown, deadline(request))
             compared.append(await engine.compare(wanted))
     return encode.reply(Comparisons(registry(request).device, tuple(compared)))
 
@@ -121,14 +116,8 @@ async def score(request: Request) -> Response:
     with until_hangup(request):
         sequence = await tokens_of(engine, body.sequence, deadline(request), document=True)
         of_score(body, settings(request), len(sequence.tokens)).check(settings(request))
-        wanted = body.request(
-            ScoreRequest,
-            tokens=sequence.tokens,
-            unknown_names=sequence.unknown,
-            skipped=sequence.skipped,
-            deadline=deadline(request),
-            owner=owner(request).name,
-        )
+        added = {"skipped": sequence.skipped, "owner": owner(request).name}
+        wanted = body.request(ScoreRequest, sequence.tokens, sequence.unknown, deadline(request), **added)
         if not body.stream:
             return await encode.long_reply(await engine.score(wanted))
         scoring = await engine.scoring(wanted)
