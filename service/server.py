@@ -227,6 +227,8 @@ def run(settings: Settings, worker: Worker = ALONE) -> None:
         raise failures[0]
     if registry.unsaved is not None:
         raise registry.unsaved
+    if any(thread.name.startswith("load-") for thread in threading.enumerate()):
+        os._exit(0)  # an abandoned load that returns from native code while Python ends would abort the process
 
 
 def end_at_the_latest(*, failed: bool) -> None:

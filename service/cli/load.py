@@ -1,7 +1,7 @@
 """Sends requests over several connections at once, and times the answers.
 
 The command shares the machine with the server, so a request must cost the command little: requests are encoded before
-they are timed.
+they are timed, and each connection is one protocol object of asyncio.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -21,7 +22,6 @@ import httptools
 from wane.client.servers import Servers
 from wane.service.cli.connect import TIMEOUT_S, CommandError
 
-RECEIVED_BYTES = 1 << 16
 SHOWN = 300
 """The largest number of bytes of a refusal that a message shows."""
 
@@ -34,25 +34,57 @@ class Timed:
     body: bytes
 
 
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> Timed:
-    """Sends a request, and returns its answer. Raises CommandError if it is refused or not answered."""
-    parts, is_complete = list[bytes](), asyncio.Event()
-    parser = httptools.HttpResponseParser(SimpleNamespace(on_body=parts.append, on_message_complete=is_complete.set))
-    sent = time.perf_counter()
-    writer.write(request)
-    while not is_complete.is_set():
+class _Connection(asyncio.Protocol):
+    """A connection that sends each request after the answer to the request before it."""
+
+    def __init__(self, requests: Sequence[bytes]) -> None:
+        self.answers: list[Timed] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests = requests
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._sent = 0.0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def send(self) -> None:
+        """Sends the next request. After the last answer, ends `done`."""
+        assert self._transport is not None, "the connection is not open: this is a bug"
+        if len(self.answers) == len(self._requests):
+            self.done.set_result(None)
+        else:
+            self._sent = time.perf_counter()
+            self._transport.write(self._requests[len(self.answers)])
+
+    def data_received(self, data: bytes) -> None:
         try:
-            if not (data := await reader.read(RECEIVED_BYTES)):
-                raise CommandError("the server closed a connection")
-            parser.feed_data(data)
-        except ConnectionError as error:
-            raise CommandError(f"the server closed a connection: {error}") from error
+            self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            raise CommandError(f"the server's answer is not HTTP: {error}") from error
-    taken_ms, body, status = 1000 * (time.perf_counter() - sent), b"".join(parts), parser.get_status_code()
-    if not 200 <= status < 300:
-        raise CommandError(f"the server answered {status}: {body[:SHOWN].decode(errors='replace')}")
-    return Timed(taken_ms, body)
+            self._fail(f"the server's answer is not HTTP: {error}")
+
+    def on_body(self, part: bytes) -> None:
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        taken_ms, body, status = 1000 * (time.perf_counter() - self._sent), b"".join(self._body), 0
+        self._body.clear()
+        status = self._parser.get_status_code()
+        if self.done.done():
+            return
+        if not 200 <= status < 300:
+            self._fail(f"the server answered {status}: {body[:SHOWN].decode(errors='replace')}")
+        else:
+            self.answers.append(Timed(taken_ms, body))
+            self.send()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(f"the server closed a connection{'' if error is None else f': {error}'}")
+
+    def _fail(self, why: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(CommandError(why))
 
 
 class Load:
@@ -93,20 +125,21 @@ class Load:
             raise CommandError(f"{self._url.geturl()} cannot be reached: {error}") from error
 
     async def _drive(self, requests: Sequence[Sequence[bytes]]) -> tuple[list[list[Timed]], float]:
+        loop = asyncio.get_running_loop()
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         port = self._url.port or (80 if secure is None else 443)
-
-        async def ask(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter], each: Sequence[bytes]) -> list[Timed]:
-            return [await _ask(*stream, request) for request in each]
-
-        streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        opened: list[tuple[asyncio.Transport, _Connection]] = []
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                for _ in requests:  # a comprehension would lose the open connections if one cannot be opened
-                    streams.append(await asyncio.open_connection(self._url.hostname, port, ssl=secure))  # noqa: PERF401
+                for each in requests:
+                    make = partial(_Connection, each)
+                    opened.append(await loop.create_connection(make, self._url.hostname or "", port, ssl=secure))
                 begun = time.perf_counter()
-                answers = await asyncio.gather(*map(ask, streams, requests))
-                return answers, time.perf_counter() - begun
+                for _, connection in opened:
+                    connection.send()
+                await asyncio.gather(*(connection.done for _, connection in opened))
+                return [connection.answers for _, connection in opened], time.perf_counter() - begun
         finally:
-            for _, writer in streams:
-                writer.close()
+            for transport, connection in opened:
+                connection.done.cancel()
+                transport.close()
