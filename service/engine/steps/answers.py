@@ -405,12 +405,12 @@ class StepAnswers:
             batch,
             lambda rows: np.stack([outputs.row("logits", row) for row in rows]),
         )
-        ids, logits, fewest = kept[:3]
+        ids, logits = kept.ids, kept.values
         if kept.searched:
             logits[kept.searched] = kept.scores
         logprobs = TopColumns(ids, logits, top.log_sum_exp).logprobs
         listed = ids.tolist(), logprobs.tolist(), np.exp(logprobs).tolist()
-        proved = self._proved(found.runs, ids[:, :fewest], logits[:, :fewest], outputs)
+        proved = self._proved(found.runs, ids[:, : kept.fewest], logits[:, : kept.fewest], outputs)
         for row, ranking in rankings.items():
             if (error := found.runs[row]) < math.inf:
                 first = Largest(listed[0][row][:2], logits[row, :2].tolist(), [], [])
@@ -443,7 +443,7 @@ class StepAnswers:
                 np.float32
             ),
         )
-        ids, probabilities = kept[:2]
+        ids, probabilities = kept.ids, kept.values
         if kept.searched:
             probabilities[kept.searched] = np.exp(kept.scores)
         logprobs = np.log(probabilities)
@@ -477,15 +477,23 @@ class StepAnswers:
         tokens of a row remain, searches the scores of all tokens, which `scores_of` returns for some rows: (R, V).
         Removes the rankings of rows for which that would take long, or in which too few tokens remain even then."""
         if not rankings:
-            ids, values = self._without_unlisted(ids, values) if self._unlisted else (ids, values)
-            return Kept(ids, values, ids.shape[1])
+            most, is_unlisted = ids.shape[1] - len(self._unlisted), None
+            for token in self._unlisted:  # faster than np.isin for the usual one or two tokens
+                is_token = ids == token
+                is_unlisted = is_token if is_unlisted is None else is_unlisted | is_token
+            if is_unlisted is None or not np.count_nonzero(is_unlisted):
+                return Kept(ids[:, :most], values[:, :most], most)
+            every = np.arange(len(ids))[:, None]
+            order = np.argsort(is_unlisted, axis=1, kind="stable")[:, :most]
+            return Kept(ids[every, order], values[every, order], most)
         # The tokens that may not be listed are moved behind the others.
+        every = np.arange(len(ids))[:, None]
         excluded = self.builder.rankings.default.excludes(ids)
         asking = [*rankings]
         excluded[asking] = excluded_by_each([*rankings.values()], ids[asking])
         kept: list[int] = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
         order = np.argsort(excluded, axis=1, kind="stable")[:, : max(FEW, batch.top_k)]
-        ids, values, most = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1), order.shape[1]
+        ids, values, most = ids[every, order], values[every, order], order.shape[1]
         too_few: list[int] = [row for row in rankings if kept[row] < max(batch.rows[row].top_k, 2)]
         searched: list[int] = []
         scores = NO_SCORES
@@ -499,26 +507,6 @@ class StepAnswers:
         # Of the other rows, those without a filter have at least 2 tokens: see `most_predictions`.
         fewest = min([most, *[kept[row] for row in range(len(kept)) if row not in too_few]])
         return Kept(ids, values, max(fewest, 2), searched, scores)
-
-    def _without_unlisted(
-        self, ids: NDArray[np.int64], values: NDArray[Float]
-    ) -> tuple[NDArray[np.int64], NDArray[Float]]:
-        """Removes the U tokens that are never listed. `ids` and `values` have the K most probable tokens of each of B
-        rows: (B, K). Returns the first K - U remaining tokens of each row, in the same order: (B, K - U)."""
-        most = ids.shape[1] - len(self._unlisted)
-        is_unlisted = ids == self._unlisted[0]
-        for token in self._unlisted[1:]:  # faster than np.isin for the usual one or two tokens
-            is_unlisted |= ids == token
-        if not np.count_nonzero(is_unlisted):
-            return ids[:, :most], values[:, :most]
-        if len(ids) == 1:
-            kept = np.flatnonzero(~is_unlisted[0])[:most]
-            return ids[:, kept], values[:, kept]
-        changed = np.flatnonzero(is_unlisted.any(axis=1))
-        order = np.argsort(is_unlisted[changed], axis=1, kind="stable")[:, :most]
-        listed_ids, listed_values = ids[:, :most].copy(), values[:, :most].copy()
-        listed_ids[changed], listed_values[changed] = ids[changed[:, None], order], values[changed[:, None], order]
-        return listed_ids, listed_values
 
     def _proved(
         self, runs: Sequence[float], ids: NDArray[np.int64], logits: NDArray[np.float64], outputs: Outputs
