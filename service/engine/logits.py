@@ -226,7 +226,7 @@ class Rankings:
     def of(self, wanted: Filter, known: Sequence[int] | NDArray[np.int64]) -> Ranking:
         """Returns the ranking for the filter `wanted`. `known` are the tokens of the sequence that the server knows,
         without the start token."""
-        if wanted == NO_FILTER:
+        if not wanted.exclude_seen and wanted == NO_FILTER:
             return self.default
         excluded, eos_id = self._excluded, self._eos_id
         if wanted.include_end or wanted.include_unknown or wanted.exclude:

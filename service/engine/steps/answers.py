@@ -38,6 +38,7 @@ from wane.service.types.request import NO_FILTER, Latency, id_of
 Float = TypeVar("Float", np.float32, np.float64)
 
 NO_TOKENS = np.empty(0, np.int64)
+NO_SCORES = np.empty((0, 0))
 VARIATION, PROVED = attrgetter("error_bound"), attrgetter("top1_proved")
 SEARCHED_AT_ONCE = 1 << 17
 """The largest number of logits of one batch that are searched for rows whose filters exclude nearly all listed tokens.
@@ -99,8 +100,8 @@ class Kept(NamedTuple, Generic[Float]):
     ids: NDArray[np.int64]
     values: NDArray[Float]
     fewest: int
-    searched: list[int]
-    scores: NDArray[np.float64]
+    searched: Sequence[int] = ()
+    scores: NDArray[np.float64] = NO_SCORES
 
 
 class Prepared(NamedTuple):
@@ -212,16 +213,11 @@ class StepAnswers:
                 made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
         return Prepared(answers, ids, queue_s, times.compute_s, total_s, positions, made)
 
-    def extend(self, prepared: Prepared, rows: Sequence[int]) -> None:
-        """Keeps the requests of rows whose answers wait counted as active."""
-        for row, single in prepared.singles.items():
-            if row in rows and isinstance(single, Single) and single.waits:
-                self.admission.extend()
-
     def deliver(
         self, batch: StepBatch, prepared: Prepared, rows: Sequence[int], durable: Sequence[bool | None] | None = None
     ) -> None:
-        """Answers the committed `rows`. durable: see `SessionRecord`, for each row of the batch."""
+        """Answers the committed `rows`, whose requests must still count as active. durable: see `SessionRecord`, for
+        each row of the batch."""
         answers, singles, live, steps = prepared.answers, prepared.singles, self._live, batch.rows
         if live is not None:
             after = prepared.positions.tolist()
@@ -320,9 +316,9 @@ class StepAnswers:
             return answer(found)
 
         if waits and row.done():
-            self.admission.leave()
             return
         if waits:
+            self.admission.extend()
             pending = Pending.of(finish(), ticket)
             pending.add_done_callback(lambda _: self.admission.leave())
             row.follow(pending)
@@ -402,28 +398,24 @@ class StepAnswers:
         """Returns the most probable tokens, and whether the first of them is proved."""
         outputs = batch.outputs
         top = outputs.top(width)
-        if rankings:
-            kept = self._without_excluded(
-                top.ids,
-                top.logits,
-                rankings,
-                batch,
-                lambda rows: np.stack([outputs.row("logits", row) for row in rows]),
-            )
-            kept.values[kept.searched] = kept.scores
-            top = TopColumns(kept.ids, kept.values, top.log_sum_exp)
-        elif self._unlisted:
-            top = TopColumns(*self._without_unlisted(top.ids, top.logits), top.log_sum_exp)
-        logprobs = top.logprobs
-        listed = top.ids.tolist(), logprobs.tolist(), np.exp(logprobs).tolist()
-        if rankings:
-            top = TopColumns(top.ids[:, : kept.fewest], top.logits[:, : kept.fewest], top.log_sum_exp)
-        proved = self._proved(found.runs, top.ids, top.logits, outputs)
+        kept = self._listable(
+            top.ids,
+            top.logits,
+            rankings,
+            batch,
+            lambda rows: np.stack([outputs.row("logits", row) for row in rows]),
+        )
+        ids, logits = kept.ids, kept.values
+        if kept.searched:
+            logits[kept.searched] = kept.scores
+        logprobs = TopColumns(ids, logits, top.log_sum_exp).logprobs
+        listed = ids.tolist(), logprobs.tolist(), np.exp(logprobs).tolist()
+        proved = self._proved(found.runs, ids[:, : kept.fewest], logits[:, : kept.fewest], outputs)
         for row, ranking in rankings.items():
             if (error := found.runs[row]) < math.inf:
-                first = Largest(listed[0][row][:2], top.logits[row, :2].tolist(), [], [])
-                logits, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-                proved[row] = self.builder.margin.proves_among(ranking, first, logits, hidden, error)
+                first = Largest(listed[0][row][:2], logits[row, :2].tolist(), [], [])
+                of_row, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
+                proved[row] = self.builder.margin.proves_among(ranking, first, of_row, hidden, error)
         return Listed(*listed, proved, found)
 
     def _largest_of_mixtures(
@@ -442,23 +434,20 @@ class StepAnswers:
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         logits = outputs["logits"]
         ids, probabilities = cache.top(logits, sums, outputs[TOP_IDS], found, width)
-        kept: Kept[np.float64] | None = None
-        if rankings:
-            kept = self._without_excluded(
-                ids,
-                probabilities,
-                rankings,
-                batch,
-                lambda rows: cache.log_probabilities(logits[rows], found.part(rows, cache.vocabulary_size)).astype(
-                    np.float32
-                ),
-            )
-            ids, probabilities = kept.ids, kept.values
+        kept = self._listable(
+            ids,
+            probabilities,
+            rankings,
+            batch,
+            lambda rows: cache.log_probabilities(logits[rows], found.part(rows, cache.vocabulary_size)).astype(
+                np.float32
+            ),
+        )
+        ids, probabilities = kept.ids, kept.values
+        if kept.searched:
             probabilities[kept.searched] = np.exp(kept.scores)
-        elif self._unlisted:
-            ids, probabilities = self._without_unlisted(ids, probabilities)
         logprobs = np.log(probabilities)
-        if kept is not None:
+        if kept.searched:
             logprobs[kept.searched] = kept.scores
         states, variations, runs = of_network
         tokens, weights = found.tokens.tolist(), found.network.tolist()
@@ -476,7 +465,7 @@ class StepAnswers:
         listed = ids.tolist(), logprobs.tolist(), probabilities.tolist()
         return Listed(*listed, proved, StepBounds(states, mixed, runs), tokens)
 
-    def _without_excluded(
+    def _listable(
         self,
         ids: NDArray[np.int64],
         values: NDArray[Float],
@@ -484,19 +473,30 @@ class StepAnswers:
         batch: StepBatch,
         scores_of: Callable[[list[int]], NDArray[np.float32]],
     ) -> Kept[Float]:
-        """Moves the tokens that may not be listed behind the others, in each of B rows of the K most probable tokens:
-        (B, K). If fewer than `top_k` tokens of a row remain, searches the scores of all tokens, which `scores_of`
-        returns for some rows: (R, V). Removes the rankings of rows for which that would take long, or in which too few
-        tokens remain even then."""
+        """Returns which of the K most probable tokens of each of B rows, (B, K), may be listed. If fewer than `top_k`
+        tokens of a row remain, searches the scores of all tokens, which `scores_of` returns for some rows: (R, V).
+        Removes the rankings of rows for which that would take long, or in which too few tokens remain even then."""
+        if not rankings:
+            most, is_unlisted = ids.shape[1] - len(self._unlisted), None
+            for token in self._unlisted:  # faster than np.isin for the usual one or two tokens
+                is_token = ids == token
+                is_unlisted = is_token if is_unlisted is None else is_unlisted | is_token
+            if is_unlisted is None or not np.count_nonzero(is_unlisted):
+                return Kept(ids[:, :most], values[:, :most], most)
+            every = np.arange(len(ids))[:, None]
+            order = np.argsort(is_unlisted, axis=1, kind="stable")[:, :most]
+            return Kept(ids[every, order], values[every, order], most)
+        # The tokens that may not be listed are moved behind the others.
+        every = np.arange(len(ids))[:, None]
         excluded = self.builder.rankings.default.excludes(ids)
         asking = [*rankings]
         excluded[asking] = excluded_by_each([*rankings.values()], ids[asking])
         kept: list[int] = (ids.shape[1] - np.count_nonzero(excluded, axis=1)).tolist()
         order = np.argsort(excluded, axis=1, kind="stable")[:, : max(FEW, batch.top_k)]
-        ids, values, most = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1), order.shape[1]
+        ids, values, most = ids[every, order], values[every, order], order.shape[1]
         too_few: list[int] = [row for row in rankings if kept[row] < max(batch.rows[row].top_k, 2)]
         searched: list[int] = []
-        scores: NDArray[np.float64] = np.empty((0, most))
+        scores = NO_SCORES
         if too_few and len(too_few) * self.builder.vocabulary.size <= SEARCHED_AT_ONCE:
             found, scores = largest_of_each([rankings[row] for row in too_few], scores_of(too_few), most)
             is_whole: NDArray[np.bool_] = np.isfinite(scores[:, -1])
@@ -507,26 +507,6 @@ class StepAnswers:
         # Of the other rows, those without a filter have at least 2 tokens: see `most_predictions`.
         fewest = min([most, *[kept[row] for row in range(len(kept)) if row not in too_few]])
         return Kept(ids, values, max(fewest, 2), searched, scores)
-
-    def _without_unlisted(
-        self, ids: NDArray[np.int64], values: NDArray[Float]
-    ) -> tuple[NDArray[np.int64], NDArray[Float]]:
-        """Removes the U tokens that are never listed. `ids` and `values` have the K most probable tokens of each of B
-        rows: (B, K). Returns the first K - U remaining tokens of each row, in the same order: (B, K - U)."""
-        most = ids.shape[1] - len(self._unlisted)
-        is_unlisted = ids == self._unlisted[0]
-        for token in self._unlisted[1:]:  # faster than np.isin for the usual one or two tokens
-            is_unlisted |= ids == token
-        if not np.count_nonzero(is_unlisted):
-            return ids[:, :most], values[:, :most]
-        if len(ids) == 1:
-            kept = np.flatnonzero(~is_unlisted[0])[:most]
-            return ids[:, kept], values[:, kept]
-        changed = np.flatnonzero(is_unlisted.any(axis=1))
-        order = np.argsort(is_unlisted[changed], axis=1, kind="stable")[:, :most]
-        listed_ids, listed_values = ids[:, :most].copy(), values[:, :most].copy()
-        listed_ids[changed], listed_values[changed] = ids[changed[:, None], order], values[changed[:, None], order]
-        return listed_ids, listed_values
 
     def _proved(
         self, runs: Sequence[float], ids: NDArray[np.int64], logits: NDArray[np.float64], outputs: Outputs

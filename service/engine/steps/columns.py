@@ -333,11 +333,11 @@ class StepColumns:
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
             return
-        if asking:
-            self.answers.extend(prepared, rows)
         self._locks.leave_all(sessions)
-        self._admission.leave(len(rows))
-        self.answers.deliver(batch, prepared, rows)
+        try:
+            self.answers.deliver(batch, prepared, rows)
+        finally:
+            self._admission.leave(len(rows))
 
     def _start_commit(self, batch: StepBatch, times: Times) -> None:
         """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
@@ -382,11 +382,12 @@ class StepColumns:
             kept, committed = [], [error] * len(batch.rows)
         self._committing.remove(batch)
         self.ran += len(kept)
-        self.answers.extend(prepared, kept)
-        self._leave([batch.rows[row] for row in kept])
+        try:
+            self.answers.deliver(batch, prepared, kept, durable)
+        finally:
+            self._leave([batch.rows[row] for row in kept])
         if len(kept) < len(batch.rows):
             self._uncommitted(batch, committed)
-        self.answers.deliver(batch, prepared, kept, durable)
 
     def _uncommitted(self, batch: StepBatch, committed: Sequence[Appended]) -> None:
         """Fails the rows whose commit failed. Passes those whose session had changed to the general procedure."""
