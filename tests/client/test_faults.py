@@ -311,10 +311,10 @@ def test_a_call_that_needs_most_of_its_deadline_is_left_to_a_server_that_lives(b
             probed.set()
             return httpx.Response(401)
         await probed.wait()
-        await asyncio.sleep(0.7)  # with the quarter before, more than half of the deadline
+        await asyncio.sleep(1.2)  # with the quarter before, more than half of the deadline
         return httpx.Response(200, json=answer(1)[1])
 
-    client = both(["http://a", "http://b"], deadline_s=2, transport=httpx.MockTransport(respond))
+    client = both(["http://a", "http://b"], deadline_s=4, transport=httpx.MockTransport(respond))
     assert client.predict("a").position == 1
     assert asked == ["a /v1/predict", "a /healthz"]
 

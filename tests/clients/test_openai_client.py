@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,7 +21,6 @@ openai = import_client("openai")
 
 MODEL = "rnn-stable"
 PROMPT = "The history of the"
-IDS = [53, 1019, 276, 262]
 TIMEOUT_S = 60
 
 Complete = Callable[..., Any]
@@ -90,13 +87,6 @@ def test_a_completion_has_the_text_of_generate(complete: Complete, native: httpx
         "total_tokens": len(ids_of(native, PROMPT)) + 4,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
-
-
-def test_usage_counts_the_tokens_of_earlier_prompts(complete: Complete) -> None:
-    ids = [2 + secrets.randbelow(1000) for _ in range(160)]  # no other test has sent this prompt
-    complete(prompt=ids, max_tokens=1)
-    longer = complete(prompt=[*ids, *ids[:9]], n=2)
-    assert longer.usage.prompt_tokens_details.cached_tokens == len(ids)
 
 
 def test_every_answer_has_a_new_id_and_the_same_fingerprint(complete: Complete) -> None:
@@ -329,12 +319,6 @@ OTHERS = ["top_k", "min_p", "tokens", "input"]
 def test_any_other_field_is_refused_by_name(complete: Complete, name: str) -> None:
     refused(complete, name, extra_body={name: 1})
     refused(complete, name, extra_body={name: None})
-
-
-@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 2)])
-def test_a_field_of_openai_that_asks_nothing_passes(complete: Complete, name: str, value: object) -> None:
-    refused(complete, name, extra_body={name: value})
-    complete(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={name: None})
 
 
 @pytest.mark.parametrize(
@@ -573,18 +557,6 @@ async def test_an_event_model_completes_names_line_by_line(events: tuple[EngineH
         assert stopped.choices[0].logprobs.tokens == ["<eos>"]
 
 
-async def test_an_event_model_has_sessions(events: tuple[EngineHarness, ServerHarness]) -> None:
-    harness, server = events
-    await harness.engine.create_session("e")
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
-        for position, name in enumerate(("open", "read", "close")):
-            body = {"session": "e", "expected_position": position}
-            answer = await client.completions.create(model="fake", prompt=name, max_tokens=1, extra_body=body)
-            assert (
-                answer.position == position + 1 and answer.choices[0].text in harness.vocabulary.texts[1:]
-            ) or answer.choices[0].text == ""
-
-
 # Failures of the server
 
 
@@ -617,8 +589,3 @@ async def test_a_retryable_failure_says_when_to_retry(
         response = await client.post("/v1/completions", json={"model": "fake", "prompt": "open"})
     assert response.status_code == status and response.json()["error"]["message"] == "no"
     assert ("retry-after" in response.headers) is (status != 504)
-
-
-def test_numbers_are_finite(complete: Complete) -> None:
-    found = complete(echo=True, logprobs=5, max_tokens=2).choices[0].logprobs
-    assert all(math.isfinite(value) for value in found.token_logprobs)

@@ -3,7 +3,6 @@ receive the same numbers as a client of the native API."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -260,20 +259,6 @@ def test_each_output_is_binary_or_json_on_its_own(client: Client) -> None:
     assert ids["parameters"] == {"binary_data_size": 2 * 16 * 8} and "data" not in ids
     assert position["data"] == [3, 3] and "parameters" not in position
     assert bound["parameters"] == {"binary_data_size": 8}
-
-
-def test_binary_data_output_is_the_default_of_the_outputs(native_of_both: httpx.Client) -> None:
-    body = {
-        "inputs": [{"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [5]}],
-        "outputs": [{"name": "position"}, {"name": "error_bound", "parameters": {"binary_data": False}}],
-        "parameters": {"binary_data_output": True},
-    }
-    response = native_of_both.post(INFER, json=body)
-    length = int(response.headers["inference-header-content-length"])
-    document = json.loads(response.content[:length])
-    assert response.headers["content-type"] == "application/octet-stream"
-    assert np.frombuffer(response.content[length:], np.int64).tolist() == [1]
-    assert document["outputs"][1]["data"] == [0.0]
 
 
 def test_a_json_answer_has_flat_data_and_no_header_length(native_of_both: httpx.Client) -> None:
@@ -599,25 +584,6 @@ async def test_the_asynchronous_client_keeps_sequences(aio_client: aio.Inference
 # Errors that the package itself can cause
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "said"),
-    [
-        ([triton.InferInput("tokens", [1, 1], "INT64").set_data_from_numpy(np.array([[2048]]))], {}, "tokens"),
-        ([triton.InferInput("token", [1, 1], "INT64").set_data_from_numpy(np.array([[1]]))], {}, "'token'"),
-        ([triton.InferInput("tokens", [1], "INT64").set_data_from_numpy(np.array([1]))], {}, "tokens has 1 dim"),
-        ([triton.InferInput("tokens", [1, 1], "INT32").set_data_from_numpy(np.array([[1]], np.int32))], {}, "INT32"),
-        ([], {}, "found none of them"),
-    ],
-    ids=["an id out of range", "a wrong name", "a wrong rank", "a wrong datatype", "a missing input"],
-)
-def test_an_invalid_input_is_400_and_named(
-    client: Client, given: list[triton.InferInput], options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(InferenceServerException, match=said) as caught:
-        client.infer(TEXT_MODEL, given, **options)
-    assert caught.value.status() == "400"
-
-
 def test_shared_memory_is_refused_by_name(client: Client) -> None:
     given = triton.InferInput("tokens", [1, 1], "INT64")
     given.set_shared_memory("region", 8)
@@ -633,19 +599,3 @@ def test_classification_is_refused_by_name(client: Client) -> None:
     output = triton.InferRequestedOutput("logits", class_count=3)
     with pytest.raises(InferenceServerException, match="logits: classification"):
         client.infer(TEXT_MODEL, [tensor("tokens", TOKENS)], outputs=[output])
-
-
-def test_an_unknown_output_is_refused_by_name(client: Client) -> None:
-    with pytest.raises(InferenceServerException, match="'probabilities'"):
-        infer(client, TOKENS, "probabilities")
-
-
-def test_an_unknown_parameter_is_refused_by_name(client: Client) -> None:
-    with pytest.raises(InferenceServerException, match="temperature"):
-        infer(client, TOKENS, parameters={"temperature": 1})
-
-
-def test_an_unknown_model_is_404(client: Client) -> None:
-    with pytest.raises(InferenceServerException, match="'nobody'") as caught:
-        client.infer("nobody", [tensor("tokens", TOKENS)])
-    assert caught.value.status() == "404"

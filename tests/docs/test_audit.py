@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.transcript import TIMEOUT_S, scripts
+from tests.docs.transcript import bash, scripts
 from wane.models.bundle import Bundle
 
 ROOT = Path(__file__).parents[2]
@@ -26,16 +25,7 @@ def test_each_layout_on_the_page_is_audited_and_exported(tmp_path: Path) -> None
             command += f" {QUICK} --report {tmp_path}/reports/{name}"
         spelt = command.replace("runs/", f"{tmp_path}/").replace("wane audit", f"{sys.executable} -m wane audit")
         spelt = spelt.replace("python ", f"{sys.executable} ", 1) if spelt.startswith("python ") else spelt
-        ended = subprocess.run(
-            ["bash", "-c", spelt],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        ended = bash(spelt, ROOT, environment)
         assert ended.returncode == 0, f"{spelt}\n{ended.stdout}"
     exported = sorted(path.name for path in (tmp_path / "audited").iterdir())
     layouts = ["awd", "checked", "graph", "gru4rec", "mingru", "named", "one", "projected", "several", "shop", "usual"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_readme import ROOT, free_port
-from tests.docs.transcript import FENCE, TIMEOUT_S
+from tests.docs.transcript import FENCE, bash
 from tests.service.sessions.stores.redis_server import program
 from tests.stack.harness.command import WAIT_S
 from tests.stack.harness.command import Command as Running
@@ -64,16 +64,7 @@ class Page:
 
     def run(self, start: str, more: str = "") -> str:
         """Runs a command (see `command`) to its end. Asserts that the command succeeds, and returns its output."""
-        ended = subprocess.run(
-            self.command(start, more),
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        ended = bash(self.command(start, more)[-1], ROOT, self.environment)
         assert ended.returncode == 0, ended.stdout
         return ended.stdout
 

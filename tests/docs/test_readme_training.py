@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stdout, suppress
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_readme import ROOT, free_port
-from tests.docs.transcript import FENCE, TIMEOUT_S, Command, compare, parse, run, scripts
+from tests.docs.transcript import FENCE, Command, bash, compare, parse, run, scripts
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -45,16 +44,7 @@ class Trained:
 
     def bash(self, command: str) -> str:
         """Runs a command of a page, and returns its output."""
-        ended = subprocess.run(
-            ["bash", "-c", self.spell(command)],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        ended = bash(self.spell(command), ROOT, self.environment)
         assert ended.returncode == 0, ended.stdout
         return ended.stdout
 

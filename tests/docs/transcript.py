@@ -154,18 +154,22 @@ def run(
             if command.background:
                 running.enter_context(_background(command, directory, environment))
             else:
-                ended = subprocess.run(
-                    ["bash", "-c", command.text],
-                    cwd=directory,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=TIMEOUT_S,
-                    check=False,
-                )
-                compare(command, ended.stdout)
+                compare(command, bash(command.text, directory, environment).stdout)
+
+
+def bash(command: str, directory: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end. Its output has its errors, too."""
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -381,13 +381,3 @@ def fuzz(name: str, count: int, first_seed: int = 0) -> int:
     """Tests one parser with its share of `count` cases. Returns the number of these cases."""
     parser = PARSERS[name]
     return run(parser.check, parser.cases(), max(1, round(count * parser.share)), first_seed)
-
-
-@contextmanager
-def closing() -> Iterator[None]:
-    """Closes the event loop at the end of the `with` block."""
-    try:
-        yield
-    finally:
-        loop().close()
-        loop.cache_clear()

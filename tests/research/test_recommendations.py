@@ -11,31 +11,10 @@ import pytest
 
 from research.recommendations import main as tables
 from tests.training.test_layouts import put
+from tests.training.test_transitions import EXPERIMENT
 from wane.training.cli import main
 
-EXPERIMENT = """
-name = "small"
-[model]
-cell = "gru"
-hidden = 4
-cache = 20
-cache_in_loss = false
-[data]
-kind = "events"
-start = "zero"
-time_unit = "s"
-valid_share = 0.2
-test_share = 0.2
-[training]
-steps = 2
-batch = 8
-chunk = 8
-warmup = 1
-evaluate_every = 2
-checkpoint_every = 2
-threads = 1
-device = "cpu"
-"""
+CACHED = EXPERIMENT.replace("hidden = 4", "hidden = 4\ncache = 20\ncache_in_loss = false")
 
 
 def test_the_page_gets_the_table_of_the_runs_and_that_of_the_parts(
@@ -44,7 +23,7 @@ def test_the_page_gets_the_table_of_the_runs_and_that_of_the_parts(
     random = np.random.default_rng(1)
     rows = [f"{at // 5},{at},{item}" for at, item in enumerate(random.integers(0, 30, 400))]
     data = put(tmp_path / "clicks.csv", ["session,time,item", *rows])
-    (tmp_path / "small.toml").write_text(EXPERIMENT)
+    (tmp_path / "small.toml").write_text(CACHED)
     run, page = tmp_path / "run", tmp_path / "page.md"
     assert main(["train", str(tmp_path / "small.toml"), "--data", str(data), "--run", str(run)]) == 0
     assert main(["evaluate", str(run), "--data", str(data), "--positions", "all", "--transitions"]) == 0

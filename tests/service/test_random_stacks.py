@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from numpy.typing import NDArray
 
 from research.stack_attack import TOKENS, random_stack
-from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.bundles import export_words
 from tests.models.caches import random_cache
 from wane.models.bundle import Bundle
 from wane.models.layer_registry import KINDS, Kind
@@ -36,24 +36,14 @@ SETTINGS = Settings(session_history_tokens=4096)
 
 
 def write(folder: Path, version: int, seed: int, kind: Kind) -> Bundle:
-    from wane.models.export import export_bundle
-
     architecture, weights = random_stack(seed, kind)
     random = Random(seed)
-    export_bundle(
+    export_words(
         folder,
-        architecture=architecture,
-        weights=weights,
-        vocabulary_kind="words",
-        tokenizer_json=words_tokenizer(),
-        name="m",
+        architecture,
+        weights,
         version=str(version),
-        description="",
-        window=8,
         max_window=16,
-        quality=None,
-        provenance=PROVENANCE,
-        sample_tokens=np.random.default_rng(seed).integers(TOKENS, size=60).tolist(),
         cache=random_cache(random, random.randrange(2, 9)) if seed % 2 else None,
         start=random.choice(["token", "zero"]),
         replace=True,

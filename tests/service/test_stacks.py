@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.bundles import export_words
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server, post
 from wane.models.architecture import Architecture
 from wane.models.bundle import Bundle
-from wane.models.export import export_bundle
 from wane.models.manifest import CACHE_BINS, CacheModel
 from wane.models.networks import Network
 from wane.models.reference import Reference
@@ -50,20 +49,13 @@ def write(folder: Path, name: str, version: str, seed: int) -> Bundle:
             network.get_parameter("layers.0.cell.nu").clamp_(min=-0.5)
     row = [0.75, 0.25, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]
     weights = tuple(tuple(row[index < len(CACHE_BINS) + 1]) for index in range((len(CACHE_BINS) + 1) ** 2))
-    export_bundle(
+    export_words(
         folder / name,
-        architecture=model,
-        weights={each: tensor.numpy() for each, tensor in network.weights().items()},
-        vocabulary_kind="words",
-        tokenizer_json=words_tokenizer(),
-        name=name,
+        model,
+        {each: tensor.numpy() for each, tensor in network.weights().items()},
         version=version,
-        description="",
         window=12,
         max_window=WINDOW,
-        quality=None,
-        provenance=PROVENANCE,
-        sample_tokens=np.random.default_rng(0).integers(11, size=60).tolist(),
         torch_network=network,
         cache=CacheModel(length=8, weights=weights) if name == "mixed" else None,  # type: ignore[arg-type]
     )

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -88,15 +87,6 @@ def test_the_error_names_an_invalid_event_line(tmp_path: Path, line: str, messag
         load_corpus(DataConfig(kind="events", path=path))
 
 
-def test_event_names_may_contain_any_character_but_a_line_break(tmp_path: Path) -> None:
-    names = ["a\u2028b", "c\u0085d", "caf\u00e9 \u2615", "[x]"]
-    path = tmp_path / "events.jsonl"
-    path.write_text("".join(json.dumps(names, ensure_ascii=False) + "\n" for _ in range(30)), encoding="utf-8")
-    vocabulary = load_corpus(DataConfig(kind="events", path=path)).vocabulary
-    assert vocabulary.decode(vocabulary.encode_events(names)) == "\n".join(names)
-    assert sorted(vocabulary.encode_events(names)) == [1, 2, 3, 4]
-
-
 def test_byte_order_mark_and_carriage_returns_are_stripped(tmp_path: Path) -> None:
     lines = [f"line {number}\u2028 and on" for number in range(40)]
     plain, windows = tmp_path / "plain.txt", tmp_path / "windows.txt"
@@ -152,12 +142,6 @@ def test_a_word_vocabulary_keeps_the_most_frequent_words(tmp_path: Path) -> None
     path.write_text("the cat the dog the end\n" * 50 + "rare words only here\n" * 6)
     corpus = load_corpus(DataConfig(kind="text", path=path, vocabulary="words"))
     assert corpus.vocabulary.encode("the cat sat") == [2, corpus.vocabulary.encode("cat")[0], 1]
-
-
-@pytest.mark.parametrize("text", ["The history of the café", "  two  blanks", "line\nbreak\n", "戦場 \U0001f600", ""])
-def test_bpe_round_trips_text_byte_for_byte(text: str) -> None:
-    vocabulary = text_corpus().vocabulary
-    assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
 def test_a_token_that_is_a_part_of_a_character_has_its_bytes() -> None:

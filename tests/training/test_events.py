@@ -10,7 +10,7 @@ import pytest
 
 from tests.training.corpora import write_events
 from wane.models.event_files.event_log import EventLog
-from wane.models.event_files.format import EventColumns, EventFormat
+from wane.models.event_files.format import EventFormat
 from wane.models.vocabulary import Vocabulary
 from wane.training.config import DataConfig
 from wane.training.data import Corpus, load_corpus, load_whole
@@ -47,23 +47,6 @@ def test_lines_are_lists_or_objects_and_integers_are_names(tmp_path: Path) -> No
     assert log.names == ["a", "2", "b", "-1"]
 
 
-def test_a_csv_file_is_grouped_by_session_and_ordered_by_time(tmp_path: Path) -> None:
-    path = csv_file(
-        tmp_path / "clicks.csv",
-        "u2,50,x",
-        'u1,30,"coats, long"',
-        "u1,10,a",
-        "u2,20,y",
-        "u1,10,b",
-        "u3,2026-01-01T00:00:00Z,late",
-        "u3,2025-12-31T23:59:59,x",
-    )
-    log = read_log([path], SECONDS)
-    assert sessions(log) == [["a", "b", "coats, long"], ["y", "x"], ["x", "late"]]
-    assert log.ends is not None
-    assert log.ends.tolist() == [30, 50, 1_767_225_600]
-
-
 def test_a_pause_longer_than_the_gap_starts_a_new_session(tmp_path: Path) -> None:
     path = csv_file(tmp_path / "clicks.csv", "u,0,a", "u,100,b", "v,150,x", "u,201,c", "u,301,d")
     assert sessions(read_log([path], SECONDS.model_copy(update={"session_gap_s": 100}))) == [
@@ -72,43 +55,6 @@ def test_a_pause_longer_than_the_gap_starts_a_new_session(tmp_path: Path) -> Non
         ["c", "d"],
     ]
     assert sessions(read_log([path], SECONDS)) == [["x"], ["a", "b", "c", "d"]]
-
-
-def test_columns_have_the_names_of_the_experiment_in_any_order(tmp_path: Path) -> None:
-    form = EventFormat(columns=EventColumns(session="visitor", time="at", item="item"), time_unit="s")
-    path = csv_file(tmp_path / "clicks.tsv", "buy\t12\tuser\t3.5", header="kind\titem\tvisitor\tat")
-    assert sessions(read_log([path], form)) == [["12"]]
-    message = (
-        r"clicks\.tsv: no columns 'session' and 'time' in the header \(kind, item, visitor, at\): "
-        r"set data\.columns\.session and data\.columns\.time$"
-    )
-    with pytest.raises(DataError, match=message):
-        read_log([path])
-
-
-def test_several_csv_files_are_one_log(tmp_path: Path) -> None:
-    paths = [csv_file(tmp_path / "a.csv", "u,2,b"), csv_file(tmp_path / "b.csv", "u,1,a")]
-    assert sessions(read_log(paths, SECONDS)) == [["a", "b"]]
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("u,1", "2 columns, but the header has 3"),
-        (",1,a", "the value of 'session' is empty"),
-        ("u,1,", "the value of 'item' is empty"),
-        ("u,soon,a", "the time 'soon' is neither a number nor ISO 8601"),
-        ("u,nan,a", "the time 'nan' is not finite"),
-        ("u,1700000000000,a", "the time '1700000000000' is not one of seconds since 1970"),
-        ("u,1,<eos>", "<eos> is reserved"),
-        ("u,1,\udcff", "not Unicode text"),
-    ],
-)
-def test_the_error_names_a_wrong_row(tmp_path: Path, row: str, message: str) -> None:
-    path = tmp_path / "clicks.csv"
-    path.write_bytes(f"session,time,item\nu,1,a\n{row}\n".encode("utf-8", "surrogateescape"))
-    with pytest.raises(DataError, match=rf"clicks\.csv, line 3: .*{message}.* \(1 of 3 lines is wrong; .*'skip'"):
-        read_log([path], SECONDS)
 
 
 def test_each_reason_is_given_once_with_its_first_three_lines_and_the_number_of_all(tmp_path: Path) -> None:
@@ -121,23 +67,6 @@ def test_each_reason_is_given_once_with_its_first_three_lines_and_the_number_of_
         "line 8: not a list of event names (texts or integers); lines 9 and 10: not a list of event names "
         "(8 of 10 lines are wrong)"
     )
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"session": 1, "events": ["a"]}', "an earlier line has the same session 1"),
-        ('{"session": 2, "items": ["a"]}', 'not a list of event names or {"session": ..., "events": [...]}'),
-        ('{"session": 1.5, "events": ["a"]}', 'the value of "session" is neither text nor an integer'),
-        ('{"session": 2, "events": "a"}', "not a list of event names"),
-    ],
-)
-def test_the_error_names_a_wrong_object(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "sessions.jsonl"
-    path.write_text('{"session": 1, "events": ["a"]}\n' + line + "\n")
-    with pytest.raises(DataError) as caught:
-        read_log([path])
-    assert f"line 2: {message}" in str(caught.value)
 
 
 def test_files_of_two_kinds_and_a_gap_without_times_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -290,16 +289,6 @@ def test_a_run_is_not_resumed_with_another_split(tmp_path: Path, key: str) -> No
     other = chosen.model_copy(update={"data": chosen.data.model_copy(update={key: 0.2})})
     with pytest.raises(ResumeError, match=rf"holds a run with data\.{key} = 0\.05, not 0\.2"):
         Trainer(other, corpus, RunFolder(tmp_path))
-
-
-def test_a_run_is_not_resumed_with_other_data(tmp_path: Path) -> None:
-    corpus = text_corpus()
-    list(islice(Trainer(experiment(), corpus, RunFolder(tmp_path)).run(), 2))
-    with pytest.raises(
-        ResumeError,
-        match=r"other data: LICENSE is not the file on which the run was trained \(its content has changed\)",
-    ):
-        Trainer(experiment(), replace(corpus, hashes={"LICENSE": "0" * 64}), RunFolder(tmp_path))
 
 
 def test_a_run_is_not_resumed_with_fewer_steps_than_done(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ from benchmarks.bench.contenders import BARE, HANDLER, SCAN, SHIPPED, WANE
 from benchmarks.bench.results import Measured, Results, Rounds, Visit
 from benchmarks.bench.tables import comparison_rows, page_tables
 from benchmarks.bench.targets import best_peer, p50, rate, targets
-from benchmarks.page import put_all, with_tables
+from benchmarks.page import with_tables
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "docs" / "figures" / "bench.json"
 PUBLISHED = ROOT / "docs" / "benchmarks.md"
-PAGE = "# Figures\n<!-- bench -->\nold\n<!-- /bench -->\nand\n<!-- targets -->\n<!-- /targets -->\n"
 EMPTY = Results(
     created="2026-01-01",
     commit=None,
@@ -191,25 +190,9 @@ def test_each_round_is_compared_with_its_baseline_by_figure_and_cpu_time() -> No
     ]
 
 
-def test_the_page_keeps_its_text_and_replaces_its_tables(results: Results, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    put_all(page, page_tables(results))
-    once = page.read_text()
-    assert once.startswith("# Figures\n") and "\nand\n" in once and "old" not in once
-    assert "| Wane | session step, 64 connections | 4,400 (4,000 to 5,000) tokens/s |" in once
-    put_all(page, page_tables(results))
-    assert page.read_text() == once
-
-
 def test_the_page_shows_exactly_the_stored_figures() -> None:
     text = PUBLISHED.read_text(encoding="utf-8")
     if KEPT.exists():
         assert with_tables(text, page_tables(Results.read(KEPT)), "benchmarks.md") == text
     else:
         assert "<!-- targets -->\n<!-- /targets -->\n" in text and "<!-- bench -->\n<!-- /bench -->\n" in text
-
-
-def test_results_round_trip(results: Results, tmp_path: Path) -> None:
-    results.write(tmp_path / "a" / "bench.json")
-    assert Results.read(tmp_path / "a" / "bench.json") == results

@@ -13,7 +13,6 @@ from rich.console import Console
 from benchmarks.bench import run as run_module
 from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.contenders import SHIPPED
-from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 from benchmarks.bench.subjects import facts
 
@@ -94,14 +93,6 @@ def test_a_run_with_another_baseline_has_another_folder(tmp_path: Path) -> None:
     alone = Run(["wane"], [], 1, 1).folder()
     assert folders[0] == folders[1] != folders[2]
     assert alone not in folders
-
-
-def test_a_visit_round_trips(tmp_path: Path) -> None:
-    visit = Visit(model="m", contender="wane", round=3, version="1", loads={})
-    path = visit_path(tmp_path, 3, "m", "wane")
-    visit.write(path)
-    assert Visit.read(path) == visit
-    assert [file.name for file in tmp_path.iterdir()] == ["m-wane-3.json"]
 
 
 def test_the_shipped_model_is_described_by_its_layers() -> None:

@@ -96,27 +96,6 @@ def test_a_batch_of_one_is_lifted_or_the_rows_run_one_by_one(
     assert "the rows of a batch run one by one: it has a fixed batch of 1" in printed and "Reshape" in printed
 
 
-def test_rows_that_affect_one_another_run_one_by_one(
-    tmp_path: Path, names: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The cell subtracts the mean of the batch."""
-    w = Weights()
-    nodes = [
-        *w.embedded(),
-        node("ReduceMean", ["x", w.ints("zero", 0)], ["mean"], keepdims=1),
-        node("Sub", ["x", "mean"], ["centred"]),
-        node("Add", ["centred", "h"], ["sum"]),
-        node("Add", ["sum", "x"], ["sum.2"]),
-        node("Tanh", ["sum.2"], ["h.next"]),
-        *w.head("h.next"),
-    ]
-    inputs = [value("tokens", INT64, ["B"]), value("h", FLOAT, ["B", 6])]
-    outputs = [value("logits", FLOAT, ["B", VOCABULARY]), value("h.next", FLOAT, ["B", 6])]
-    folder = imports(save(tmp_path / "mixed.onnx", nodes, inputs, outputs, w), names)
-    assert "one by one: its rows affect one another" in capsys.readouterr().out
-    assert json.loads((folder / "manifest.json").read_text())["architecture"]["rows"] == "one by one"
-
-
 def test_states_of_one_shape_are_ambiguous(tmp_path: Path, names: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = lstm(tmp_path / "lstm.onnx")
     message = refuses(capsys, graph, names)
@@ -195,17 +174,6 @@ def test_an_old_operator_set_is_refused(tmp_path: Path, names: Path, capsys: pyt
     outputs = [value("logits", FLOAT, ["B", VOCABULARY]), value("h.next", FLOAT, ["B", 6])]
     message = refuses(capsys, save(tmp_path / "m.onnx", nodes, inputs, outputs, w, opset=11), names)
     assert "the operator set 11" in message
-
-
-def test_a_hostile_file_is_refused_by_the_command(
-    tmp_path: Path, names: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = gru(tmp_path / "gru.onnx")
-    model = onnx.load(path)
-    model.graph.node[0].domain = "evil"
-    path.write_bytes(model.SerializeToString())
-    assert "the operator set 'evil'" in refuses(capsys, path, names)
-    assert "missing" in refuses(capsys, tmp_path / "none.onnx", names)
 
 
 def inputs_of(*declared: tuple[str, int, Any]) -> onnx.GraphProto:

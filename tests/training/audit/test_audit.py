@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
-from tests.service.live_server import live_server
 from tests.training.audit.foreign_models import VOCABULARY, AwdLstm, Gru4Rec, Plain, saved
 from tests.training.audit.test_vocabulary import byte_level
 from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
@@ -27,7 +25,7 @@ from wane.service.runners.onnx import OnnxRunner
 from wane.training.audit.report import AuditReport
 from wane.training.audit.vocabulary import read_names
 from wane.training.config import ModelConfig
-from wane.training.data import data_kind, load_whole
+from wane.training.data import load_whole
 from wane.training.errors import DataError
 from wane.training.run import train
 
@@ -69,11 +67,6 @@ def audited(folder: Path, *options: str) -> AuditReport:
     ]
     assert main([*command, "--vocabulary", str(folder / "names.json"), "--max-window", "16", *options]) == 0
     return AuditReport.model_validate_json((folder / "audits" / "model" / "audit.json").read_text())
-
-
-def test_the_largest_window_may_be_shorter_than_eight_tokens(folder: Path) -> None:
-    saved(folder / "model.pt", {"state_dict": Plain("gru").state_dict()})
-    assert max(one.k for one in audited(folder, "--max-window", "5").windows) <= 5
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
@@ -144,29 +137,6 @@ def test_gru4rec_is_exported_with_a_zero_start_and_answers_as_published(folder: 
     found = torch.softmax(torch.from_numpy(outputs["logits"][0]), -1).numpy()
     assert found[VOCABULARY] == 0
     assert np.allclose(found[:VOCABULARY], probabilities_of(module, tokens[0].tolist()), atol=1e-6)
-
-
-def test_gru4rec_is_served_as_published(folder: Path) -> None:
-    module = Gru4Rec(6).eval()
-    audited_events(folder, module, "--eos", "none")
-    with (
-        live_server("--bundles", str(folder / "bundles")) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        sent = [3, 1, 4]
-        events = [EVENTS[token] for token in sent]
-        body = {"events": events, "top_k": VOCABULARY}
-        answers = [client.post("/v1/predict", json=body | {"mode": "recurrent"}).json()]
-        steps = client.post("/v1/sessions", json={}).json()["session"]
-        for event in events:
-            step = client.post(f"/v1/sessions/{steps}/tokens", json={"events": [event], "top_k": VOCABULARY}).json()
-        answers.append(step)
-    expected = probabilities_of(module, sent)
-    ranking = [EVENTS[token] for token in np.argsort(-expected)]
-    for answer in answers:
-        assert [one["token"] for one in answer["predictions"]] == ranking
-        served = [one["probability"] for one in answer["predictions"]]
-        assert served == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-6)
 
 
 def test_a_model_with_an_end_of_sequence_may_have_a_zero_start(folder: Path) -> None:
@@ -457,16 +427,6 @@ def test_a_single_window_of_one_token_is_enough(folder: Path) -> None:
     report = audited(folder, "--max-window", "1", "--positions", "1")
     assert ([at.k for at in report.windows], [at.i for at in report.gradients]) == ([1], [0])
     assert report.windows[0].distance.median == report.windows[0].distance.max
-
-
-def test_file_names_distinguish_events_from_text(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b.ndjson"):
-        (tmp_path / name).write_text('["x"]\n')
-    assert data_kind(tmp_path) == "events"
-    assert data_kind(tmp_path / "a.txt") == "text"
-    (tmp_path / "c.txt").write_text("x")
-    with pytest.raises(DataError, match="holds both text and events"):
-        data_kind(tmp_path)
 
 
 def test_a_csv_file_holds_events(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
