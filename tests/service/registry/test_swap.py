@@ -429,6 +429,20 @@ async def test_a_failed_load_of_a_caller_that_has_left_is_not_reported_as_unhand
     assert unhandled == [] and registry.get().version == "1"
 
 
+async def test_a_failed_warm_up_leaves_nothing_that_is_counted_later(
+    registry: ModelRegistry, folder: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no warm-up")
+
+    before = [*metrics.late.counts]
+    put(folder, "2", "lstm")
+    monkeypatch.setattr(Engine, "warm_up", fail)
+    with pytest.raises(LoadFailed, match="no warm-up"):
+        await registry.load_model(MODEL)
+    assert metrics.late.counts == before
+
+
 async def test_a_second_load_waits_and_finds_the_model_loaded(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm")
     first, second = await asyncio.gather(registry.load_model(MODEL), registry.load_model(MODEL))
