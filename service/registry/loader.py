@@ -161,6 +161,7 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
         await asyncio.to_thread(engine.warm_up, propagation)
     except BaseException:
         await engine.close()
+        engine.discard()
         raise
     await asyncio.to_thread(trim)
     logger.info("model %s version %s was loaded on %s", manifest.name, manifest.version, opened.runner.device)

@@ -299,7 +299,7 @@ class ModelRegistry:
         self.check_ready()
         task = asyncio.create_task(self._load(name))
         self._unfinished.add(task)
-        task.add_done_callback(self._unfinished.discard)
+        task.add_done_callback(self._load_ended)
         async with until(
             deadline, "the deadline passed, but the load continues: the index of models shows when the load has ended"
         ):
@@ -309,6 +309,11 @@ class ModelRegistry:
                 if task.cancelled():
                     self.check_ready()  # `close` has cancelled the load, not the caller
                 raise
+
+    def _load_ended(self, task: asyncio.Task[Engine]) -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks the error as retrieved, because the caller may have disconnected
 
     async def _load(self, name: str) -> Engine:
         async with self._lock:

@@ -1,6 +1,6 @@
 """Saves sessions in a file. A server writes the file after it has drained, and the next server reads it when it starts.
 
-    "wane sessions 1\\n"  SHA-256 of the rest  unix time  count   sessions
+    "wane sessions 2\\n"  SHA-256 of the rest  unix time  count   sessions
                          32 bytes             float64    uint64
 
 Each session:
@@ -24,7 +24,7 @@ from pathlib import Path
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.store import SessionRecord, StoreError
 
-MAGIC = b"wane sessions 1\n"
+FIRST, MAGIC = b"wane sessions 1\n", b"wane sessions 2\n"
 PART = ".part"
 _HEAD = struct.Struct(">dQ")
 _ENTRY = struct.Struct(">HdI")
@@ -64,8 +64,9 @@ def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[
     """
     try:
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise StoreError(f"session_file {path} is not a file of sessions; {ADVICE}")
+            if (magic := file.read(len(MAGIC))) != MAGIC:
+                why = "was written by an earlier version of Wane" if magic == FIRST else "is not a file of sessions"
+                raise StoreError(f"session_file {path} {why}; {ADVICE}")
             if file.read(DIGEST_BYTES) != _digest(file):
                 raise StoreError(f"session_file {path} is damaged: its SHA-256 does not match; {ADVICE}")
             file.seek(len(MAGIC) + DIGEST_BYTES)

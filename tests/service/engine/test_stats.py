@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.utils import floatToGoString
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, known
-from wane.service.engine.stats import PHASES, Stats, durations
+from wane.service.engine.stats import PHASES, Made, Stats, durations
 from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, Observed
 from wane.service.types.common import Mode
 from wane.service.types.request import GenerateRequest, Latency, PredictRequest, ScoreRequest, StepRequest
@@ -66,6 +66,25 @@ def test_two_versions_have_their_own_reports_and_add_up_in_the_metrics() -> None
     assert total() == 4
     document: Any = newer.document()["modes"][Mode.WINDOW]
     assert document["latency"]["total"]["count"] == 3
+
+
+def test_all_answers_of_a_batch_are_counted_before_the_model_is_unloaded() -> None:
+    metrics = Metrics()
+    stats = Stats(metrics, "m")
+    seconds = [1e-3, 2e-3, 3e-3]
+    stats.add(Made(Mode.RECURRENT, (seconds, seconds, seconds), [0.0, None, 0.5], 2, "step", 3))
+    stats.add(Made(Mode.RECURRENT, (seconds, seconds, seconds), [0.0, None, 0.5], 1, "step", 2))
+    stats.end()
+    assert stats._count_made not in metrics.late.counts
+
+    def sample(name: str, **more: str) -> float | None:
+        return metrics.registry.get_sample_value(f"wane_{name}", {"model": "m", "mode": "recurrent", **more})
+
+    assert sample("answers_total", operation="step") == 5
+    assert sample("answer_seconds_count", phase="total") == 6
+    assert sample("answer_seconds_sum", phase="total") == pytest.approx(12e-3)
+    assert sample("answer_error_bound_count") == 4
+    assert sample("answers_top1_proved_total") == 3
 
 
 def test_without_answers_there_are_no_modes() -> None:

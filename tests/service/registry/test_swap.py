@@ -4,6 +4,7 @@ it. The registry keeps the old version for its sessions, and closes the old vers
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -411,6 +412,35 @@ async def test_a_load_continues_after_the_callers_deadline(registry: ModelRegist
     async with asyncio.timeout(TIMEOUT_S):
         while registry.get().version != "2":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_failed_load_of_a_caller_that_has_left_is_not_reported_as_unhandled(
+    registry: ModelRegistry, folder: Path
+) -> None:
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: unhandled.append(report["message"]))
+    (put(folder, "2", "lstm") / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(DeadlineExceeded):
+        await registry.load_model(MODEL, asyncio.get_running_loop().time())
+    async with asyncio.timeout(TIMEOUT_S):
+        while registry._unfinished:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    gc.collect()
+    assert unhandled == [] and registry.get().version == "1"
+
+
+async def test_a_failed_warm_up_leaves_nothing_that_is_counted_later(
+    registry: ModelRegistry, folder: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no warm-up")
+
+    before = [*metrics.late.counts]
+    put(folder, "2", "lstm")
+    monkeypatch.setattr(Engine, "warm_up", fail)
+    with pytest.raises(LoadFailed, match="no warm-up"):
+        await registry.load_model(MODEL)
+    assert metrics.late.counts == before
 
 
 async def test_a_second_load_waits_and_finds_the_model_loaded(registry: ModelRegistry, folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ def broken(data: bytes) -> dict[str, bytes]:
         "half": data[: len(data) // 2],
         "longer": data + b"\0",
         "a bit turned": data[:60] + bytes([data[60] ^ 1]) + data[61:],
-        "a later format": data.replace(b"sessions 1", b"sessions 2"),
+        "a later format": data.replace(b"sessions 2", b"sessions 3"),
     }
 
 
@@ -166,3 +168,11 @@ async def test_a_store_with_a_smaller_budget_keeps_the_latest_sessions(tmp_path:
     await store.open()
     assert await store.get("a") is not None
     assert await store.get("b~:.-") is None
+
+
+def test_a_file_of_an_earlier_format_is_named_as_such_and_not_as_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    content = b"wane sessions 1\n" + struct.pack(">dQ", 1000.0, 0)
+    path.write_bytes(content + hashlib.sha256(content).digest())  # the first format has its digest at the end
+    with pytest.raises(StoreError, match="was written by an earlier version of Wane; the file was left unchanged"):
+        dump_file.load(path, 9)
