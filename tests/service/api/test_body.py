@@ -328,12 +328,12 @@ def test_the_server_refuses_and_answers_large_bodies_and_messages(live: LiveServ
         ):
             assert assert_problem(http.post(path, content=body), 422, "invalid_request")["field"] == field
         assert http.post("/v1/predict", content=b'{"tokens": [1' + b" " * LARGE_BYTES + b"]}").status_code == 200
-        http.post("/v1/sessions", json={"session": "s"})
-        with connect_sync(url_of(live), max_size=None, proxy=None) as socket:
+        http.post("/v1/sessions", json={"session": "large"})
+        with connect_sync(url_of(live, "/v1/sessions/large/stream"), max_size=None, proxy=None) as socket:
             for message, said in (
                 (HUGE[11][2](), '"field":"tokens[0]"'),
                 (b'{"tokens":[1' + b" " * LARGE_BYTES + b"]}", '"position":1'),
             ):
                 socket.send(message.decode())
                 assert said in str(socket.recv()).replace(": ", ":")
-        http.delete("/v1/sessions/s")
+        http.delete("/v1/sessions/large")
