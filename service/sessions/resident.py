@@ -67,6 +67,7 @@ class ResidentSessions:
         self.hits = 0
         """Number of steps committed in columns since this number was last reset to 0."""
         state_cache.on_drop = self._on_drop
+        self._flush = self.flush  # the store keeps this for each session, so all sessions share one object
 
     def add(self, record: SessionRecord) -> None:
         """From now on, holds the tokens of the session. Does nothing unless the session's state is in the state cache,
@@ -74,7 +75,7 @@ class ResidentSessions:
         must both have the revision of `record`."""
         session, position = record.session, record.position
         slot, row_bytes = self._state_cache.slot_of(session), self._rings.strides[0]
-        if slot is None or slot >= len(self._rings) or not self._store.buffer(session, self.flush, row_bytes):
+        if slot is None or slot >= len(self._rings) or not self._store.buffer(session, self._flush, row_bytes):
             return
         self.buffered[slot] = True
         ids = record.tail.ids()

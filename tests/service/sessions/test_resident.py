@@ -50,7 +50,7 @@ class Bench:
             self.written.append((session, flushed[1]))
             return flushed
 
-        self.resident.flush = note  # type: ignore[method-assign]
+        self.resident._flush = note
 
     async def start(self, session: str) -> None:
         """Creates a session, and appends the token 5. From now on the session's steps are processed in columns."""
