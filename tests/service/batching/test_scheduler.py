@@ -9,7 +9,7 @@ import pytest
 from wane.models.manifest import Role
 from wane.service.batching.batch import Work
 from wane.service.batching.cost_model import CostModel
-from wane.service.batching.scheduler import ALONE_S, SLICE_S, FairScheduler
+from wane.service.batching.scheduler import ALONE_S, COLUMNS, SLICE_S, FairScheduler
 
 
 @dataclass(eq=False)
@@ -138,3 +138,11 @@ def test_the_two_queues_are_counted_separately_and_cleared_together() -> None:
     assert (queue.before("step"), queue.before("scan"), len(queue)) == (2, 1, 3)
     assert queue.clear() == items
     assert len(queue) == 0
+
+
+def test_the_item_of_the_steps_in_columns_is_a_batch_of_its_own() -> None:
+    before, columns, after = waiting("step"), Waiting(COLUMNS), waiting("step")
+    queue = make([before, columns, after])
+    assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [[before, after], [columns], []]
+    queue = make([columns, before, after])
+    assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [[columns], [before, after], []]

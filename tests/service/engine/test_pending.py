@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
 from wane.service.batching.ticket import Ticket
-from wane.service.engine.pending import Pending
+from wane.service.engine.pending import Admission, Pending
 from wane.service.errors import DeadlineExceeded, Unavailable
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
@@ -295,3 +295,18 @@ async def test_closing_refuses_a_queued_proof_search(
     with pytest.raises(Unavailable):
         await waiting
     assert (await running).top1_proved
+
+
+async def test_a_drain_waits_for_the_last_of_several_requests() -> None:
+    admission = Admission()
+    admission.enter()
+    admission.enter()
+    admission.close()
+    drained = asyncio.ensure_future(admission.idle())
+    await asyncio.sleep(0)
+    admission.leave()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not drained.done()
+    admission.leave()
+    await asyncio.wait_for(drained, 10)
