@@ -299,7 +299,7 @@ async def read(request: Request) -> bytes:
         deadline -= request_context.timeout_s - request_context.body_timeout_s
     try:
         async with asyncio.timeout_at(deadline):
-            raw = await request.body()
+            raw = b"".join([part async for part in request.stream()])  # `body()` would keep it until the request ends
     except ClientDisconnect:
         raise Abandoned("the client hung up before its request was read") from None
     except TimeoutError:

@@ -166,7 +166,7 @@ def _fault(
             names_of_fields = {field.name for field in fields}
             for name in cast(dict[str, object], value):
                 if name not in names_of_fields:
-                    similar = get_close_matches(name[:REPR_MAX_CHARACTERS], names_of_fields, 1, cutoff=0.75)
+                    similar = get_close_matches(name[:REPR_MAX_CHARACTERS], names_of_fields, 1, cutoff=0.8)
                     hint = f"; did you mean `{similar[0]}`?" if similar else ""
                     return f"{path}.{_member(name)}", f": there is no such field{hint}"
             if partial:
