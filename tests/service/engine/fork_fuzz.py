@@ -24,7 +24,7 @@ from tests.service.engine_harness import HIDDEN, EngineHarness, name_vocabulary
 from wane.service.engine.agreement import FLOAT32_ROUNDING
 from wane.service.engine.logits import log_softmax
 from wane.service.errors import InvalidRequest, SessionExists
-from wane.service.state import prefixes
+from wane.service.state import pool
 from wane.service.state.prefixes import BLOCK
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
@@ -62,7 +62,7 @@ class Episode:
         self.random = Random(f"{seed}.{number}")
         vocabulary = name_vocabulary(names=NAMES)
         slot_bytes = EngineHarness(vocabulary=vocabulary).engine.state_cache.slot_bytes
-        with patch.object(prefixes, "ENTRY_BYTES", slot_bytes):  # half of the slots may hold states of prompts
+        with patch.object(pool, "ENTRY_BYTES", slot_bytes):  # half of the slots may hold states of prompts
             self.harness = EngineHarness(vocabulary=vocabulary, certified=True, state_budget_bytes=SLOTS * slot_bytes)
         self.engine = self.harness.engine
         self.tokens: dict[str, list[int]] = {}
