@@ -37,7 +37,7 @@ RANDOM_BYTES = 32
 
 COMMANDS = (
     *("EVAL", "EVALSHA", "GET", "GETRANGE", "SET", "DEL", "PTTL", "PEXPIRE", "LASTSAVE", "PING"),
-    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of API keys
+    *("TIME", "ZADD", "ZCARD", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of API keys
 )
 """The commands of Redis that Wane and its scripts use: docs/sessions.md lists them."""
 
