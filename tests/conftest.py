@@ -74,6 +74,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--group", choices=["quick", "rest", "all"], default="all", help="which tests run")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Makes the random weights of each test the same in every run, whichever tests ran before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @cache  # thousands of tests share a few hundred paths
 def is_rest(path: Path) -> bool:
     return path in NEEDS_TORCH or (path not in UNITS and any(rest == path or rest in path.parents for rest in REST))

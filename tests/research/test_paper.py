@@ -95,7 +95,7 @@ def test_a_window_is_read_from_the_zero_state(cell: Any, bidirectional: bool, da
 def test_a_window_of_everything_has_the_loss_of_the_whole_input(task: Task, data: Path) -> None:
     corpus = corpus_of(task, data)
     network = PaperNetwork(corpus, "rnn_tanh", task.recipe.shapes["rnn_tanh"], False)
-    network.project(0.3)
+    network.project(0.9)
     found = evaluate(network, corpus, "test", (1, 24))
     assert found["by_k"][24] == pytest.approx(found["loss"], rel=1e-5)
     assert found["by_k"][1] != pytest.approx(found["loss"], rel=1e-5)
