@@ -156,11 +156,12 @@ class Router(APIRouter):
         responses: Responses = NO_ANSWERS,
         extra: Mapping[str, Any] = NO_ANSWERS,
         streams: bool = False,
+        required: bool = True,
         **described: Any,
     ) -> Callable[[Handler], Handler]:
         """Registers a handler for POST, which decodes `body`. `extra` is a further part of the description, such as
         headers."""
-        described |= {"openapi_extra": {**json_body(body), **extra}}
+        described |= {"openapi_extra": {**json_body(body, required=required), **extra}}
         answered = {**answers(*kinds, streams=streams), **responses}
         return self.post(path, response_model=None, responses=answered, **described)
 

@@ -12,7 +12,6 @@ from functools import partial
 from hashlib import sha256
 from typing import cast
 
-from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +25,7 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
 from wane.service.api.openai_error import document_of, renamed
-from wane.service.api.openapi import answers, headers, json_body
+from wane.service.api.openapi import Router, answers, headers
 from wane.service.api.problem import Failure
 from wane.service.api.routes.sessions import engine_to_step
 from wane.service.api.schemas.completions import (
@@ -53,16 +52,11 @@ SEEDS = 2**64
 FAILURE = answers(ErrorDocument, status="default", description="any failure, in OpenAI's error format")
 KEY_HEADER = headers({IDEMPOTENCY_KEY: (IDEMPOTENCY, {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})})
 
-router = APIRouter(tags=["openai"], responses=FAILURE)
-chat = APIRouter(include_in_schema=False)
+router = Router(tags=["openai"], responses=FAILURE)
+chat = Router(include_in_schema=False)
 
 
-@router.post(
-    "/v1/completions",
-    response_model=None,
-    openapi_extra=json_body(CompletionBody) | KEY_HEADER,
-    responses=answers(CompletionDocument, streams=True),
-)
+@router.on_post("/v1/completions", CompletionBody, CompletionDocument, streams=True, extra=KEY_HEADER)
 async def complete(request: Request) -> Response:
     """Completes one or many prompts, like OpenAI's API. If `stream` is true, the answer consists of lines `data:` with
     parts of the choices, and then the line `data: [DONE]`. A failure during the stream is sent as `data: {"error":

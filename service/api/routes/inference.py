@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from fastapi import APIRouter, Path
+from fastapi import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +27,7 @@ from wane.service.api.deps import model_engine, owner, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import note_answer, registry
 from wane.service.api.infer_call import ROWS_AT_ONCE, InferCall, decoded_call, rows_of
-from wane.service.api.openapi import headers, json_body
+from wane.service.api.openapi import Router, headers, json_body
 from wane.service.api.routes.repository import FAILURE
 from wane.service.api.schemas.inference import (
     InferBody,
@@ -94,25 +94,7 @@ ANSWERS[200]["content"]["application/octet-stream"] = {"schema": {"type": "strin
 VERSION: dict[str, Any] = {"name": "version", "in": "path", "required": True, "description": "the served version"}
 OF_VERSION = {"parameters": [VERSION | {"schema": {"type": "string", "examples": ["2"]}}]}
 
-router = APIRouter(prefix="/v2", tags=["inference"], responses=FAILURE)
-
-Endpoint = Callable[..., Awaitable[Response]]
-
-
-def get(path: str, answer: type) -> Callable[[Endpoint], Endpoint]:
-    """Registers an endpoint for GET and HEAD. If the path has a model's name, the endpoint also answers at the path of
-    the model's version, if this version is served."""
-
-    def register(endpoint: Endpoint) -> Endpoint:
-        for place, described in (("{name}", None), ("{name}/versions/{version}", OF_VERSION)):
-            if described is None or "{name}" in path:
-                where = path.replace("{name}", place)
-                router.head(where, include_in_schema=False)(endpoint)
-                described_answer = openapi.answers(answer)
-                router.get(where, response_model=None, responses=described_answer, openapi_extra=described)(endpoint)
-        return endpoint
-
-    return register
+router = Router(prefix="/v2", tags=["inference"], responses=FAILURE)
 
 
 class InferenceCounter(WeakKeyDictionary[Engine, ModelStatisticsDocument]):
@@ -132,13 +114,13 @@ class InferenceCounter(WeakKeyDictionary[Engine, ModelStatisticsDocument]):
 # Health
 
 
-@get("/health/live", ServerLiveDocument)
+@router.on_get("/health/live", ServerLiveDocument)
 async def live() -> Response:
     """Answers 200 while the process is alive."""
     return encode.reply(ServerLiveDocument(True))
 
 
-@get("/health/ready", ServerReadyDocument)
+@router.on_get("/health/ready", ServerReadyDocument)
 async def server_ready(request: Request) -> Response:
     """Answers 200 if every model has loaded or failed to load, the process is not draining, and the session store is
     reachable. Answers 503 otherwise, like /readyz."""
@@ -150,7 +132,8 @@ async def server_ready(request: Request) -> Response:
     return encode.reply(ServerReadyDocument(True))
 
 
-@get("/models/{name}/ready", ReadyModel)
+@router.on_get("/models/{name}/versions/{version}/ready", ReadyModel, openapi_extra=OF_VERSION)
+@router.on_get("/models/{name}/ready", ReadyModel)
 async def ready(request: Request, name: str) -> Response:
     """Answers 200 if a model is ready. Answers 503 while the model loads or the server stops, and 404 with the reason
     if the model is not served."""
@@ -164,31 +147,34 @@ async def ready(request: Request, name: str) -> Response:
 # Metadata
 
 
-@get("", ServerDocument)
+@router.on_get("", ServerDocument)
 async def server(request: Request) -> Response:
     """Returns the server's name, the server's version, and the protocol extensions that the server supports."""
     return encode.reply(ServerDocument("wane", request.app.version, signature.EXTENSIONS))
 
 
-@get("/models/stats", StatisticsDocument)
+@router.on_get("/models/stats", StatisticsDocument)
 async def all_statistics(request: Request) -> Response:
     """Returns the statistics of the inference requests for every model."""
     return encode.reply(StatisticsDocument([*map(_counter(request).of, registry(request).list())]))
 
 
-@get("/models/{name}/stats", StatisticsDocument)
+@router.on_get("/models/{name}/versions/{version}/stats", StatisticsDocument, openapi_extra=OF_VERSION)
+@router.on_get("/models/{name}/stats", StatisticsDocument)
 async def statistics(request: Request, name: str) -> Response:
     """Returns the statistics of a model's inference requests since the model was loaded."""
     return encode.reply(StatisticsDocument([_counter(request).of(await _served(request, name))]))
 
 
-@get("/models/{name}/config", ModelConfigDocument)
+@router.on_get("/models/{name}/versions/{version}/config", ModelConfigDocument, openapi_extra=OF_VERSION)
+@router.on_get("/models/{name}/config", ModelConfigDocument)
 async def config(request: Request, name: str) -> Response:
     """Returns a model's configuration, in Triton's format."""
     return encode.reply(signature.configuration(await _served(request, name), settings(request)))
 
 
-@get("/models/{name}", ModelMetadataDocument)
+@router.on_get("/models/{name}/versions/{version}", ModelMetadataDocument, openapi_extra=OF_VERSION)
+@router.on_get("/models/{name}", ModelMetadataDocument)
 async def metadata(request: Request, name: str) -> Response:
     """Returns a model's name, version, inputs and outputs."""
     return encode.reply(signature.metadata(await _served(request, name), settings(request)))

@@ -5,7 +5,6 @@ A load can replace a model's version while the model has live sessions. See `ser
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +13,7 @@ from wane.service.api.body import decode
 from wane.service.api.deps import deadline, note_model
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import registry
-from wane.service.api.openapi import answers, json_body
+from wane.service.api.openapi import Router, answers
 from wane.service.api.schemas.models import (
     IndexBody,
     LoadBody,
@@ -27,15 +26,10 @@ from wane.service.registry.registry import IndexEntry
 
 FAILURE = answers(ProtocolFailure, status="default", description="any failure, in the Open Inference Protocol's format")
 
-router = APIRouter(prefix="/v2", tags=["repository"], responses=FAILURE)
+router = Router(prefix="/v2", tags=["repository"], responses=FAILURE)
 
 
-@router.post(
-    "/repository/index",
-    response_model=None,
-    responses=answers(IndexEntry, is_list=True),
-    openapi_extra=json_body(IndexBody, required=False),
-)
+@router.on_post("/repository/index", IndexBody, required=False, responses=answers(IndexEntry, is_list=True))
 async def index(request: Request) -> Response:
     """Lists the models with their versions and states. The list contains served models, models that are being loaded or
     unloaded, and models in the bundles' folder."""
@@ -44,12 +38,7 @@ async def index(request: Request) -> Response:
     return encode.reply([entry for entry in entries if entry.state == "READY" or not body.ready])
 
 
-@router.post(
-    "/repository/models/{name}/unload",
-    response_model=None,
-    responses=answers(UnloadedModel),
-    openapi_extra=json_body(UnloadBody, required=False),
-)
+@router.on_post("/repository/models/{name}/unload", UnloadBody, UnloadedModel, required=False)
 async def unload(request: Request, name: str) -> Response:
     """Unloads a model. The model's sessions are kept until they expire, and can continue if the model is loaded again
     before then."""
@@ -58,12 +47,7 @@ async def unload(request: Request, name: str) -> Response:
     return encode.reply(UnloadedModel(name, "UNAVAILABLE"))
 
 
-@router.post(
-    "/repository/models/{name}/load",
-    response_model=None,
-    responses=answers(LoadedModel),
-    openapi_extra=json_body(LoadBody, required=False),
-)
+@router.on_post("/repository/models/{name}/load", LoadBody, LoadedModel, required=False)
 async def load(request: Request, name: str) -> Response:
     """Loads the current version of a model's bundle. The new version replaces the served version, if there is one. The
     response is sent after the replacement. If the load fails, the server continues to serve the earlier version, and

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +16,7 @@ from wane.service.api.body import decode
 from wane.service.api.deps import deadline, model_engine, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.openai_error import renamed
-from wane.service.api.openapi import answers, json_body
+from wane.service.api.openapi import Router
 from wane.service.api.routes.completions import FAILURE
 from wane.service.api.schemas.tokenizer import (
     DetokenizeBody,
@@ -30,15 +29,13 @@ from wane.service.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest
 
-router = APIRouter(tags=["tokenizer"], responses=FAILURE)
+router = Router(tags=["tokenizer"], responses=FAILURE)
 
 CLASS = "PreTrainedTokenizerFast"
 """The class of Hugging Face's library transformers that reads a bundle's tokenizer."""
 
 
-@router.post(
-    "/tokenize", response_model=None, responses=answers(TokenizeDocument), openapi_extra=json_body(TokenizeBody)
-)
+@router.on_post("/tokenize", TokenizeBody, TokenizeDocument)
 async def tokenize(request: Request) -> Response:
     """Returns the token ids of a text. Each `<eos>` in the text becomes the id of the token `<eos>`. For a model of
     events, each remaining line of the text is the name of an event."""
@@ -68,9 +65,7 @@ def event_tokens(engine: Engine, prompt: str) -> tuple[int, ...]:
     return engine.events.tokens(names, unknown, "prompt", is_input=False).tokens
 
 
-@router.post(
-    "/detokenize", response_model=None, responses=answers(DetokenizeDocument), openapi_extra=json_body(DetokenizeBody)
-)
+@router.on_post("/detokenize", DetokenizeBody, DetokenizeDocument)
 async def detokenize(request: Request) -> Response:
     """Returns the text of token ids. For models of text, the token `<eos>` becomes a line break."""
     body = await decode(request, DetokenizeBody)
@@ -80,8 +75,7 @@ async def detokenize(request: Request) -> Response:
     return encode.reply(DetokenizeDocument(text))
 
 
-@router.head("/tokenizer_info", include_in_schema=False)
-@router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerDocument))
+@router.on_get("/tokenizer_info", TokenizerDocument)
 async def tokenizer_info(request: Request) -> Response:
     """Returns the special tokens of the tokenizer of the default model, or of the model in the query parameter `model`.
     `bos_token` is null, because clients need not put a start token before a text."""
