@@ -1,10 +1,10 @@
 """Reads request bodies. Enforces a deadline and a size limit for each body, decodes it strictly, and names the invalid
 field in errors.
 
-**The values of a large body are counted before the body is decoded.** A body with too many values is rejected, and at
-most its beginning is decoded (see `Decoder`). The decoder takes a quarter of a second for four megabytes of empty
-lists. During this time it holds the interpreter lock, even on another thread. Counting the values with numpy takes a
-few milliseconds and releases the lock, so the event loop can run.
+**The values of a large body are counted before the body is decoded.** A body with too many values is rejected. The
+decoder takes a quarter of a second for four megabytes of empty lists. During this time it holds the interpreter lock,
+even on another thread. Counting the values with numpy takes a few milliseconds and releases the lock, so the event loop
+can run.
 
 **Error messages are Wane's own** (`faults.py`). They name the field by its path and its value, and say what the value
 must be. The path has the notation of the engine's messages, such as `steps[0].tokens[1]`.
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Annotated, NamedTuple, TypeVar, cast
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from wane.service.api.cost import admit_body
 from wane.service.api.disconnect import WHOLE_BODY, connection_of
 from wane.service.api.exchange import context
-from wane.service.api.faults import check_lengths, read_again, shortest_limit
+from wane.service.api.faults import read_again
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.deadline import until
@@ -73,25 +73,22 @@ class BodyLimits(NamedTuple):
     containers: int
 
 
-def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
-    """Returns the byte offset at which a body first exceeds a limit, and that limit as a text, such as `120 fields`.
-    Returns None if the body exceeds no limit.
+def excess(raw: bytes, most: BodyLimits) -> str | None:
+    """Returns a limit that a body exceeds, as a text, such as `120 fields`, or None if it exceeds none.
 
     The contents of strings do not count. Raises NotJson if a number has too many digits.
     """
     data = np.frombuffer(raw, np.uint8)
     outside = np.bitwise_xor.accumulate(_quotes(data).view(np.uint8)) == 0
     _check_numbers(outside & (data - ZERO <= 9))
-    exceeded = [
-        (place, f"{count} {name}")
-        for name, count, mask in (
-            ("comma-separated values", most.values, data == COMMA),
-            ("fields", most.fields, data == COLON),
-            ("objects and lists", most.containers, (data == BRACKET) | (data == BRACE)),
-        )
-        if (place := _place_after(mask & outside, count)) is not None
-    ]
-    return min(exceeded, default=None)
+    for name, count, mask in (
+        ("comma-separated values", most.values, data == COMMA),
+        ("fields", most.fields, data == COLON),
+        ("objects and lists", most.containers, (data == BRACKET) | (data == BRACE)),
+    ):
+        if np.count_nonzero(mask & outside) > count:
+            return f"{count} {name}"
+    return None
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
@@ -104,12 +101,6 @@ def _quotes(data: NDArray[np.uint8]) -> Mask:
         run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)
         quotes[1:] &= run[:-1] & 1 == 0
     return quotes
-
-
-def _place_after(mask: Mask, count: int) -> int | None:
-    """Returns the index of the true value that follows the first `count` true values of `mask`. Returns None if there
-    is no such value."""
-    return int(np.flatnonzero(mask)[count]) if np.count_nonzero(mask) > count else None
 
 
 def _check_numbers(digits: Mask) -> None:
@@ -144,8 +135,8 @@ reader = cache(msgspec.json.Decoder)
 class Decoder:
     """Decodes bodies and WebSocket messages. A separate thread decodes large bodies, one at a time.
 
-    Decoding holds the interpreter lock on any thread. Therefore, if a large body exceeds a limit, the decoder decodes
-    only the part before the excess. The thread ends when the decoder is garbage-collected.
+    Decoding holds the interpreter lock on any thread. Therefore a large body that exceeds a limit is not decoded. The
+    thread ends when the decoder is garbage-collected.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -158,11 +149,9 @@ class Decoder:
         """Held while a body is decompressed. Bodies wait for it, so that only one at a time has a reservation of the
         receive budget for its largest possible size."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
-        self._shortest: dict[type[Body], int] = {}  # the result of `shortest_limit` for each type of body
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
-        """Decodes JSON as `model`, and checks the lengths of its lists. Raises NotJson, InvalidRequest, TooLarge,
-        DeadlineExceeded."""
+        """Decodes JSON as `model`. Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded."""
         if len(raw) <= LARGE_BYTES:
             return self.decode_now(raw, model)
         return await self.run(self._decode_large, raw, model, deadline=deadline)
@@ -176,27 +165,20 @@ class Decoder:
     def _decode_large(self, raw: bytes | str, model: type[B]) -> B:
         data = raw if isinstance(raw, bytes) else raw.encode()
         over = excess(data, self.most)
-        if over is None:
-            return self.decode_now(data, model)
-        place, most = over
-        limit = (
-            "the limit follows from the settings max_input_tokens, max_scored_tokens, max_filter_events and "
-            "max_batch_inputs"
-        )
-        read_again(unmarked(data[:place]), model, self._settings, partial=True)
-        raise TooLarge(f"the body holds more than {most}: {limit}")
+        if over is not None:
+            raise TooLarge(
+                f"the body holds more than {over}: the limit follows from the settings max_input_tokens, "
+                "max_scored_tokens, max_filter_events and max_batch_inputs"
+            )
+        return self.decode_now(data, model)
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
-        """Decodes JSON as `model` on the calling thread. Raises NotJson, InvalidRequest, TooLarge."""
+        """Decodes JSON as `model` on the calling thread. Raises NotJson, InvalidRequest."""
         raw = unmarked(raw)
         try:
             body: B = reader(model).decode(raw)
         except FAILURES:
-            body = cast(B, read_again(raw, model, self._settings))
-        if model not in self._shortest:
-            self._shortest[model] = shortest_limit(model, self._settings)
-        if len(raw) > 2 * self._shortest[model]:  # the JSON of n values has more than 2 n characters
-            check_lengths(lambda name: getattr(body, name), model, self._settings)
+            body = read_again(raw, model)
         if model.alone is not None and getattr(body, model.alone) is not None:
             try:
                 document = reader(dict[str, object]).decode(raw)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from msgspec import ValidationError, convert, inspect
-from msgspec.json import schema_components
 from pydantic_core import from_json
 
-from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, TooLarge, truncate_repr
-from wane.service.settings import Settings
-from wane.service.types.body import AT_MOST, OF_TOKENS, Body
+from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, truncate_repr
+from wane.service.types.body import Body
 
 B = TypeVar("B", bound=Body)
 
@@ -43,70 +41,24 @@ type_info = cache(inspect.type_info)
 """Returns the description of a type. Makes it once for each type."""
 
 
-def limit_of(limit: int | str, settings: Settings) -> int | None:
-    """Returns the limit that `at_most` describes, or None if the setting has no limit."""
-    most: int | None = getattr(settings, limit) if isinstance(limit, str) else limit
-    return most
-
-
-@cache
-def long_fields(model: type[Body]) -> Mapping[str, tuple[int | str, bool]]:
-    """Returns the limit of each list in a body, and whether the list holds the tokens of an input."""
-    _, schemas = schema_components([model])
-    return {
-        name: (schema[AT_MOST], OF_TOKENS in schema)
-        for name, schema in schemas[model.__name__]["properties"].items()
-        if AT_MOST in schema and schema.get("type") != "integer"
-    }
-
-
-def shortest_limit(model: type[Body], settings: Settings) -> int:
-    """Returns the smallest limit of a list in a body, or 0 if no list has a limit."""
-    limits = [limit_of(limit, settings) for limit, _ in long_fields(model).values()]
-    return min([limit for limit in limits if limit is not None], default=0)
-
-
-def check_lengths(
-    value_of: Callable[[str], Any], model: type[Body], settings: Settings, *, partial: bool = False
-) -> None:
-    """Raises TooLarge or InvalidRequest for the first list that exceeds its limit. `value_of` returns the value of a
-    field. If `partial` is true, the last list may be incomplete."""
-    for name, (limit, of_tokens) in long_fields(model).items():
-        value = value_of(name)
-        if not isinstance(value, list | tuple):
-            continue
-        most = limit_of(limit, settings)
-        if most is None or len(value) <= most:
-            continue
-        count = f"at least {len(value)}" if partial else str(len(value))
-        if of_tokens:
-            raise TooLarge(f"the input has {count} tokens, but at most {most} are accepted")
-        raise InvalidRequest(f"{name} holds {count} values, but must hold at most {most}", name)
-
-
-def read_again(raw: bytes | str, model: type[B], settings: Settings, *, partial: bool = False) -> B | None:
-    """Reads a body that msgspec rejected. Raises NotJson, TooLarge or InvalidRequest for its first fault. Returns the
-    body if it has none, because this parser accepts more: an invalid value of a member that is given again later in the
-    object, null for a field that may be absent, and numbers that are not finite, which the engine refuses. If `partial`
-    is true, `raw` is the beginning of a body, a fault that the rest of the body may mend is ignored, and None is
-    returned if there is no other fault."""
+def read_again(raw: bytes | str, model: type[B]) -> B:
+    """Reads a body that msgspec rejected. Raises NotJson or InvalidRequest for its first fault. Returns the body if it
+    has none, because this parser accepts more: an invalid value of a member that is given again later in the object,
+    null for a field that may be absent, and numbers that are not finite, which the engine refuses."""
     try:
-        document = from_json(raw, allow_partial=partial, cache_strings="keys")
+        document = from_json(raw, cache_strings="keys")
     except ValueError as failure:
         raise NotJson(f"the body is not JSON: {failure}") from failure
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object")
-    check_lengths(document.get, model, settings, partial=partial)
     drop_nulls(document, type_info(model))
     try:
         return convert(document, model)
     except ValidationError as error:
         complaint, at, place = str(error).rpartition(" - at `$")
-        fault = _fault(document, type_info(model), complaint or str(error), place if at else "", partial=partial)
-    if fault is None:
-        return None
-    field = fault[0].removeprefix(".")
-    raise InvalidRequest(field + fault[1] if field else fault[1].removeprefix(": "), field or None)
+        path, fault = _fault(document, type_info(model), complaint or str(error), place if at else "")
+    field = path.removeprefix(".")
+    raise InvalidRequest(field + fault if field else fault.removeprefix(": "), field or None)
 
 
 def drop_nulls(value: object, kind: inspect.Type) -> None:
@@ -126,11 +78,9 @@ def drop_nulls(value: object, kind: inspect.Type) -> None:
                         drop_nulls(item, inner)
 
 
-def _fault(
-    document: object, kind: inspect.Type, complaint: str, place: str, *, partial: bool
-) -> tuple[str, str] | None:
+def _fault(document: object, kind: inspect.Type, complaint: str, place: str) -> tuple[str, str]:
     """Returns the path of the invalid value, such as `.steps[0].tokens[1]`, and what is wrong with it. `complaint` and
-    `place` are from msgspec's error. With `partial`, returns None if the rest of the body may mend the fault."""
+    `place` are from msgspec's error."""
     whole, value, path = kind, document, ""
     for name, index in STEPS.findall(place):
         match next((choice for choice in _choices(kind) if _fits(value, choice)), None):
@@ -147,7 +97,7 @@ def _fault(
             ):
                 kind, value, path = inner, value[int(index)], f"{path}[{index}]"
             case _:  # what looks like a path is a part of the name of an unknown field
-                return _fault(document, whole, complaint, "", partial=partial)
+                return _fault(document, whole, complaint, "")
     kinds = [*_choices(kind)]
     match next((choice for choice in kinds if _fits(value, choice)), None):
         case None:
@@ -159,9 +109,10 @@ def _fault(
             return path, f" must be less than {most + 1}"
         case inspect.StrType(max_length=int() as most):
             return path, f" has more than {most} characters"
-        case inspect.VarTupleType(min_length=int() as least):
+        case inspect.VarTupleType(min_length=int() as least, max_length=most):
             count = len(cast(list[object], value))
-            return None if partial else (path, f" holds {count} values, but must hold at least {least}")
+            limit = f"at least {least}" if count < least else f"at most {most}"
+            return path, f" holds {count} values, but must hold {limit}"
         case inspect.StructType(fields=fields):
             names_of_fields = {field.name for field in fields}
             for name in cast(dict[str, object], value):
@@ -169,14 +120,12 @@ def _fault(
                     similar = get_close_matches(name[:REPR_MAX_CHARACTERS], names_of_fields, 1, cutoff=0.8)
                     hint = f"; did you mean `{similar[0]}`?" if similar else ""
                     return f"{path}.{_member(name)}", f": there is no such field{hint}"
-            if partial:
-                return None
             for field in fields:
                 if field.required and field.name not in cast(dict[str, object], value):
                     return f"{path}.{field.name}", " is missing"
     if path and complaint.startswith("Object contains unknown field"):  # the path is a part of the field's name
-        return _fault(document, whole, complaint, "", partial=partial)
-    return None if partial else (path, f": {complaint}")  # a rule about several fields
+        return _fault(document, whole, complaint, "")
+    return path, f": {complaint}"  # a rule about several fields
 
 
 def _choices(kind: inspect.Type) -> Iterator[inspect.Type]:

@@ -13,11 +13,10 @@ from pydantic.json_schema import models_json_schema
 
 from wane.service.api.body import ENCODING, WBITS
 from wane.service.api.exchange import TIMEOUT, TIMEOUT_HEADER
-from wane.service.api.faults import limit_of
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.settings import Settings
 from wane.service.types.answer import Failed
-from wane.service.types.body import AT_LEAST, AT_MOST, OF_TOKENS, Body, anchored
+from wane.service.types.body import AT_LEAST, AT_MOST, Body, anchored
 from wane.service.types.common import REFERENCE, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}
@@ -203,8 +202,8 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
             schema["minimum"] = schema.pop(AT_LEAST)
         if AT_MOST not in schema:
             continue
-        most = limit_of(schema.pop(AT_MOST), settings)
-        schema.pop(OF_TOKENS, None)
+        limit = schema.pop(AT_MOST)
+        most = getattr(settings, limit) if isinstance(limit, str) else limit
         for option in (schema, *schema.get("anyOf", ())):
             if most is not None and option.get("type") in BOUNDS:
                 option.pop("exclusiveMaximum", None)

@@ -53,7 +53,6 @@ class ProblemDocument(TypedDict):
 INTERNAL = "internal"
 PROBLEM_TYPE = "application/problem+json"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
-INFERENCE_PROTOCOL = "/v2"
 NOWHERE = "not found; /docs lists the paths"
 UNEXPECTED = "the server failed to handle the request; the server's log has the error under this request id"
 

@@ -38,9 +38,6 @@ AT_LEAST = "x-at-least"
 """The JSON Schema keyword that holds the least value of an integer. The decoder does not check it, because one invalid
 step or input must not fail the others of a call. The OpenAPI description has the keyword `minimum` instead."""
 
-OF_TOKENS = "x-of-tokens"
-"""The JSON Schema keyword that marks a list of the tokens or events of an input."""
-
 LARGEST_INTEGER = 2**63 - 1
 
 
@@ -55,10 +52,10 @@ def keywords(**rules: object) -> Meta:
     return Meta(extra_json_schema=rules)
 
 
-def at_most(limit: int | str, *, of_tokens: bool = False) -> Meta:
-    """Describes the largest length of a list, or the largest integer: a number, or the name of a setting. If
-    `of_tokens` is true, the list holds the tokens of an input."""
-    return Meta(extra_json_schema={AT_MOST: limit} | ({OF_TOKENS: True} if of_tokens else {}))
+def at_most(limit: int | str) -> Meta:
+    """Describes the largest length of a list, or the largest integer: a number, or the name of a setting. The engine
+    and `cost.py` check it."""
+    return keywords(**{AT_MOST: limit})
 
 
 def modes(of: Iterable[Mode]) -> Meta:
@@ -221,8 +218,8 @@ class SequenceBody(Body, kw_only=True):
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events",)}
 
     input: Text | None = None
-    tokens: Annotated[Tokens | None, at_most("max_input_tokens", of_tokens=True)] = None
-    events: Annotated[Events | None, at_most("max_input_tokens", of_tokens=True)] = None
+    tokens: Annotated[Tokens | None, at_most("max_input_tokens")] = None
+    events: Annotated[Events | None, at_most("max_input_tokens")] = None
     unknown: UnknownEvents | None = None
 
     @property

@@ -95,8 +95,7 @@ class CompareBody(SequenceBody, kw_only=True):
 
     model: Model = None
     models: Annotated[
-        Annotated[tuple[Name, ...], Meta(min_length=1)] | None,
-        at_most(MAX_COMPARED_MODELS),
+        Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_COMPARED_MODELS)] | None,
         says("the names of several models, instead of `model`"),
     ] = None
     windows: Annotated[
@@ -123,8 +122,8 @@ class ScoreBody(SequenceBody, kw_only=True):
         {"input": f"{HISTORY} September", "method": "parallel", "tolerance": 0, "stream": True},
     )
 
-    tokens: Annotated[Tokens | None, at_most("max_scored_tokens", of_tokens=True)] = None
-    events: Annotated[Events | None, at_most("max_scored_tokens", of_tokens=True)] = None
+    tokens: Annotated[Tokens | None, at_most("max_scored_tokens")] = None
+    events: Annotated[Events | None, at_most("max_scored_tokens")] = None
     model: Model = None
     method: Annotated[
         ScoreMethod,

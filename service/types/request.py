@@ -376,7 +376,7 @@ def _check_mode(body: Body, mode: Mode) -> None:
     for name, takes in body.only_with.items():
         if getattr(body, name) is not None and mode not in takes:
             raise InvalidRequest(
-                f"{name} is given, but mode is {mode}; modes with a {name} are {', '.join(takes)}", name
+                f"{name} is given, but mode is {mode}: use {name} only in mode {' or '.join(takes)}", name
             )
 
 

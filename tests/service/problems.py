@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from wane.service.api.problem import INFERENCE_PROTOCOL
+INFERENCE_PROTOCOL = "/v2"
 
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from wane.service.api.exchange import note_answer
 from wane.service.api.openai_error import document_of, renamed
 from wane.service.api.openapi import Router, answers, headers
 from wane.service.api.problem import Failure
-from wane.service.api.routes.sessions import engine_to_step
+from wane.service.api.routes.sessions import IDEMPOTENCY_KEY, KEY, engine_to_step
 from wane.service.api.schemas.completions import (
     MAX_TOKENS,
     CompletionBody,
@@ -40,23 +40,20 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.errors import InvalidRequest, NotFound
 from wane.service.types.answer import Answer
-from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS
 from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest, bias_of
 from wane.service.types.text import Score
 
-IDEMPOTENCY_KEY = "idempotency-key"
 SEEDS = 2**64
 """The engine's seeds are from 0 to 2^64 - 1. OpenAI's clients may send negative seeds, so a seed is taken modulo 2^64.
 """
 
 FAILURE = answers(ErrorDocument, status="default", description="any failure, in OpenAI's error format")
-KEY_HEADER = headers({IDEMPOTENCY_KEY: (IDEMPOTENCY, {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})})
 
 router = Router(tags=["openai"], responses=FAILURE)
 chat = Router(include_in_schema=False)
 
 
-@router.on_post("/v1/completions", CompletionBody, CompletionDocument, streams=True, extra=KEY_HEADER)
+@router.on_post("/v1/completions", CompletionBody, CompletionDocument, streams=True, extra=headers(KEY))
 async def complete(request: Request) -> Response:
     """Completes one or many prompts, like OpenAI's API. If `stream` is true, the answer consists of lines `data:` with
     parts of the choices, and then the line `data: [DONE]`. A failure during the stream is sent as `data: {"error":

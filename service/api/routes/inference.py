@@ -38,12 +38,11 @@ from wane.service.api.schemas.inference import (
     ModelMetadataDocument,
     ModelStatisticsDocument,
     ServerDocument,
-    ServerLiveDocument,
     ServerReadyDocument,
     StatisticsDocument,
     TimedDocument,
 )
-from wane.service.api.schemas.models import ReadyModel
+from wane.service.api.schemas.models import Liveness, ReadyModel
 from wane.service.api.sequences import (
     delete_sequence,
     fork_of,
@@ -114,10 +113,10 @@ class InferenceCounter(WeakKeyDictionary[Engine, ModelStatisticsDocument]):
 # Health
 
 
-@router.on_get("/health/live", ServerLiveDocument)
+@router.on_get("/health/live", Liveness)
 async def live() -> Response:
     """Answers 200 while the process is alive."""
-    return encode.reply(ServerLiveDocument(True))
+    return encode.reply(Liveness(live=True))
 
 
 @router.on_get("/health/ready", ServerReadyDocument)

@@ -73,13 +73,12 @@ POSITION = "x-wane-position"
 DIGITS = "[0-9]{1,15}"
 IDEMPOTENCY_KEY = "idempotency-key"
 STEP_HEADER_NAMES = {POSITION.encode(), IDEMPOTENCY_KEY.encode()}
+KEY = {IDEMPOTENCY_KEY: (IDEMPOTENCY, {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})}
+"""The description of the header with the idempotency key."""
 STEP_HEADERS = headers(
     {
         POSITION: ("has the same effect as the field `expected_position` of the body", {"pattern": anchored(DIGITS)}),
-        IDEMPOTENCY_KEY: (
-            IDEMPOTENCY,
-            {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS},
-        ),
+        **KEY,
     }
 )
 

@@ -181,12 +181,6 @@ class ServerDocument(Result):
     extensions: Annotated[tuple[str, ...], says("the protocol extensions that the server supports")]
 
 
-class ServerLiveDocument(Result):
-    """The answer to a liveness probe while the process is alive."""
-
-    live: Annotated[bool, says("true")]
-
-
 class ServerReadyDocument(Result):
     """The answer to a readiness probe while the server is ready."""
 

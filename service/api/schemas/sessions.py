@@ -58,7 +58,7 @@ class SessionBody(Body, kw_only=True):
     mode: Annotated[Mode | None, says("the default mode of the session's steps")] = None
     history: Annotated[
         Tokens | None,
-        at_most("max_input_tokens", of_tokens=True),
+        at_most("max_input_tokens"),
         says(
             "token ids: the last tokens before `position`. If there are `position` of them, they are the whole "
             "sequence, and the start token is fed before them. If there are fewer, they are the end of a longer "
@@ -68,7 +68,7 @@ class SessionBody(Body, kw_only=True):
     input: Annotated[Text | None, says("the history as a text")] = None
     events: Annotated[
         Events | None,
-        at_most("max_input_tokens", of_tokens=True),
+        at_most("max_input_tokens"),
         says("the history as events, for a model of events; a skipped event does not count in `position`"),
     ] = None
     unknown: UnknownEvents | None = None

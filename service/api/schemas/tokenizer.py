@@ -30,7 +30,7 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: Annotated[
         tuple[TokenId, ...],
         says("token ids"),
-        at_most("max_scored_tokens", of_tokens=True),
+        at_most("max_scored_tokens"),
     ]
 
 

@@ -61,7 +61,7 @@ async def test_events_are_given_by_name(make_harness: MakeHarness) -> None:
             422,
             "invalid_request",
             "continuations",
-            "holds 9 values, but must hold at most 8",
+            "continuations asks for 9 rows, but at most 8 are allowed",
         ),
         ({"continuations": [[7] * 9, [7] * 8]}, 413, "too_large", None, "17 tokens, but at most 16"),
     ],
