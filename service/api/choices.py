@@ -70,10 +70,12 @@ class Choice:
         """Returns the choice when its generation has ended."""
         async with aclosing(self.parts()) as stream:
             parts = [part async for part in stream]
-        found = [astuple(part.logprobs) for part in parts if part.logprobs is not None]
+        parts_of_logprobs = [astuple(part.logprobs) for part in parts if part.logprobs is not None]
         logprobs: LogprobsDocument | None = None
-        if found:
-            logprobs = LogprobsDocument(*[list(chain.from_iterable(lists)) for lists in zip(*found, strict=True)])
+        if parts_of_logprobs:
+            logprobs = LogprobsDocument(
+                *[list(chain.from_iterable(lists)) for lists in zip(*parts_of_logprobs, strict=True)]
+            )
         return ChoiceDocument(self._index, "".join([part.text for part in parts]), logprobs, parts[-1].finish_reason)
 
     async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:

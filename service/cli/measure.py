@@ -126,12 +126,12 @@ def choose(client: Wane, name: str | None = None) -> Model:
 def track(progress: Progress, items: Iterable[T], total: int, description: str) -> list[T]:
     """Collects the items, and shows on a bar how many of `total` there are."""
     task = progress.add_task(description, total=total)
-    found = []
+    collected = []
     for item in items:
-        found.append(item)
+        collected.append(item)
         progress.advance(task)
     progress.remove_task(task)
-    return found
+    return collected
 
 
 def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput, progress: Progress) -> Measurements:

@@ -103,11 +103,10 @@ class InferenceCounter(WeakKeyDictionary[Engine, ModelStatisticsDocument]):
     def of(self, engine: Engine) -> ModelStatisticsDocument:
         """Returns the statistics of a model version. The counts of cache hits and misses and of batches stay empty,
         because Wane has no response cache, and no batch belongs to one request."""
-        found = self.get(engine)
-        if found is None:
+        if engine not in self:
             phases = InferStatisticsDocument(*[TimedDocument(0, 0) for _ in InferStatisticsDocument.__struct_fields__])
-            found = self[engine] = ModelStatisticsDocument(engine.name, engine.version, 0, 0, 0, phases, [])
-        return found
+            self[engine] = ModelStatisticsDocument(engine.name, engine.version, 0, 0, 0, phases, [])
+        return self[engine]
 
 
 # Health
@@ -327,7 +326,9 @@ async def _answered(request: Request, engine: Engine, asked: InferCall) -> Infer
     rows = await rows_of(engine, asked, limits, limits.max_batch_inputs)
     longest = max(len(row.tokens) + len(row.skipped) for row in rows)
     widths = {LOGITS: engine.vocabulary.size, TOKEN_LOGPROBS: longest}
-    of_outputs(len(rows), [(widths[one.name], one.binary) for one in asked.wanted if one.name in widths]).check(limits)
+    of_outputs(len(rows), [(widths[name], is_binary) for name, is_binary in asked.wanted if name in widths]).check(
+        limits
+    )
     results = InferResults(engine, rows, time.perf_counter())
     if asked.is_predicted:
         make = partial(
