@@ -284,22 +284,25 @@ async def test_the_answer_of_a_step_that_has_committed_is_not_made_for_a_caller_
             waiting.append(plan.position)
             await free.wait()
 
-    answer = builder.answer
+    def answer(_: AnswerBuilder, plan: AnswerPlan, *_rest: object, **_named: object) -> None:
+        made.append(plan.position)
+
     monkeypatch.setattr(builder, "take_turn", take_turn)
-    monkeypatch.setattr(builder, "answer", lambda *args, **named: made.append(1) or answer(*args, **named))
-    deadline = asyncio.get_running_loop().time() + HOUR_S
-    step = engine.submit(StepRequest("a", tokens, mode=mode, logits=True, deadline=deadline))
-    while not waiting:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    if end == "leaves":
-        step.cancel()
-    else:
-        travel(2 * HOUR_S)
-        with pytest.raises(DeadlineExceeded):
-            await step
-    free.set()
-    await engine.admission.idle()
-    await turns()
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "answer", answer)
+        deadline = asyncio.get_running_loop().time() + HOUR_S
+        step = engine.submit(StepRequest("a", tokens, mode=mode, logits=True, deadline=deadline))
+        while not waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if end == "leaves":
+            step.cancel()
+        else:
+            travel(2 * HOUR_S)
+            with pytest.raises(DeadlineExceeded):
+                await step
+        free.set()
+        await engine.admission.idle()
+        await turns()
     assert not made
     assert (await engine.submit(StepRequest("a", (9,)))).position == waiting[0] + 1
 
