@@ -52,7 +52,8 @@ TENSOR: dict[str, Any] = {"name": "tokens", "shape": [32, 1], "datatype": "INT64
 
 def post(port: int, path: str, body: dict[str, Any]) -> None:
     connection = Connected(port)
-    connection.ask(http("POST", path, json.dumps(body).encode()))
+    status = connection.ask(http("POST", path, json.dumps(body).encode()))
+    assert status in (200, 201, 413), f"{path} is answered {status}"
     connection.close()
 
 
@@ -139,6 +140,8 @@ def main() -> None:
             post(server.port, SESSIONS, {"session": "streamed"})
             for name in LOADED:  # after the start, because the server loads all models of the folder then
                 shutil.copytree(SHIPPED, bundles / name)
+                manifest = bundles / name / "manifest.json"
+                manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "name": name}))
             names = iter(LOADED)
 
             def load(port: int) -> None:
