@@ -15,21 +15,21 @@ class Ticket:
 
     `admitted`: whether the queue has accepted work of the request. The queue rejects no later work of an admitted
     request. `entered`: whether work of the request with `Work.binding` is or was in a batch. Such a request will be
-    completed. `abandoned`: whether the caller has left. `proving`: whether only the search for a proof of the most
-    probable token remains. `conflicts`: how often the request's commit failed because another writer had changed the
-    session. `batch_items`: the size of the request's largest batch. `traced`: the trace of the request,
-    or None if it is not traced.
+    completed. `abandoned`: whether the caller has left. `answering`: whether only the answer remains to be made,
+    because the request has committed, or commits nothing. `conflicts`: how often the request's commit failed because
+    another writer had changed the session. `batch_items`: the size of the request's largest batch. `traced`: the trace
+    of the request, or None if it is not traced.
     """
 
     __slots__ = (
         "abandoned",
         "admitted",
+        "answering",
         "batch_items",
         "compute_s",
         "conflicts",
         "deadline",
         "entered",
-        "proving",
         "queue_s",
         "started_s",
         "traced",
@@ -40,7 +40,7 @@ class Ticket:
         self.admitted = False
         self.entered = False
         self.abandoned = False
-        self.proving = False
+        self.answering = False
         self.conflicts = 0
         self.started_s = time.perf_counter()
         self.queue_s = self.compute_s = 0.0

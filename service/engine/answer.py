@@ -238,7 +238,7 @@ class AnswerBuilder:
         if not leads and (mixed is None or not mixed.unknown):
             first = next(iter(plan.ranking.largest(result, 1).ids), None)
         weight, added = (1.0, None) if mixed is None else (mixed.weight, mixed.added)
-        ticket.proving = True
+        ticket.answering = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(
             self._prover, direction.search, trace, first, weight, added, plan.ranking.ids
         )

@@ -30,7 +30,7 @@ class Pending(asyncio.Future[T]):
 
     If work that the request will commit has entered a batch, the request is completed even if its caller is cancelled.
     Before that, `cancel()` and the deadline withdraw the request without side effects. Cancellation and the deadline
-    also end the search for a proof, which runs after the commit. A task that awaits the result cancels it when the task
+    also end the making of an answer, which follows the commit. A task that awaits the result cancels it when the task
     is cancelled.
 
     The result is computed by a task (`of`), or set by another object.
@@ -84,7 +84,7 @@ class Pending(asyncio.Future[T]):
 
     def _withdraw(self) -> None:
         """Cancels the task, unless its work has entered a batch, which is then completed."""
-        if self._task is not None and (self.ticket.proving or not self.ticket.entered):
+        if self._task is not None and (self.ticket.answering or not self.ticket.entered):
             self._task.cancel()
 
     def _settle(self, task: asyncio.Task[T]) -> None:

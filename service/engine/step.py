@@ -289,6 +289,7 @@ class SessionSteps:
                 self._pool.release(write)
         if committed is None:
             return None
+        ticket.answering = True
         if own is Mode.RECURRENT:
             self._resident.add(committed)
         if self._live is not None:

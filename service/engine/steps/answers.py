@@ -319,6 +319,7 @@ class StepAnswers:
             return
         if waits:
             self.admission.extend()
+            ticket.answering = True
             pending = Pending.of(finish(), ticket)
             pending.add_done_callback(lambda _: self.admission.leave())
             row.follow(pending)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
 from wane.service.batching.ticket import Ticket
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan
 from wane.service.engine.pending import Admission, Pending
 from wane.service.errors import DeadlineExceeded, Unavailable
 from wane.service.types.answer import Answer
@@ -239,7 +240,7 @@ async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_commit
         await proof.until_busy()
     deadline = asyncio.get_running_loop().time() + HOUR_S
     search = engine.submit(replace(request_, deadline=deadline))
-    while not search.ticket.proving:  # noqa: ASYNC110
+    while not search.ticket.answering:  # noqa: ASYNC110
         await asyncio.sleep(0)
     if begun:
         await proof.until_busy()
@@ -261,6 +262,49 @@ async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_commit
         await ahead
     await engine.drain()
     assert proof.asked == 1, "an abandoned search must not start"
+
+
+@pytest.mark.parametrize("tokens", [(7,), (7, 8)])
+@pytest.mark.parametrize("mode", [Mode.RECURRENT, Mode.WINDOW])
+@pytest.mark.parametrize("end", ["leaves", "late"])
+async def test_the_answer_of_a_step_that_has_committed_is_not_made_for_a_caller_that_has_left(
+    bounded: EngineHarness,
+    travel: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: tuple[int, ...],
+    mode: Mode,
+    end: str,
+) -> None:
+    """Otherwise a client whose steps are late would leave more and more work to the event loop."""
+    engine, builder, waiting, free, made = bounded.engine, AnswerBuilder, list[int](), asyncio.Event(), list[int]()
+    await engine.submit(StepRequest("a", (6,), mode=mode))
+
+    async def take_turn(_: AnswerBuilder, plan: AnswerPlan, *answer: object) -> None:
+        if answer:  # the turn of a part comes before the commit
+            waiting.append(plan.position)
+            await free.wait()
+
+    def answer(_: AnswerBuilder, plan: AnswerPlan, *_rest: object, **_named: object) -> None:
+        made.append(plan.position)
+
+    monkeypatch.setattr(builder, "take_turn", take_turn)
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "answer", answer)
+        deadline = asyncio.get_running_loop().time() + HOUR_S
+        step = engine.submit(StepRequest("a", tokens, mode=mode, logits=True, deadline=deadline))
+        while not waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if end == "leaves":
+            step.cancel()
+        else:
+            travel(2 * HOUR_S)
+            with pytest.raises(DeadlineExceeded):
+                await step
+        free.set()
+        await engine.admission.idle()
+        await turns()
+    assert not made
+    assert (await engine.submit(StepRequest("a", (9,)))).position == waiting[0] + 1
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -288,7 +332,7 @@ async def test_closing_refuses_a_queued_proof_search(
     running = submitted(bounded, PROVED)
     await proof.until_busy()
     waiting = submitted(bounded, PROVED)
-    while not waiting.ticket.proving:  # noqa: ASYNC110
+    while not waiting.ticket.answering:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await bounded.engine.close()
     proof.gate.set()
