@@ -117,7 +117,7 @@ class Worker:
 
     `place` returns the worker's ASGI application, which gets the server's own and the limits of connections. The worker
     listens on `sockets`. `ready` is called with the addresses when the worker is ready. `number` and `log_turns`: see
-    `logs.configure`. `make_bucket` and `owned`: see `Keyring` and `MemoryStore`.
+    `logs.configure`. `make_bucket`, `owned` and `names_file`: see `Keyring`, `MemoryStore` and `ModelRegistry`.
     """
 
     number: int | None = None
@@ -128,6 +128,7 @@ class Worker:
     ready: Callable[[Sequence[str]], None] = say_ready
     make_bucket: MakeBucket = TokenBucket
     owned: OwnedSessions | None = None
+    names_file: Path | None = None
 
 
 ALONE = Worker()
@@ -188,7 +189,7 @@ def run(settings: Settings, worker: Worker = ALONE) -> None:
 
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
-    registry = ModelRegistry(settings, metrics, worker.owned)
+    registry = ModelRegistry(settings, metrics, worker.owned, worker.names_file)
     app = create_app(
         settings,
         registry,

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from wane.models.bundle import BundleError
@@ -73,9 +75,13 @@ class ModelRegistry:
     """Loads, replaces, lists, unloads and closes engines, and finds the engine of a session. One model is loaded or
     unloaded at a time."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, owned: OwnedSessions | None = None) -> None:
-        """`owned`: see `MemoryStore`."""
+    def __init__(
+        self, settings: Settings, metrics: Metrics, owned: OwnedSessions | None = None, names_file: Path | None = None
+    ) -> None:
+        """`owned`: see `MemoryStore`. `names_file` has the names of the models that are served since the last load or
+        unload by request. A worker that starts again loads these models, so that all workers serve the same ones."""
         self._settings = settings
+        self._names_file = names_file
         self._owned = owned
         self._metrics = metrics
         self._found: dict[str, FoundBundle] = {}  # the bundles to load at start, by model name
@@ -137,11 +143,14 @@ class ModelRegistry:
         await asyncio.to_thread(self._repository.changed)
         bundles = await asyncio.to_thread(self._find)
         self.default = self._choose_default(bundles)
+        if self._names_file is not None and self._names_file.exists():
+            names = self._names_file.read_text(encoding="utf-8").split("\n")
+            bundles = {name: bundle for name, bundle in bundles.items() if name in names}
         self._found = dict(sorted(bundles.items(), key=lambda item: (item[0] != self.default, item[0])))
         # If the registry was closed meanwhile, the saved sessions stay in their file for the next process.
         if self._status != "loading":
             return
-        longest = max(self._settings.session_history_tokens, *(bundle.history_tokens for bundle in bundles.values()))
+        longest = max([self._settings.session_history_tokens, *(one.history_tokens for one in bundles.values())])
         store = self.session_store = make_store(self._settings, longest, self._metrics, self._owned)
         await store.open()
         if self._status != "loading":
@@ -337,6 +346,7 @@ class ModelRegistry:
             self._metrics.model_loads.labels("same" if is_same else "loaded").inc()
             if not is_same:
                 self._serve(engine, bundle.digest)
+                self._write_names()
             return engine
 
     async def _start(self, bundle: FoundBundle) -> Engine:
@@ -415,7 +425,16 @@ class ModelRegistry:
             engine.unpublish()
             for retiring in (engine, *(other for other in self.retired_engines.lingering if other.name == name)):
                 self.retired_engines.retire(retiring)
+            self._write_names()
             logger.info("model %s was unloaded", name)
+
+    def _write_names(self) -> None:
+        """Writes the names of the served models for the workers that start later. While this worker loads its first
+        models, the names are not complete."""
+        if self._names_file is not None and self._status == "ready":
+            part = self._names_file.with_suffix(f".{os.getpid()}")
+            part.write_text("\n".join(self._engines), encoding="utf-8")
+            part.replace(self._names_file)
 
     async def index(self) -> Sequence[IndexEntry]:
         """Returns every model version that is served, loading, unloading or in the folder of bundles, sorted by name.

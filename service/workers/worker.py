@@ -28,6 +28,7 @@ from wane.service.workers.steps import Step
 
 FAILED_FILE = "failed"  # in the workers' folder, made by the first one that fails
 LIMITS = "limits"  # the file of the table of shared limits
+NAMES = "models"  # the file of the names of the served models
 LOG_TURNS = "log"  # the file that a worker locks while it logs
 ANSWER_S = 5  # the time beyond a request's deadline in which another worker can answer it
 
@@ -96,9 +97,8 @@ def run(place: Place, arguments: Sequence[str]) -> None:
     listener = socket.socket(fileno=place.listener)
     sessions = SharedSessions(table, place.number)
     make_bucket = partial(SharedBucket, table)
-    worker = server.Worker(
-        place.number, Path(place.folder, LOG_TURNS), placed, [listener], ready, make_bucket, sessions
-    )
+    log_turns, names = Path(place.folder, LOG_TURNS), Path(place.folder, NAMES)
+    worker = server.Worker(place.number, log_turns, placed, [listener], ready, make_bucket, sessions, names)
     server.run(settings, worker)
 
 

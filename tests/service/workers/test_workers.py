@@ -584,6 +584,40 @@ def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions() -> 
         assert running.stop() == 0
 
 
+def test_a_worker_that_starts_again_serves_the_models_that_the_others_serve(tmp_path: Path) -> None:
+    for name in ("rnn-stable", "gated-stable"):
+        shutil.copytree(Path(BUNDLE).with_name(name), tmp_path / name)
+    with live_server("--workers", str(WORKERS), "--bundles", str(tmp_path)) as running:
+        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
+
+            def served() -> set[tuple[str, ...]]:
+                answers = [http.get("/v1/models") for _ in range(24)]  # of both workers, by chance
+                return {tuple(sorted(model["id"] for model in answer.json()["data"])) for answer in answers}
+
+            def kill() -> None:
+                before = workers_of(running)[1]
+                os.kill(before, signal.SIGKILL)
+                deadline = time.monotonic() + 60
+                while time.monotonic() < deadline:
+                    with suppress(httpx.TransportError, IndexError, KeyError):
+                        if workers_of(running)[1] != before and http.get("/readyz").is_success:
+                            return
+                    time.sleep(0.1)
+                pytest.fail("the worker was not started again")
+
+            http.post("/v2/repository/models/rnn-stable/unload").raise_for_status()
+            kill()
+            assert served() == {("gated-stable",)}
+            http.post("/v2/repository/models/gated-stable/unload").raise_for_status()
+            kill()
+            assert served() == {()}
+            for name in ("gated-stable", "rnn-stable"):
+                http.post(f"/v2/repository/models/{name}/load").raise_for_status()
+            kill()
+            assert served() == {("gated-stable", "rnn-stable")}
+        assert running.stop() == 0
+
+
 def test_a_worker_that_cannot_start_again_is_tried_again_and_the_other_serves(tmp_path: Path) -> None:
     bundle, aside = tmp_path / "rnn-stable", tmp_path / "aside"
     shutil.copytree(BUNDLE, bundle)
