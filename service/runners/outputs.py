@@ -91,7 +91,8 @@ class Outputs(Mapping[str, Array]):
     def finite(self) -> NDArray[np.bool_]:
         """Whether all values of a row are finite in every output of FINITE: bool (B)."""
         if self._finite is None:
-            arrays = [self._arrays[name] for name in FINITE if name in self._arrays]
+            # a comprehension would be another call
+            arrays = [*map(self._arrays.__getitem__, filter(self._arrays.__contains__, FINITE))]
             count = len(arrays[0])
             if all(map(isfinite, map(np.vdot, arrays, arrays))):  # the usual case, in one call per output
                 self._finite = np.full(count, True)
