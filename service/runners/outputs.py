@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -90,17 +91,13 @@ class Outputs(Mapping[str, Array]):
     def finite(self) -> NDArray[np.bool_]:
         """Whether all values of a row are finite in every output of FINITE: bool (B)."""
         if self._finite is None:
-            flags: list[NDArray[np.bool_]] = []
-            are_all = True  # a comprehension would be another call
-            for name in FINITE:
-                if name in self._arrays:
-                    flags.append(np.isfinite(self._arrays[name]))
-                    are_all = are_all and np.count_nonzero(flags[-1]) == flags[-1].size
-            count = len(flags[0])
-            if are_all:  # the usual case
+            # a comprehension would be another call
+            arrays = [*map(self._arrays.__getitem__, filter(self._arrays.__contains__, FINITE))]
+            count = len(arrays[0])
+            if all(map(isfinite, map(np.vdot, arrays, arrays))):  # the usual case, in one call per output
                 self._finite = np.full(count, True)
-            else:
-                self._finite = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0)
+            else:  # a value is not finite, or the sum of the squares is too large
+                self._finite = np.all([np.isfinite(one).reshape(count, -1).all(axis=1) for one in arrays], axis=0)
         return self._finite
 
     @property
