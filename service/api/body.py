@@ -125,6 +125,9 @@ MOST_FIELDS = 24
 """An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of values in
 these fields, except token ids and events."""
 
+OF_VALUES = "max_scored_tokens", "max_input_tokens", "max_filter_events", "max_batch_inputs"
+"""The settings from which the largest number of values in a body follows."""
+
 FAILURES = (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError)
 """The errors with which msgspec rejects a body."""
 
@@ -166,10 +169,8 @@ class Decoder:
         data = raw if isinstance(raw, bytes) else raw.encode()
         over = excess(data, self.most)
         if over is not None:
-            raise TooLarge(
-                f"the body holds more than {over}: the limit follows from the settings max_input_tokens, "
-                "max_scored_tokens, max_filter_events and max_batch_inputs"
-            )
+            limits = ", ".join(f"{name} is {getattr(self._settings, name)}" for name in OF_VALUES)
+            raise TooLarge(f"the body has more than {over}, and the settings allow no request with more: {limits}")
         return self.decode_now(data, model)
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
