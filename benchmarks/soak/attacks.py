@@ -212,7 +212,8 @@ def bombs_of(vocabulary: int) -> Iterator[Bomb]:
     yield Bomb("/v1/generate", {**some, "max_tokens": 10**9}, "422", "max_tokens is 1000000000")
     yield Bomb("/v1/generate", {**some, "temperature": -1.0, "max_tokens": 5}, "422", "temperature is -1.0")
     yield Bomb("/v1/score", {"tokens": [5] * 300_000}, "413", "max_scored_tokens is 262144")
-    yield Bomb("/v1/sessions/tokens", {"steps": [{"session": "a", "tokens": [5]}] * 3000}, "422", "steps asks for 3000 rows")
+    steps = [{"session": "a", "tokens": [5]}] * 3000
+    yield Bomb("/v1/sessions/tokens", {"steps": steps}, "422", "steps asks for 3000 rows")
 
 
 async def bombs(target: Target) -> AsyncIterator[Told]:
