@@ -31,7 +31,8 @@ def plot_memory(tasks: Sequence[Task], records: Mapping[str, Sequence[dict[str, 
         axes.set(xscale="log", yscale="log", xlabel="k, inputs in the window", title=task.title)
         axes.set_xticks(ks, [str(k) for k in ks])
         axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=6)
+    most = max(figure.axes, key=lambda axes: len(axes.lines))
+    figure.legend(handles=most.lines[:-1], frameon=False, fontsize=7, ncols=4, loc="outside lower center")
     figure.axes[0].set_ylabel("excess of the loss (dotted: 1 %)")
     figure.savefig(path, dpi=150)
 

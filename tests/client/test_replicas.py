@@ -77,11 +77,9 @@ def three(**settings: str) -> Iterator[list[Replica]]:
 
 def storm(replicas: Sequence[Replica], over: Event, working: Sequence[Future[Any]], steps: Sequence[Steps]) -> None:
     """Kills a replica every second, and starts it again. One of the others is always ready. Sets `over` after KILLS
-    kills, or later, when each session has twice REMEMBERED tokens."""
+    kills, or later, when each session has twice REMEMBERED tokens, and one that has forgotten tokens has a bound."""
     random, killed = Random(0), 0
-    while (killed < KILLS or any(len(one.tokens) < 2 * REMEMBERED for one in steps)) and not any(
-        one.done() for one in working
-    ):
+    while not (killed >= KILLS and is_enough(steps)) and not any(one.done() for one in working):
         time.sleep(1)
         ready = [replica for replica in replicas if replica.is_ready()]
         if len(ready) > 1:
@@ -90,6 +88,13 @@ def storm(replicas: Sequence[Replica], over: Event, working: Sequence[Future[Any
             victim.start()
             killed += 1
     over.set()
+
+
+def is_enough(steps: Sequence[Steps]) -> bool:
+    forgets = any("remember" in one.options for one in steps)
+    bounds = [answer.error_bound or 0 for one in steps for answer in one.answers]
+    has_bound = any(0 < bound < 1 for bound in bounds)
+    return all(len(one.tokens) >= 2 * REMEMBERED for one in steps) and (has_bound or not forgets)
 
 
 class Steps:
