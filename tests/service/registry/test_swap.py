@@ -192,7 +192,8 @@ def refer_outside(path: Path, name: str) -> None:
         (lambda path: edit_manifest(put(path.parent, "2", "gated-stable", name="other"), "name", value=MODEL),
          "two different bundles have version 2"),
     ],
-    ids=["hash", "no weights", "truncated weights", "json", "FIFO", "graph FIFO", "no graph", "outside data", "version", "field", "twice"],
+    ids=["hash", "no weights", "truncated weights", "json", "FIFO", "graph FIFO", "no graph", "outside data", "version",
+         "field", "twice"],
 )  # fmt: skip
 async def test_a_failed_load_keeps_the_old_version_and_reports_the_reason(
     registry: ModelRegistry, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture
