@@ -241,7 +241,8 @@ class Rankings:
         seen = np.asarray(known, np.int64) if wanted.exclude_seen else None
         candidates: NDArray[np.int64] | None = None
         if wanted.candidates is not None:
-            candidates = np.unique(np.array(wanted.candidates, np.int64))
+            # np.unique takes 7 ms at its first call, because it imports numpy.ma
+            candidates = np.array(sorted({*wanted.candidates}), np.int64)
             candidates = candidates[~Ranking(self._size, excluded, None, seen, eos_id).excludes(candidates)]
         return Ranking(self._size, excluded, candidates, seen, eos_id)
 

@@ -69,11 +69,12 @@ class Asking(NamedTuple):
 
 
 class Single(NamedTuple):
-    """A row that is answered alone. sampled: whether a shadow repeats the answer. waits: whether its answer waits for a
-    proof, or for a turn of the event loop, after the commit."""
+    """A row that is answered alone. latency: that of the run. sampled: whether a shadow repeats the answer. waits:
+    whether its answer waits for a proof, or for a turn of the event loop, after the commit."""
 
     plan: AnswerPlan
-    part: ModeResult
+    result: RunResult
+    latency: Latency
     input_ids: NDArray[np.int64]
     ticket: Ticket
     sampled: bool
@@ -205,12 +206,11 @@ class StepAnswers:
                 plan = AnswerPlan(Mode.RECURRENT, position, None, origin, position - dropped, ranking, request.cache)
                 norms = batch.outputs[NORMS][row].tolist() if NORMS in batch.outputs else None
                 result = RunResult(Row(outputs, row, norms=norms))
-                part = self.builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             except Exception as error:  # the other steps are answered
                 made[row] = error
             else:
                 waits = request.prove or request.logits or self.builder.work(plan, request.top_k) > 0
-                made[row] = Single(plan, part, input_ids, ticket, sampled, waits)
+                made[row] = Single(plan, result, ticket.latency(), input_ids, ticket, sampled, waits)
         return Prepared(answers, ids, queue_s, times.compute_s, total_s, positions, made)
 
     def deliver(
@@ -286,11 +286,11 @@ class StepAnswers:
     def _answer(self, row: StepRow, single: Single, durable: bool | None) -> None:
         """Answers a committed row alone. A proof is searched only now, so that the step is committed even if the client
         cancels the request during a long search."""
-        plan, part, input_ids, ticket, sampled, waits = single
-        request, stored = row.as_request(), row.stored
+        plan, result, latency, input_ids, ticket, sampled, waits = single
+        request, stored, builder = row.as_request(), row.stored, self.builder
 
         def answer(part: ModeResult) -> Answer:
-            made = self.builder.answer(
+            made = builder.answer(
                 plan,
                 input_ids,
                 part,
@@ -305,15 +305,19 @@ class StepAnswers:
             if stored is not None and stored.kind is StepKind.FIRST:
                 made.created = True
             if row.waiting is None:  # otherwise the general procedure counts the step
-                self.builder.stats.made(made, None if row.done() else "step")
+                builder.stats.made(made, None if row.done() else "step")
             if self._live is not None and row.is_awaited:
                 self._live.answered(row.session, plan.position, made)
             return made
 
         async def finish() -> Answer:
-            found = await self.builder.search(plan, part, ticket) if request.prove else part
-            await self.builder.take_turn(plan, request, found)
-            return answer(found)
+            await builder.take_turn(plan, request)
+            part = builder.part(plan, result, latency, input_ids, recurrent=True)
+            if request.prove:
+                part = await builder.search(plan, part, ticket)
+            if request.prove or request.logits:
+                await builder.take_turn(plan, request, part)
+            return answer(part)
 
         if waits and row.done():
             return
@@ -325,7 +329,7 @@ class StepAnswers:
             row.follow(pending)
             return
         try:
-            row.answer(answer(part))
+            row.answer(answer(builder.part(plan, result, latency, input_ids, recurrent=True)))
         except Exception as error:  # the step is committed, but has no answer
             row.fail(error)
 

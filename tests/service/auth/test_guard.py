@@ -337,6 +337,15 @@ def test_a_message_over_the_rate_leaves_the_websocket_open() -> None:
             assert socket.receive_json().get("error", {}).get("code") == code
 
 
+def test_messages_that_fail_count_towards_the_rate() -> None:
+    with TestClient(limited(3)) as client, client.websocket_connect(STREAM, headers=bearer(ALICE)) as socket:
+        codes = list[str]()
+        for _ in range(4):
+            socket.send_text("{}}")
+            codes.append(socket.receive_json()["error"]["code"])
+    assert codes[2:] == ["rate_limited"] * 2 and "rate_limited" not in codes[:2]
+
+
 def test_a_websocket_over_the_rate_is_closed_with_1013() -> None:
     with TestClient(limited(1)) as client:
         with client.websocket_connect(STREAM, headers=bearer(ALICE)):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from tests.models.caches import RandomTables, random_cache
 from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, name_vocabulary
 from wane.models.reference.cache import mixture
+from wane.service.batching import turns
+from wane.service.engine.answer import AnswerBuilder, ModeResult
 from wane.service.engine.logits import log_softmax
 from wane.service.engine.score import RESIDUAL
 from wane.service.engine.steps import columns
@@ -23,6 +26,7 @@ from wane.service.types.common import Mode
 from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import (
     CompareRequest,
+    Filter,
     GenerateRequest,
     History,
     PredictRequest,
@@ -189,6 +193,42 @@ async def test_a_batch_has_so_many_rows_as_can_be_mixed_in_one_turn(
     assert [one.latency.batch_items for one in answers] == [3, 3, 3, 3, 3, 3, 2, 2]
     for answer in answers:
         assert_is(answer.predictions, expected(harness, [EOS, 5, 6], [5, 6]))
+
+
+async def test_the_steps_of_one_batch_that_are_answered_alone_are_mixed_in_different_turns(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixing them all at once would hold the event loop for a time that grows with the batch."""
+    monkeypatch.setattr(turns, "TOKENS_A_TURN", 1)
+    part, turn, mixed = AnswerBuilder.part, 0, list[int]()
+
+    def counted(builder: AnswerBuilder, *given: Any, **named: Any) -> ModeResult:
+        mixed.append(turn)
+        return part(builder, *given, **named)
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    monkeypatch.setattr(AnswerBuilder, "part", counted)
+    engine, sessions = harness.engine, [f"s{index}" for index in range(8)]
+    for session in sessions:
+        await engine.create_session(session)
+        await engine.submit(StepRequest(session, (5,)))
+    mixed.clear()
+    counting = asyncio.create_task(count())
+    wanted = Filter(candidates=(6, 7))
+    pending = [engine.submit(StepRequest(session, (6,), filter=wanted, top_k=2)) for session in sessions]
+    answers = [await _answer(one) for one in pending]
+    counting.cancel()
+    assert {one.latency.batch_items for one in answers} == {8}
+    assert len(set(mixed)) == len(mixed) == 8
+    distribution = expected(harness, [EOS, 5, 6], [5, 6])
+    for answer in answers:
+        listed = {one.token_id: one.probability for one in answer.predictions}
+        assert listed == pytest.approx({token: distribution[token] for token in (6, 7)}, abs=CLOSE)
 
 
 async def _answer(pending: object) -> Answer:

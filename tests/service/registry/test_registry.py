@@ -398,7 +398,12 @@ def cut_the_manifest(path: Path) -> str:
     return "other/manifest.json: cannot be read as JSON"
 
 
-@pytest.mark.parametrize("spoil", [flip_a_byte, cut_the_manifest])
+def delete_the_weights(path: Path) -> str:
+    (path / "weights.safetensors").unlink()
+    return "other/weights.safetensors: the file is missing"
+
+
+@pytest.mark.parametrize("spoil", [flip_a_byte, cut_the_manifest, delete_the_weights])
 async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
     tmp_path: Path, without_verification: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:

@@ -180,6 +180,8 @@ def refer_outside(path: Path, name: str) -> None:
     ("spoil", "reason"),
     [
         (lambda path: (path / "weights.safetensors").write_bytes(b"no weights"), "small/weights.safetensors"),
+        (lambda path: (path / "weights.safetensors").unlink(), "small/weights.safetensors: the file is missing"),
+        (lambda path: os.truncate(path / "weights.safetensors", 1000), "small/weights.safetensors: "),
         (lambda path: (path / "manifest.json").write_text("{"), "small/manifest.json: cannot be read as JSON"),
         (lambda path: be_a_fifo(path / "manifest.json"), "small/manifest.json: must be a regular file"),
         (lambda path: be_a_fifo(path / "scan.onnx"), "small/scan.onnx: must be a regular file"),
@@ -190,7 +192,8 @@ def refer_outside(path: Path, name: str) -> None:
         (lambda path: edit_manifest(put(path.parent, "2", "gated-stable", name="other"), "name", value=MODEL),
          "two different bundles have version 2"),
     ],
-    ids=["hash", "json", "FIFO", "graph FIFO", "no graph", "outside data", "version", "field", "twice"],
+    ids=["hash", "no weights", "truncated weights", "json", "FIFO", "graph FIFO", "no graph", "outside data", "version",
+         "field", "twice"],
 )  # fmt: skip
 async def test_a_failed_load_keeps_the_old_version_and_reports_the_reason(
     registry: ModelRegistry, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture

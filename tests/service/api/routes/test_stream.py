@@ -92,6 +92,28 @@ async def test_line_separators_are_escaped_in_messages(
     assert text in json.loads(problem)["error"]["detail"]
 
 
+@pytest.mark.parametrize("binary", [False, True])
+async def test_a_byte_order_mark_of_a_message_is_ignored(
+    server: SocketServer, engine: FakeEngine, binary: bool
+) -> None:
+    message = '\ufeff{"tokens": [1, 2]}'
+    async with opened(server) as socket:
+        await socket.send(message.encode() if binary else message)
+        assert json.loads(await socket.recv())["position"] == 2
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\x1b[2J"], ids=ascii)
+async def test_control_characters_of_a_name_are_escaped_in_messages(
+    server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(fake_engine, "PREDICTIONS", (Prediction(7, name, 0.5, -0.6931),))
+    async with opened(server) as socket:
+        await socket.send('{"tokens":[1]}')
+        answer = await socket.recv()
+    assert isinstance(answer, str) and answer.isprintable()
+    assert json.loads(answer)["predictions"][0]["token"] == name
+
+
 async def test_the_options_of_a_message_reach_the_engine(server: SocketServer, engine: FakeEngine) -> None:
     message = {"tokens": [1], "top_k": 2, "mode": "both", "expected_position": 4, "idempotency_key": "k"}
     async with opened(server) as socket:
