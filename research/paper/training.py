@@ -30,6 +30,8 @@ POSITIONS = 2000
 """The number of positions of a stream at which windows are measured."""
 STREAM_BATCH = 4096
 """The number of positions of a stream that are evaluated at once."""
+BATCH = 32
+"""The number of sequences that are evaluated at once."""
 SNAPSHOTS = 20
 SAVE_EVERY_S = 60.0
 CLIPPED = 1.0
@@ -146,7 +148,7 @@ class Training:
         while self.epoch < self.recipe.epochs and self.epoch - self.best_epoch < self.recipe.patience:
             self._train_epoch()
             self._project()
-            loss = evaluate(self.network, self.corpus, "valid", windows=())["loss"]
+            loss = self._validation_loss()
             self.epoch, self.index, self.state = self.epoch + 1, 0, None
             if loss < self.best:
                 self.best, self.best_epoch = loss, self.epoch
@@ -191,6 +193,16 @@ class Training:
         features = self.network.features(inputs, lengths, self.run.window)
         read = torch.arange(len(inputs))[:, None] < lengths
         return self.network.losses(features[read], targets[read]).mean()
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        """Returns the mean loss of the validation split: of sequences in the window of the training, of a stream with
+        all inputs."""
+        if self.corpus.is_stream:
+            return float(evaluate(self.network, self.corpus, "valid", windows=())["loss"])
+        self.network.eval()
+        loss, _ = _sequence_losses(self.network, self.corpus, self.corpus.splits["valid"], self.run.window, BATCH)
+        return digits(loss)
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields inputs (T, B, ...), targets (T, B, ...) and lengths (B)."""
@@ -242,7 +254,7 @@ def padded(sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(
-    network: PaperNetwork, corpus: Corpus, split: str, windows: Sequence[int] = WINDOWS, batch: int = 32
+    network: PaperNetwork, corpus: Corpus, split: str, windows: Sequence[int] = WINDOWS, batch: int = BATCH
 ) -> dict[str, Any]:
     """Returns the mean loss of a split in nats a position, and the loss in windows: `loss`, `by_k`. For slot tags, also
     the F1 of spans in per cent: `f1`, `f1_by_k`."""

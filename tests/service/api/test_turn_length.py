@@ -1,12 +1,14 @@
 """Tests that requests to a model with 100,000 events, which once held the event loop, no longer do.
 
-The figure is the processor time of the event loop's thread in one turn of the event loop, which hardly depends on how
-busy the machine is. `benchmarks/stall` measures the largest requests to all routes."""
+The figure is the processor time of the event loop's thread in one turn of the event loop. Other work on the machine can
+only make it longer, so a test passes if one of several attempts has short turns alone. `benchmarks/stall` measures the
+largest requests to all routes."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -88,6 +90,7 @@ MOST_MS = {
     "four scores of 262,144 tokens": 20,
 }
 """The longest accepted turn: at least three times as long as it takes now, and shorter than it once took."""
+ATTEMPTS = 10
 
 
 @cache
@@ -121,17 +124,22 @@ async def test_a_large_request_does_not_hold_the_event_loop(
     monkeypatch.setattr(engine_harness, "FakeRunner", QuickRunner)
     harness = make_harness(vocabulary=events(), **SIZES)
     wanted = REQUESTS[name](harness.engine.name)
+    longest_ms: list[float] = []
     async with served(harness, request_timeout_ms=60_000) as server:
         gc.collect()
         gc.freeze()  # as the server does: the objects that exist before the first request are not collected
         try:
-            await asyncio.sleep(0)  # the turn of this test's own work ends
-            turns_ms.clear()
-            answered = await asyncio.gather(*(asyncio.to_thread(send, server.url, path, body) for path, body in wanted))
+            while len(longest_ms) < ATTEMPTS and min(longest_ms, default=math.inf) > MOST_MS[name]:
+                await asyncio.sleep(0)  # the turn of this test's own work ends
+                turns_ms.clear()
+                answered = await asyncio.gather(
+                    *(asyncio.to_thread(send, server.url, path, body) for path, body in wanted)
+                )
+                assert set(answered) == {200}
+                longest_ms.append(max(turns_ms))
         finally:
             gc.unfreeze()
-    assert set(answered) == {200}
-    assert max(turns_ms) <= MOST_MS[name]
+    assert min(longest_ms) <= MOST_MS[name], longest_ms
 
 
 async def test_calls_of_many_steps_begin_few_steps_in_a_turn(
