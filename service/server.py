@@ -117,7 +117,8 @@ class Worker:
 
     `place` returns the worker's ASGI application, which gets the server's own and the limits of connections. The worker
     listens on `sockets`. `ready` is called with the addresses when the worker is ready. `number` and `log_turns`: see
-    `logs.configure`. `make_bucket`, `owned` and `names_file`: see `Keyring`, `MemoryStore` and `ModelRegistry`.
+    `logs.configure`. `make_bucket`, `owned`, `names_file` and `counts_file`: see `Keyring`, `MemoryStore`, `ModelRegistry`
+    and `Continued`.
     """
 
     number: int | None = None
@@ -129,6 +130,7 @@ class Worker:
     make_bucket: MakeBucket = TokenBucket
     owned: OwnedSessions | None = None
     names_file: Path | None = None
+    counts_file: Path | None = None
 
 
 ALONE = Worker()
@@ -187,7 +189,7 @@ def run(settings: Settings, worker: Worker = ALONE) -> None:
         spare_the_collector()
         announce()
 
-    metrics = Metrics()
+    metrics = Metrics(worker.counts_file)
     tracing = Tracing.open(os.environ, VERSION)
     registry = ModelRegistry(settings, metrics, worker.owned, worker.names_file)
     app = create_app(

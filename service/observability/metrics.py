@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from operator import add
+from pathlib import Path
 from threading import Lock, get_ident
 
 import numpy as np
@@ -30,6 +31,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
+
+from wane.service.observability.continued import Continued
 
 COUNTED_TOGETHER = 64  # the largest number of requests, or of batches of answers, that are not counted yet
 
@@ -196,8 +199,10 @@ ERROR_BOUND = (0.0, *TOTAL_VARIATION)  # exact answers have a bucket of their ow
 class Metrics:
     """All metrics of the server, as attributes."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts_file: Path | None = None) -> None:
+        """`counts_file`: see `Continued`."""
         self.registry = registry = CollectorRegistry()
+        self._exported: Collector = registry if counts_file is None else Continued(registry, counts_file)
         self.late = Late()
         registry.register(self.late)
 
@@ -431,4 +436,4 @@ class Metrics:
         """Returns all metrics as text, and the content type. The format is OpenMetrics with exemplars if `accept`
         allows it, and the Prometheus text format otherwise."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(self._exported), content_type

@@ -29,6 +29,7 @@ from wane.service.workers.steps import Step
 FAILED_FILE = "failed"  # in the workers' folder, made by the first one that fails
 LIMITS = "limits"  # the file of the table of shared limits
 NAMES = "models"  # the file of the names of the served models
+COUNTS = "counts"  # the file of a worker's counters, with the worker's number as its ending
 LOG_TURNS = "log"  # the file that a worker locks while it logs
 ANSWER_S = 5  # the time beyond a request's deadline in which another worker can answer it
 
@@ -98,7 +99,8 @@ def run(place: Place, arguments: Sequence[str]) -> None:
     sessions = SharedSessions(table, place.number)
     make_bucket = partial(SharedBucket, table)
     log_turns, names = Path(place.folder, LOG_TURNS), Path(place.folder, NAMES)
-    worker = server.Worker(place.number, log_turns, placed, [listener], ready, make_bucket, sessions, names)
+    counts = Path(place.folder, f"{COUNTS}.{place.number}")
+    worker = server.Worker(place.number, log_turns, placed, [listener], ready, make_bucket, sessions, names, counts)
     server.run(settings, worker)
 
 

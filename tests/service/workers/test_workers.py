@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -560,6 +561,43 @@ def workers_of(server: LiveServer) -> list[int]:
     return [numbers[number] for number in range(WORKERS)]
 
 
+def kill(server: LiveServer, http: httpx.Client, worker: int) -> None:
+    """Kills a worker, and waits until it has started again."""
+    before = workers_of(server)[worker]
+    os.kill(before, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError, IndexError, KeyError):
+            if workers_of(server)[worker] != before and http.get("/readyz").is_success:
+                return
+        time.sleep(0.1)
+    pytest.fail("the worker was not started again")
+
+
+def counts(http: httpx.Client) -> dict[str, float]:
+    """Returns the server's counters and the counts of its histograms."""
+    lines = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines() if line.startswith("wane_")]
+    return {name: float(value) for name, _, value in lines if re.search("_(?:total|bucket|count|sum)(?:{|$)", name)}
+
+
+def test_counters_do_not_fall_when_a_worker_is_killed() -> None:
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
+            body = {"steps": [{"session": name, "tokens": [5], "create": True} for name in NAMES]}
+            for killed in (0, 1, 1):
+                http.post("/v1/sessions/tokens", json=body).raise_for_status()
+                before = counts(http)
+                kill(running, http, killed)
+                after = counts(http)
+                fallen = {
+                    name: (value, after.get(name)) for name, value in before.items() if after.get(name, 0) < value
+                }
+                assert not fallen
+            answers = {name: value for name, value in after.items() if name.startswith("wane_answers_total")}
+            assert sum(answers.values()) == 3 * len(NAMES)
+        assert running.stop() == 0
+
+
 def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions() -> None:
     with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
         with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
@@ -594,26 +632,15 @@ def test_a_worker_that_starts_again_serves_the_models_that_the_others_serve(tmp_
                 answers = [http.get("/v1/models") for _ in range(24)]  # of both workers, by chance
                 return {tuple(sorted(model["id"] for model in answer.json()["data"])) for answer in answers}
 
-            def kill() -> None:
-                before = workers_of(running)[1]
-                os.kill(before, signal.SIGKILL)
-                deadline = time.monotonic() + 60
-                while time.monotonic() < deadline:
-                    with suppress(httpx.TransportError, IndexError, KeyError):
-                        if workers_of(running)[1] != before and http.get("/readyz").is_success:
-                            return
-                    time.sleep(0.1)
-                pytest.fail("the worker was not started again")
-
             http.post("/v2/repository/models/rnn-stable/unload").raise_for_status()
-            kill()
+            kill(running, http, 1)
             assert served() == {("gated-stable",)}
             http.post("/v2/repository/models/gated-stable/unload").raise_for_status()
-            kill()
+            kill(running, http, 1)
             assert served() == {()}
             for name in ("gated-stable", "rnn-stable"):
                 http.post(f"/v2/repository/models/{name}/load").raise_for_status()
-            kill()
+            kill(running, http, 1)
             assert served() == {("gated-stable", "rnn-stable")}
         assert running.stop() == 0
 
