@@ -86,10 +86,10 @@ class PaperNetwork(nn.Module):
         sequence.
         """
         x = self.embedded(inputs)
-        found = [_read(self.forwards, x, window)]
+        found = [_read(self.forwards, x, lengths, window)]
         if self.backwards is not None:
             order = _reversed(lengths, len(x))
-            found.append(_ordered(_read(self.backwards, _ordered(x, order), window), order))
+            found.append(_ordered(_read(self.backwards, _ordered(x, order), lengths, window), order))
         dropped: Tensor = self.dropout(torch.cat(found, -1))
         return dropped
 
@@ -162,19 +162,20 @@ def _weights(direction: Direction) -> CellWeights:
     return CellWeights.of(placed, {f"{placed.cell}.{name}": tensor for name, tensor in tensors.items()})
 
 
-def _read(direction: Direction, x: Tensor, window: int | None) -> Tensor:
+def _read(direction: Direction, x: Tensor, lengths: Tensor, window: int | None) -> Tensor:
     """Returns a layer's outputs at each position of x (T, B, I), after all positions up to it or after a window of
-    them: (T, B, H)."""
+    them: (T, B, H). With a window, the outputs after the end of a sequence are 0."""
     length, batch = x.shape[:2]
     if window is None or window >= length:
         whole: Tensor = direction(x)[0]
         return whole
-    ends = torch.arange(length)
+    ends, sequences = torch.nonzero(torch.arange(length)[:, None] < lengths, as_tuple=True)  # (N): all positions
     begins = (ends - window + 1).clamp(min=0)
-    places = begins + torch.arange(window)[:, None]  # (window, T); the outputs after the last position are not used
-    windows = x[places].reshape(window, length * batch, -1)
-    y: Tensor = direction(windows)[0].reshape(window, length, batch, -1)
-    return y[ends - begins, ends]
+    places = begins + torch.arange(window)[:, None]  # (window, N); the outputs after the last position are not used
+    outputs = direction(x[places, sequences])[0]
+    y: Tensor = outputs.new_zeros(length, batch, outputs.shape[-1])
+    y[ends, sequences] = outputs[ends - begins, torch.arange(len(ends))]
+    return y
 
 
 def _reversed(lengths: Tensor, length: int) -> Tensor:

@@ -101,6 +101,15 @@ def test_a_window_of_everything_has_the_loss_of_the_whole_input(task: Task, data
     assert found["by_k"][1] != pytest.approx(found["loss"], rel=1e-5)
 
 
+def test_the_weights_are_the_best_in_the_window_of_the_training(data: Path, tmp_path: Path) -> None:
+    task = atis.TASK.small()
+    corpus = corpus_of(task, data)
+    training = Training(corpus, task.recipe, Run("atis", "lstm", False, 2), tmp_path)
+    training.finish(lambda: None)
+    found = evaluate(training.network, corpus, "valid", (2,))
+    assert training.best == found["by_k"][2] != found["loss"]
+
+
 def test_spans_follow_conlleval() -> None:
     assert spans(["B-city", "I-city", "O", "I-time", "B-time", "I-city"]) == {
         ("city", 0, 2),
