@@ -44,6 +44,13 @@ class WaneError(Exception):
         return {}
 
 
+def as_result(error: Exception) -> Exception:
+    """Returns an error as the result of one of several requests. A request's own failure loses its traceback, because
+    that holds the frame of the caller, which holds the results: a cycle, which only the garbage collector would free.
+    """
+    return error.with_traceback(None) if isinstance(error, WaneError) else error
+
+
 class NotJson(WaneError, status=400):
     """The body is not JSON, or has a number with too many digits. The message has the position of the error."""
 

@@ -46,7 +46,7 @@ from wane.service.engine.steps.rows import StepRow
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.engine.top_places import TopPlaces
-from wane.service.errors import InvalidRequest, Unavailable
+from wane.service.errors import InvalidRequest, Unavailable, as_result
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
 from wane.service.runners.runner import HIDDENS, NORMS, RADIUS, Runner
@@ -423,7 +423,7 @@ class Engine:
                 self._check_prediction(request)
                 expected[index] = self.predictor.seconds(request)
             except Exception as error:  # an unexpected error fails only its own request
-                results[index] = error
+                results[index] = as_result(error)
             if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
         all_s, done_s = sum(expected.values()), 0.0

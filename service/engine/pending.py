@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from wane.service.batching.ticket import Ticket
 from wane.service.deadline import TOO_LATE
-from wane.service.errors import DeadlineExceeded, EarlierStepFailed, Unavailable
+from wane.service.errors import DeadlineExceeded, EarlierStepFailed, Unavailable, as_result
 from wane.service.types.answer import Answer
 from wane.service.types.request import StepRequest, id_of
 
@@ -108,7 +108,7 @@ async def outcome_of(pending: Pending[T]) -> T | Exception:
     try:
         return await pending
     except Exception as error:
-        return error
+        return as_result(error)
     finally:
         del pending  # it holds the error, whose traceback holds this frame
 
@@ -135,7 +135,7 @@ async def step_many(
                     raise EarlierStepFailed(id_of(requests[index].session))
                 results[index] = await submit(requests[index])
             except Exception as error:
-                results[index], failed = error, True
+                results[index], failed = as_result(error), True
 
     pending: list[tuple[int, Pending[Answer]]] = []
     chains: list[asyncio.Task[None]] = []

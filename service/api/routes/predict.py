@@ -19,7 +19,7 @@ from wane.service.api.openapi import Router
 from wane.service.api.problem import items
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
-from wane.service.errors import InvalidRequest
+from wane.service.errors import InvalidRequest, as_result
 from wane.service.types.answer import Answer, Batch
 from wane.service.types.body import EventInput, EventsBody
 from wane.service.types.predict import CompareBody, PredictBody, ScoreBody
@@ -77,7 +77,7 @@ async def _predict_many(
             tokens = await tokens_of(engine, sequence, deadline(request))
             wanted.append(filtered if isinstance(filtered, InvalidRequest) else asked(request, body, tokens, filtered))
         except Exception as error:
-            wanted.append(error)
+            wanted.append(as_result(error))
     requests = [outcome for outcome in wanted if isinstance(outcome, PredictRequest)]
     answered = iter(await engine.predict_many(requests))
     outcomes = [outcome if isinstance(outcome, Exception) else next(answered) for outcome in wanted]

@@ -50,7 +50,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.engine.pending import step_many
 from wane.service.engine.steps.rows import StepRow
-from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
+from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, as_result, truncate_repr
 from wane.service.registry.registry import other_model
 from wane.service.sessions.stores.store import DamagedSession
 from wane.service.types.answer import (
@@ -419,7 +419,7 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
             try:
                 results.append(next(others) if row is None else await row)
             except Exception as error:
-                results.append(error)
+                results.append(as_result(error))
     except BaseException:
         for row in filter(None, rows):
             row.cancel()
@@ -456,7 +456,7 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
             )
         except Exception as error:
             failed.add(body.session)
-            results[index] = error
+            results[index] = as_result(error)
     outcomes = await step_many(lambda step: engines[step.session].submit(step), [*steps.values()])
     for index, outcome in zip(steps, outcomes, strict=True):
         results[index] = outcome

@@ -27,6 +27,7 @@ from wane.service.engine.logits import Ranking, excluded_by_each, largest_of_eac
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.stats import Made
 from wane.service.engine.steps.rows import IS_DONE, StepBatch, StepRow
+from wane.service.errors import as_result
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
@@ -176,7 +177,7 @@ class StepAnswers:
                 try:
                     rankings[row] = self._ranking(batch.rows[row], positions.item(row), asked.input_ids)
                 except Exception as error:  # the other steps are answered
-                    made[row] = error
+                    made[row] = as_result(error)
         filtered = rankings.copy()
         answers, ids = list[StepAnswer](), list[list[int]]()
         queue_s = total_s = times.started_s - batch.queued_s
@@ -207,7 +208,7 @@ class StepAnswers:
                 norms = batch.outputs[NORMS][row].tolist() if NORMS in batch.outputs else None
                 result = RunResult(Row(outputs, row, norms=norms))
             except Exception as error:  # the other steps are answered
-                made[row] = error
+                made[row] = as_result(error)
             else:
                 waits = request.prove or request.logits or self.builder.work(plan, request.top_k) > 0
                 made[row] = Single(plan, result, ticket.latency(), input_ids, ticket, sampled, waits)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import Request
 from starlette.types import Scope
 
 from tests.service.alone import alone, live_objects
+from tests.service.engine_harness import EngineHarness
+from tests.service.server_harness import served
 from tests.service.slow_client import GET, HANDSHAKE, frame, serving
 from wane.service.api.disconnect import DISCONNECT_GRACE_S, until_hangup
+from wane.service.errors import WaneError
 from wane.service.net.connection import CONNECTION, Connection
 
 TURNS = 100  # the number of event loop iterations that the server has for its cleanup
@@ -81,6 +86,42 @@ async def leave_behind_a_fragment() -> None:
     await leave_within_a_message(frame(0x01, b"{" * 100))
 
 
-@pytest.mark.parametrize("what", [watch_a_request, connect_and_leave, leave_within_a_frame, leave_behind_a_fragment])
+REFUSED: dict[str, Any] = {
+    "/v1/sessions/tokens": {
+        "steps": [
+            {"session": "unknown", "tokens": [1]},
+            {"session": "a", "tokens": [], "create": True},
+            {"session": "b", "tokens": [10**6], "create": True},
+            {"session": "c", "tokens": [1], "create": True},
+            {"session": "c", "tokens": [1], "expected_position": 5},
+            {"session": "c", "tokens": [1]},
+            {"session": "d", "tokens": [1], "create": True, "candidates": [7], "exclude": [7]},
+        ]
+    },
+    "/v1/predict": {"inputs": [[], [1], [10**6], "x" * 9, [1] * 9]},
+}
+"""Calls of many requests, most of which fail."""
+
+
+async def refuse_rows() -> None:
+    """Sends calls of many requests that fail."""
+    harness = EngineHarness(settings_max_input_tokens=8)
+    async with served(harness) as server:
+        gc.collect()
+        gc.disable()
+        for _ in range(3):
+            for path, body in REFUSED.items():
+                answer = await asyncio.to_thread(httpx.post, server.url + path, json=body, trust_env=False)
+                assert answer.status_code == 200
+                assert answer.text.count('"error"') >= 3
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            assert not live_objects(WaneError)
+    await harness.engine.close()
+
+
+@pytest.mark.parametrize(
+    "what", [watch_a_request, connect_and_leave, leave_within_a_frame, leave_behind_a_fragment, refuse_rows]
+)
 def test_finished_requests_and_connections_leave_no_garbage(what: Callable[[], Coroutine[Any, Any, None]]) -> None:
     alone(what)
