@@ -117,8 +117,8 @@ class Worker:
 
     `place` returns the worker's ASGI application, which gets the server's own and the limits of connections. The worker
     listens on `sockets`. `ready` is called with the addresses when the worker is ready. `number` and `log_turns`: see
-    `logs.configure`. `make_bucket`, `owned`, `names_file` and `counts_file`: see `Keyring`, `MemoryStore`, `ModelRegistry`
-    and `Continued`.
+    `logs.configure`. `make_bucket`, `owned`, `names_file` and `counts_file`: see `Keyring`, `MemoryStore`,
+    `ModelRegistry` and `Continued`.
     """
 
     number: int | None = None
