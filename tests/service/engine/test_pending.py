@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -318,9 +319,11 @@ async def test_the_answer_of_a_step_is_not_made_for_a_caller_that_leaves_while_i
     engine, began, free, made = bounded.engine, asyncio.Event(), asyncio.Event(), list[int]()
     before = (await engine.submit(StepRequest("a", (6,), mode=mode))).position
     assert before is not None
-    proof, answer = FakeProof(engine), AnswerBuilder.answer
+    proof, answer, commit_many = FakeProof(engine), AnswerBuilder.answer, Sessions.commit_many
 
-    commit_many = Sessions.commit_many
+    def make(*given: Any, **named: Any) -> Answer:
+        made.append(1)
+        return answer(*given, **named)
 
     async def wait(sessions: Sessions, commits: Sequence[Commit]) -> list[Appended]:
         began.set()
@@ -328,7 +331,7 @@ async def test_the_answer_of_a_step_is_not_made_for_a_caller_that_leaves_while_i
         return await commit_many(sessions, commits)
 
     monkeypatch.setattr(Sessions, "commit_many", wait)
-    monkeypatch.setattr(AnswerBuilder, "answer", lambda *args, **named: made.append(1) or answer(*args, **named))
+    monkeypatch.setattr(AnswerBuilder, "answer", make)
     request = StepRequest("a", tokens, mode=mode, logits=True, prove=prove, idempotency_key="k")
     step = engine.submit(request)
     await began.wait()
