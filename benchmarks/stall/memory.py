@@ -118,7 +118,7 @@ ATTACKS: dict[str, Callable[[int], None]] = {
 
 def resident_mb(pid: int) -> float:
     time.sleep(SETTLE_S)
-    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) / 1e3
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024 / 1e6  # it has KiB
 
 
 def main() -> None:
