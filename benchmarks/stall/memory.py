@@ -2,8 +2,8 @@
 
     python -m benchmarks.stall.memory
 
-Each attack is sent three times to one server with default settings, with the models of `__main__.py`. Prints the
-server's resident memory before the first time and after each time.
+Each attack is sent three times to one server with the models of `__main__.py`, and with default settings but a longer
+timeout. Prints the server's resident memory before the first time and after each time.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ ATTACKS: dict[str, Callable[[int], None]] = {
 
 def resident_mb(pid: int) -> float:
     time.sleep(SETTLE_S)
-    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) / 1e3
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024 / 1e6  # it has KiB
 
 
 def main() -> None:
@@ -132,9 +132,9 @@ def main() -> None:
         shutil.copytree(SHIPPED, bundles / TEXT)
         export(bundles, ITEMS, HIDDEN, SHOP, "float32", cache=CACHE)
         options = ("--bundles={bundle}", "--port={ports[0]}", "--log-level=warning")
-        contender = Contender(
-            "wane", "Wane", "wane", ("{bin}/wane", "serve", *options), environment={"WANE_DEFAULT_MODEL": TEXT}
-        )
+        # On a slow machine, the default timeout would refuse some of the scores.
+        environment = {"WANE_DEFAULT_MODEL": TEXT, "WANE_REQUEST_TIMEOUT_MS": "600000"}
+        contender = Contender("wane", "Wane", "wane", ("{bin}/wane", "serve", *options), environment=environment)
         with ServerProcess(contender, bundles, Path(scratch) / "server.log") as server:
             server.wait_ready(PREDICT, json.dumps({"model": SHOP, "tokens": [5]}))
             post(server.port, SESSIONS, {"session": "streamed"})

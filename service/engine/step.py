@@ -7,6 +7,7 @@ last. In between, the next state is computed in a new slot. A failure before the
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from functools import partial
 
@@ -294,6 +295,8 @@ class SessionSteps:
             self._resident.add(committed)
         if self._live is not None:
             self._live.judge([(record.session, record.position, request.tokens[0])])
+        if ticket.abandoned:
+            raise asyncio.CancelledError  # no answer is made
         # A proof is searched only after the commit, so that the step is committed even if the client cancels the
         # request during a long search.
         if request.prove:

@@ -7,6 +7,7 @@ fall. Prometheus takes a counter that falls for one that started again from 0, a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -25,7 +26,8 @@ Counts = dict[str, list[tuple[str, Labels, float]]]
 class Continued(Collector):
     """Adds the counts that an earlier process of the same worker has exported to those of this process.
 
-    Before the counts are exported, they are written to `file`, so that those of the next process never fall behind."""
+    Before the counts are exported, they are written to `file`, so that those of the next process never fall behind. If
+    they cannot be written, for example because the disk is full, they are exported all the same."""
 
     def __init__(self, metrics: Collector, file: Path) -> None:
         self._metrics = metrics
@@ -46,8 +48,9 @@ class Continued(Collector):
                     metric.samples = [*self._continued(metric)]
                     counts[metric.name] = [(one.name, _labels(one), one.value) for one in metric.samples]
             written = self._file.with_name(f"{self._file.name}.part")
-            written.write_bytes(msgspec.json.encode(counts))
-            written.replace(self._file)
+            with suppress(OSError):
+                written.write_bytes(msgspec.json.encode(counts))
+                written.replace(self._file)
         yield from metrics
 
     def _continued(self, metric: Metric) -> Iterator[Sample]:

@@ -78,8 +78,9 @@ class ModelRegistry:
     def __init__(
         self, settings: Settings, metrics: Metrics, owned: OwnedSessions | None = None, names_file: Path | None = None
     ) -> None:
-        """`owned`: see `MemoryStore`. `names_file` has the names of the models that are served since the last load or
-        unload by request. A worker that starts again loads these models, so that all workers serve the same ones."""
+        """`owned`: see `MemoryStore`. `names_file` has the names of the default model, and of the models that the first
+        ready worker loaded or that were loaded later. A worker that starts again loads these models, so that all
+        workers serve the same ones."""
         self._settings = settings
         self._names_file = names_file
         self._owned = owned
@@ -142,9 +143,12 @@ class ModelRegistry:
         model if the settings require all models. The caller must then close the registry."""
         await asyncio.to_thread(self._repository.changed)
         bundles = await asyncio.to_thread(self._find)
-        self.default = self._choose_default(bundles)
-        if self._names_file is not None and self._names_file.exists():
-            names = self._names_file.read_text(encoding="utf-8").split("\n")
+        if self._names_file is None or not self._names_file.exists():
+            self.default = self._choose_default(bundles)
+        else:
+            self.default, *names = self._names_file.read_text(encoding="utf-8").split("\n")
+            if self.default in names and self.default not in bundles:
+                raise RegistryError(f"there is no bundle of the default model {self.default!r} any more")
             bundles = {name: bundle for name, bundle in bundles.items() if name in names}
         self._found = dict(sorted(bundles.items(), key=lambda item: (item[0] != self.default, item[0])))
         # If the registry was closed meanwhile, the saved sessions stay in their file for the next process.
@@ -166,6 +170,8 @@ class ModelRegistry:
         if self._status == "loading":
             self._status = "ready"
             self._metrics.ready.set(1)
+            if self._names_file is not None and not self._names_file.exists():
+                self._write_names()
             if self._settings.model_poll_interval_s is not None:
                 self._background.add(asyncio.create_task(self._poll(self._settings.model_poll_interval_s)))
 
@@ -429,11 +435,11 @@ class ModelRegistry:
             logger.info("model %s was unloaded", name)
 
     def _write_names(self) -> None:
-        """Writes the names of the served models for the workers that start later. While this worker loads its first
-        models, the names are not complete."""
+        """Writes the names of the default model, of the served models, and of those that failed to load, for the
+        workers that start later. While this worker loads its first models, the names are not complete."""
         if self._names_file is not None and self._status == "ready":
             part = self._names_file.with_suffix(f".{os.getpid()}")
-            part.write_text("\n".join(self._engines), encoding="utf-8")
+            part.write_text("\n".join([self.default, *self._engines, *self.failures]), encoding="utf-8")
             part.replace(self._names_file)
 
     async def index(self) -> Sequence[IndexEntry]:

@@ -320,7 +320,8 @@ class StepAnswers:
                 await builder.take_turn(plan, request, part)
             return answer(part)
 
-        if waits and row.done():
+        if waits and not row.is_awaited:
+            row.cancel()  # ends the general procedure, which may wait for the row
             return
         if waits:
             self.admission.extend()

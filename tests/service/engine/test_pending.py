@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,6 +14,8 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan
 from wane.service.engine.pending import Admission, Pending
 from wane.service.errors import DeadlineExceeded, Unavailable
+from wane.service.sessions.sessions import Commit, Sessions
+from wane.service.sessions.stores.store import Appended
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import PredictRequest, StepRequest
@@ -305,6 +308,40 @@ async def test_the_answer_of_a_step_that_has_committed_is_not_made_for_a_caller_
         await turns()
     assert not made
     assert (await engine.submit(StepRequest("a", (9,)))).position == waiting[0] + 1
+
+
+@pytest.mark.parametrize("tokens", [(7,), (7, 8)])
+@pytest.mark.parametrize("mode", [Mode.RECURRENT, Mode.WINDOW])
+@pytest.mark.parametrize("prove", [False, True])
+async def test_the_answer_of_a_step_is_not_made_for_a_caller_that_leaves_while_it_commits(
+    bounded: EngineHarness, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...], mode: Mode, prove: bool
+) -> None:
+    engine, began, free, made = bounded.engine, asyncio.Event(), asyncio.Event(), list[int]()
+    before = (await engine.submit(StepRequest("a", (6,), mode=mode))).position
+    assert before is not None
+    proof, answer, commit_many = FakeProof(engine), AnswerBuilder.answer, Sessions.commit_many
+
+    def make(*given: Any, **named: Any) -> Answer:
+        made.append(1)
+        return answer(*given, **named)
+
+    async def wait(sessions: Sessions, commits: Sequence[Commit]) -> list[Appended]:
+        began.set()
+        await free.wait()
+        return await commit_many(sessions, commits)
+
+    monkeypatch.setattr(Sessions, "commit_many", wait)
+    monkeypatch.setattr(AnswerBuilder, "answer", make)
+    request = StepRequest("a", tokens, mode=mode, logits=True, prove=prove, idempotency_key="k")
+    step = engine.submit(request)
+    await began.wait()
+    step.cancel()
+    free.set()
+    await engine.admission.idle()
+    await turns()
+    assert (made, proof.asked) == ([], 0)
+    replayed = await engine.submit(request)
+    assert (replayed.position, replayed.replayed) == (before + len(tokens), True)
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -61,3 +61,11 @@ def test_the_counts_of_another_worker_are_its_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["counts.0", "counts.1"]
     text, _ = Metrics(tmp_path / "counts.1").render()
     assert b'wane_connections_rejected_total{reason="slow_head"}' not in text
+
+
+def test_counts_that_cannot_be_written_are_exported(tmp_path: Path) -> None:
+    """The disk may be full."""
+    metrics = Metrics(tmp_path / "no such folder" / "counts.0")
+    metrics.connections_rejected.labels("slow_head").inc()
+    text, _ = metrics.render()
+    assert b'wane_connections_rejected_total{reason="slow_head"} 1.0' in text

@@ -89,6 +89,53 @@ async def test_a_registry_that_shuts_down_is_unready_but_answers_until_it_is_clo
         registry.get()
 
 
+async def test_a_worker_that_starts_again_has_the_models_and_the_default_model_of_the_other_workers(
+    tmp_path: Path, without_verification: None
+) -> None:
+    """The folder may have other bundles by then."""
+    settings, names = Settings(bundles=tmp_path / "bundles", device="cpu"), tmp_path / "names"
+
+    async def start() -> tuple[ModelRegistry, list[str]]:
+        registry = ModelRegistry(settings, Metrics(), names_file=names)
+        await registry.load()
+        return registry, [engine.name for engine in registry.list()]
+
+    shutil.copytree(SHOP, settings.bundles / "shop")
+    first, served = await start()
+    assert served == ["shop"]
+    shutil.copytree(STABLE, settings.bundles / "rnn-stable")  # would be the default model of a new server
+    second, served = await start()
+    assert (served, second.default) == (["shop"], "shop")
+    await first.load_model("rnn-stable")
+    third, served = await start()
+    assert (served, third.default) == (["shop", "rnn-stable"], "shop")
+    shutil.rmtree(settings.bundles / "shop")
+    with pytest.raises(RegistryError, match="no bundle of the default model 'shop'"):
+        await start()
+    await first.unload_model("shop")
+    fourth, served = await start()
+    assert (served, fourth.default) == (["rnn-stable"], "shop")
+    for registry in (first, second, third, fourth):
+        await registry.close()
+
+
+async def test_a_worker_that_starts_again_tries_the_models_that_failed_to_load(
+    tmp_path: Path, without_verification: None
+) -> None:
+    """Otherwise it would answer requests to their sessions with 404, and clients would give the sessions up."""
+    settings, names = Settings(bundles=tmp_path / "bundles", device="cpu"), tmp_path / "names"
+    for path in (STABLE, SHOP):
+        shutil.copytree(path, settings.bundles / path.name)
+    edit_manifest(settings.bundles / "shop", "certificate", value=None)
+    for served in (["rnn-stable"], []):
+        registry = ModelRegistry(settings, Metrics(), names_file=names)
+        await registry.load()
+        assert ([engine.name for engine in registry.list()], [*registry.failures]) == (served, ["shop"])
+        if served:
+            await registry.unload_model("rnn-stable")
+        await registry.close()
+
+
 class Gate:
     """Makes every load of a bundle's graphs wait until the test sets `opened`. `names` lists the models whose load has
     begun."""
