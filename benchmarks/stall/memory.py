@@ -18,8 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import httpx
 
 from benchmarks.bench.contenders import Contender
 from benchmarks.bench.process import ServerProcess
@@ -42,7 +41,7 @@ from benchmarks.stall.__main__ import (
     http,
 )
 
-TIMES, PARALLEL, LOADS, SETTLE_S = 3, 4, 4, 2.0
+TIMES, PARALLEL, LOADS, SETTLE_S, TIMEOUT_S = 3, 4, 4, 2.0, 600
 LOADED = [f"{TEXT}-{index}" for index in range(TIMES * LOADS)]
 NAMES = [item(index) for index in range(9_999)]
 LISTED: dict[str, Any] = {"model": TEXT, "prompt": [7] * 2600, "max_tokens": 0, "echo": True, "logprobs": 100}
@@ -51,10 +50,8 @@ TENSOR: dict[str, Any] = {"name": "tokens", "shape": [32, 1], "datatype": "INT64
 
 
 def post(port: int, path: str, body: dict[str, Any]) -> None:
-    connection = Connected(port)
-    status = connection.ask(http("POST", path, json.dumps(body).encode()))
-    assert status in (200, 201, 413), f"{path} is answered {status}"
-    connection.close()
+    answer = httpx.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
+    assert answer.status_code in (200, 201, 413), f"{path} is answered {answer.status_code}: {answer.text[:500]}"
 
 
 def together(send: Callable[[int], None], port: int) -> None:
@@ -122,18 +119,14 @@ def resident_mb(pid: int) -> float:
 
 
 def main() -> None:
-    table = Table(
-        title="Resident memory of the server in MB, before each attack and after it was sent 1, 2 and 3 times"
-    )
-    for heading in ("attack", "before", *map(str, range(1, TIMES + 1)), "last / before"):
-        table.add_column(heading, justify="left" if heading == "attack" else "right")
+    print("Resident memory of the server in MB: before each attack, after it was sent 1, 2 and 3 times, last / before")
     with tempfile.TemporaryDirectory() as scratch:
         bundles = Path(scratch) / "bundles"
         shutil.copytree(SHIPPED, bundles / TEXT)
         export(bundles, ITEMS, HIDDEN, SHOP, "float32", cache=CACHE)
         options = ("--bundles={bundle}", "--port={ports[0]}", "--log-level=warning")
         # On a slow machine, the default timeout would refuse some of the scores.
-        environment = {"WANE_DEFAULT_MODEL": TEXT, "WANE_REQUEST_TIMEOUT_MS": "600000"}
+        environment = {"WANE_DEFAULT_MODEL": TEXT, "WANE_REQUEST_TIMEOUT_MS": str(1000 * TIMEOUT_S)}
         contender = Contender("wane", "Wane", "wane", ("{bin}/wane", "serve", *options), environment=environment)
         with ServerProcess(contender, bundles, Path(scratch) / "server.log") as server:
             server.wait_ready(PREDICT, json.dumps({"model": SHOP, "tokens": [5]}))
@@ -153,8 +146,8 @@ def main() -> None:
                 for _ in range(TIMES):
                     attack(server.port)
                     found.append(resident_mb(server.pid))
-                table.add_row(name, *(f"{one:.0f}" for one in found), f"{found[-1] / found[0]:.2f}")
-    Console(width=140).print(table)
+                figures = [f"{one:.0f}" for one in found] + [f"{found[-1] / found[0]:.2f}"]
+                print(f"{name:60}", *(f"{one:>6}" for one in figures), flush=True)
 
 
 if __name__ == "__main__":

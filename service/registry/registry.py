@@ -439,8 +439,11 @@ class ModelRegistry:
         workers that start later. While this worker loads its first models, the names are not complete."""
         if self._names_file is not None and self._status == "ready":
             part = self._names_file.with_suffix(f".{os.getpid()}")
-            part.write_text("\n".join([self.default, *self._engines, *self.failures]), encoding="utf-8")
-            part.replace(self._names_file)
+            try:
+                part.write_text("\n".join([self.default, *self._engines, *self.failures]), encoding="utf-8")
+                part.replace(self._names_file)
+            except OSError as error:
+                logger.warning("a worker that starts again will not know the served models: %s", error)
 
     async def index(self) -> Sequence[IndexEntry]:
         """Returns every model version that is served, loading, unloading or in the folder of bundles, sorted by name.
