@@ -91,7 +91,7 @@ ONLY_IN = {
     "rich": ("service/cli/", "training/"),
     "matplotlib": ("service/cli/render", "training/"),
     "pyarrow": ("models/event_files/parquet",),
-    "prometheus_client": ("service/observability/metrics", "service/workers/totals"),
+    "prometheus_client": ("service/observability/continued", "service/observability/metrics", "service/workers/totals"),
     "opentelemetry": ("service/observability/tracing",),
     "threadpoolctl": ("service/server",),
     "onnxruntime": ("service/runners/onnx", "models/export/", "models/imported/", "training/"),
