@@ -5,8 +5,9 @@
 
 Both servers run at the same time, and wrk drives them in turn. With 64 connections and 64 sessions, half of the steps
 are passed to the other worker. With one connection, either all steps are, or none, because all sessions of the load
-belong to one worker. Client and servers share the machine's cores, so the processor time of a step says what more cores
-would give. `--render` writes the stored figures into docs/sizing.md.
+belong to one worker. Predictions from prompts have no session, so the worker that accepted one answers it. Client and
+servers share the machine's cores, so the processor time of a step says what more cores would give. `--render` writes
+the stored figures into docs/sizing.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -33,6 +35,12 @@ from wane.service.workers.placement import worker_of
 
 PAGE, FIGURES = Path("docs/sizing.md"), Path("docs/figures/workers.json")
 WORKERS, CONNECTIONS, SESSIONS = 2, 64, 64
+PROMPTS, PROMPT_TOKENS = 512, 60  # too few tokens for a kept state of the prompt
+COLUMNS = (
+    ("steps_per_s", ",.0f", "steps a second"),
+    ("cpu_us", ".1f", "processor time of a step, us"),
+    ("predictions_per_s", ",.0f", f"predictions a second from {PROMPT_TOKENS} tokens"),
+)
 LEAST_SHARE = 0.05
 """The least share of a server's processor time at which a worker counts as having passed steps on."""
 
@@ -52,11 +60,12 @@ class Server:
             for name in names():
                 http.post("/v1/sessions", json={"session": name}).raise_for_status()
 
-    def measure(self, sessions: Sequence[str], connections: int, seconds: float) -> tuple[float, float, list[float]]:
-        """Runs steps. Returns the steps a second, the server's processor time of a step in microseconds, and the
-        processes' shares of it, smallest first."""
+    def measure(
+        self, requests: Sequence[tuple[str, str]], connections: int, seconds: float
+    ) -> tuple[float, float, list[float]]:
+        """Sends requests. Returns the answers a second, the server's processor time of a request in microseconds, and
+        the processes' shares of it, smallest first."""
         before = self._cpu_s()
-        requests = [(f"/v1/sessions/{name}/tokens", f'{{"tokens": [{5 + n}]}}') for n, name in enumerate(sessions)]
         timed = drive(self.process.url, requests, connections, seconds)
         spent = {pid: s - before.get(pid, 0.0) for pid, s in self._cpu_s().items()}
         total_s = sum(spent.values())
@@ -77,11 +86,26 @@ def names() -> list[str]:
     return [f"session-{number}" for number in range(4 * SESSIONS)]
 
 
+def steps(sessions: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns a step for each session."""
+    return [(f"/v1/sessions/{name}/tokens", f'{{"tokens": [{5 + n}]}}') for n, name in enumerate(sessions)]
+
+
+def predictions() -> list[tuple[str, str]]:
+    """Returns predictions from random prompts."""
+    random = Random(0)
+    return [
+        ("/v1/predict", json.dumps({"tokens": random.choices(range(2, 256), k=PROMPT_TOKENS), "mode": "recurrent"}))
+        for _ in range(PROMPTS)
+    ]
+
+
 def measured(rounds: int, seconds: float, model: str, console: Console) -> dict[str, Any]:
     """Returns the figures of all rounds."""
-    together = names()[:SESSIONS]
-    of_one = [name for name in names() if worker_of(name, WORKERS) == 0][:SESSIONS]
+    together, prompts = steps(names()[:SESSIONS]), predictions()
+    of_one = steps([name for name in names() if worker_of(name, WORKERS) == 0][:SESSIONS])
     rates: dict[str, list[float]] = {"1": [], "2": []}
+    predicted: dict[str, list[float]] = {"1": [], "2": []}
     cpus: dict[str, list[float]] = {"1": [], "2": []}
     alone: dict[str, list[float]] = {SINGLE: [], OWN: [], PASSED: []}
     with ExitStack() as stack:
@@ -94,6 +118,7 @@ def measured(rounds: int, seconds: float, model: str, console: Console) -> dict[
                 rate, cpu_us, _ = servers[name].measure(together, CONNECTIONS, seconds)
                 rates[name].append(rate)
                 cpus[name].append(cpu_us)
+                predicted[name].append(servers[name].measure(prompts, CONNECTIONS, seconds)[0])
             for _ in range(3):
                 alone[SINGLE].append(servers["1"].measure(of_one, 1, seconds)[1])
                 _, cpu_us, shares = servers["2"].measure(of_one, 1, seconds)
@@ -101,6 +126,8 @@ def measured(rounds: int, seconds: float, model: str, console: Console) -> dict[
     return {
         "steps_per_s": {name: Spread.of(values).model_dump() for name, values in rates.items()},
         "ratio": ratios(rates["2"], rates["1"]).model_dump(),
+        "predictions_per_s": {name: Spread.of(values).model_dump() for name, values in predicted.items()},
+        "predictions_ratio": ratios(predicted["2"], predicted["1"]).model_dump(),
         "cpu_us": {name: Spread.of(values).model_dump() for name, values in cpus.items()},
         "cpu_ratio": ratios(cpus["2"], cpus["1"]).model_dump(),
         "alone_us": {name: Spread.of(values).model_dump() for name, values in alone.items() if values},
@@ -111,13 +138,13 @@ def lines(document: dict[str, Any]) -> list[str]:
     """Returns a Markdown table of medians, with the smallest and the largest value of all rounds."""
     rows = [
         [f"{workers} worker{'s' * (workers != '1')}"]
-        + [f"{Spread(**document[name][workers]):{form}}" for name, form in (("steps_per_s", ",.0f"), ("cpu_us", ".1f"))]
+        + [f"{Spread(**document[name][workers]):{form}}" for name, form, _ in COLUMNS]
         for workers in ("1", "2")
     ]
-    rows.append(["ratio", *[f"{Spread(**document[name]):.2f}" for name in ("ratio", "cpu_ratio")]])
+    rows.append(["ratio", *[f"{Spread(**document[name]):.2f}" for name in ("ratio", "cpu_ratio", "predictions_ratio")]])
     alone = [[name, f"{Spread(**spread):.0f}"] for name, spread in document["alone_us"].items()]
     return [
-        *markdown([f"{CONNECTIONS} connections", "steps a second", "processor time of a step, us"], rows),
+        *markdown([f"{CONNECTIONS} connections", *(heading for _, _, heading in COLUMNS)], rows),
         "",
         *markdown(["one connection", "processor time of a step, us"], alone),
     ]
