@@ -65,7 +65,7 @@ LEFT_OUT = (
     "stack, containers, clients, console, training, export and import of models, docs, benchmarks, research, fuzz "
     "tests, wheel, and all tests that need torch"
 )
-MAX_WORKER_BYTES = {"quick": 5 * 2**28, "rest": 3 * 2**30, "all": 3 * 2**30}
+MAX_WORKER_BYTES = {"quick": 5 * 2**28, "rest": 2**31, "all": 2**31}
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
 
