@@ -16,6 +16,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Generator
 from functools import cache
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -124,6 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 STEP_BYTES = 32 * 2**20
 freed_at = 0
+raises: list[tuple[int, str]] = []
+"""The tests that raised the peak memory of this process by more than `STEP_BYTES`: by how many bytes, and the name."""
 
 
 def pytest_collection_finish() -> None:
@@ -131,6 +134,15 @@ def pytest_collection_finish() -> None:
     going through them takes most of the time of a collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    before = peak_bytes()
+    result = yield
+    if peak_bytes() > before + STEP_BYTES:
+        raises.append((peak_bytes() - before, item.nodeid))
+    return result
 
 
 def pytest_runtest_logfinish() -> None:
@@ -149,9 +161,10 @@ def resident_bytes() -> int:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Sends the peak memory of a worker process to the process that reports."""
+    """Sends the peak memory of a worker process, and the tests that raised it most, to the process that reports."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak"] = peak_bytes()
+        session.config.workeroutput["raises"] = sorted(raises, reverse=True)[:3]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -176,12 +189,14 @@ class Workers:
     def __init__(self, group: str) -> None:
         self.most = MAX_WORKER_BYTES[group]
         self.peaks: dict[str, int] = {}
+        self.raises: list[tuple[int, str]] = []
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """xdist calls this hook when a worker ends. A worker that was killed has no output."""
         if "peak" in getattr(node, "workeroutput", {}):
             self.peaks[node.gateway.id] = node.workeroutput["peak"]
+            self.raises += node.workeroutput["raises"]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -192,6 +207,8 @@ class Workers:
         peaks = ", ".join(f"{name} {peak / 2**20:.0f} MiB" for name, peak in sorted(self.peaks.items()))
         if peaks:
             terminalreporter.write_line(f"peak memory of the worker processes: {peaks}")
+            for rise, name in sorted(self.raises, reverse=True):
+                terminalreporter.write_line(f"  raised by {rise / 2**20:.0f} MiB: {name}")
         if max(self.peaks.values(), default=0) > self.most:
             limit = self.most // 2**20
             terminalreporter.write_line(f"a worker process may need {limit} MiB at most", red=True)
