@@ -82,7 +82,7 @@ TORCH_MODELS = (
 ONLY_IN = {
     "fastapi": ("service/app", "service/api/"),
     "starlette": ("service/app", "service/api/", "service/auth/guard", "service/workers/"),
-    "uvicorn": ("service/net/server", "service/server"),
+    "uvicorn": ("service/server",),
     "httptools": ("service/net/connection", "service/cli/load"),
     "httpx": ("client/", "service/cli/connect"),
     "wane.client": ("client/", "service/cli/", "training/rankings/replay"),
