@@ -202,7 +202,7 @@ class Engine:
         self.predictor = Predictor(
             self._limits, self.answer_builder, self._cost_model, has_radius_output=has_radius_output
         )
-        self.has_state = pool.has_state
+        self.has_state = pool.order.__contains__
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, empty, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
@@ -739,4 +739,4 @@ class Engine:
         if self._live is not None:
             self._live.count()
         self._runner.close()
-        self.state_cache.close()
+        self.state_cache.memory.close()
