@@ -116,9 +116,9 @@ class RedisStore:
                 return
             if not over:
                 raise QuotaExceeded(owner, most)
-            found, scores = over[::2], over[1::2]
-            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self.keys(one.decode())[0]) for one in found))
-            looked = list(zip(found, scores, left_ms, strict=True))
+            ended, scores = over[::2], over[1::2]
+            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self.keys(name.decode())[0]) for name in ended))
+            looked = list(zip(ended, scores, left_ms, strict=True))
 
     async def get(self, session: str) -> SessionRecord | None:
         data, left_ms, state = await self.trips.run(READ, self.keys(session))
@@ -146,8 +146,7 @@ class RedisStore:
         """Caches a session in place of its earlier record, if there is one."""
         self._remembered.put(record)
         if self._remembered.used_bytes > self._remembered.budget_bytes:
-            for _ in self._remembered.squeeze():
-                pass
+            self._remembered.squeeze()
 
     def kind(self, session: str) -> tuple[str, str] | None:
         return self._remembered.kind(session)
@@ -285,10 +284,10 @@ class RedisStore:
             self._remembered.forget(session)
             raise DamagedSession(f"{error}: is a replica of another version running?") from error
 
-    def _lost(self, session: str, found: Any) -> None:
+    def _lost(self, session: str, data: bytes | None) -> None:
         """Caches the session that a script found at another revision than the expected one."""
         self._saw(moved=True)
-        record = self._read(session, found)
+        record = self._read(session, data)
         if record is None:
             self._remembered.forget(session)
         else:
