@@ -99,7 +99,7 @@ ONLY_IN = {
     "torch": (*TORCH_MODELS, "training/"),
     "wane.training": ("training/",),
     "wane.service": ("service/",),
-    "wane.service.server": ("service/cli/serve", "service/workers/worker"),
+    "wane.service.server": ("service/cli/serve", "service/workers/"),
     "wane.service.app": ("service/server", "service/workers/"),
 }
 """The packages and modules that only certain files may import, each with the path prefixes of these files."""

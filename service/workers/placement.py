@@ -57,6 +57,9 @@ HEADER_LENGTH = b"inference-header-content-length"
 RESTART = 1012  # the code that closes a WebSocket whose worker has ended
 OF_FAILURE = frozenset({b"content-type", b"content-length", b"retry-after", b"www-authenticate"})
 OF_BODY = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
+NO_MARKS: Mapping[str, object] = {}
+OF_PART: Mapping[str, object] = {PART: True, FREE: True}
+"""The marks of a scope whose request another worker counts, logs and charges."""
 
 
 def worker_of(session: str, workers: int) -> int:
@@ -157,11 +160,11 @@ class Placement:
         await self._exchanged({**scope, ANSWER: fail}, receive, send)
 
     async def _pass_on(
-        self, worker: int, scope: Scope, receive: Receive, send: Send, marks: Mapping[str, object] | None = None
+        self, worker: int, scope: Scope, receive: Receive, send: Send, marks: Mapping[str, object] = NO_MARKS
     ) -> None:
         """Passes a request on. Answers it with an error if its worker does not."""
         try:
-            await self._peers.pass_on(worker, scope, receive, send, marks or {})
+            await self._peers.pass_on(worker, scope, receive, send, marks)
         except WaneError as error:
             if scope["type"] == "http":
                 await self._fail(error, scope, receive, send)
@@ -226,7 +229,7 @@ class Placement:
         fork = Part(part, msgspec.json.encode(body), part.rest)
         forks = {**scope, "path": path, "raw_path": quote(path).encode()}
         with together(part, [fork]):
-            answer = await self._ask(self.worker_of(source), forks, fork, {HISTORY: True, PART: True, FREE: True})
+            answer = await self._ask(self.worker_of(source), forks, fork, {HISTORY: True, **OF_PART})
         return {HISTORY: (answer.status, answer.body)}
 
     async def _checked(self, body: bytes) -> StepsBody | None:
@@ -238,10 +241,10 @@ class Placement:
             return None
 
     async def _answer(
-        self, worker: int, scope: Scope, part: Part, send: Send, marks: Mapping[str, object] | None = None
+        self, worker: int, scope: Scope, part: Part, send: Send, marks: Mapping[str, object] = NO_MARKS
     ) -> None:
         if worker == self._me:
-            await self._app({**scope, **marks} if marks else scope, part.receive, send)
+            await self._app({**scope, **marks}, part.receive, send)
         else:
             await self._pass_on(worker, scope, part.receive, send, marks)
 
@@ -249,17 +252,17 @@ class Placement:
         """Returns a body without its content encoding. Raises the errors of `read`, and InvalidRequest for an invalid
         timeout."""
         content = connection_of(scope).content
-        here, policy = RequestContext.of(scope), self._policy
-        if content is not None and ENCODING.encode() not in here.headers:
+        context, policy = RequestContext.of(scope), self._policy
+        if content is not None and ENCODING.encode() not in context.headers:
             return content
-        asks = TIMEOUT_HEADER_BYTES in here.headers
-        here.timeout_s = policy.timeout_s(here) if asks else policy.request_timeout_ms / 1000
-        here.body_timeout_s = policy.body_timeout_s
-        here.deadline = asyncio.get_running_loop().time() + here.timeout_s
-        inside = {**scope, "app": self._app, "wane.context": here}
+        asks = TIMEOUT_HEADER_BYTES in context.headers
+        context.timeout_s = policy.timeout_s(context) if asks else policy.request_timeout_ms / 1000
+        context.body_timeout_s = policy.body_timeout_s
+        context.deadline = asyncio.get_running_loop().time() + context.timeout_s
+        inside = {**scope, "app": self._app, "wane.context": context}
         if content is not None:
             return await uncompressed(Request(inside), content)
-        return await read(Request(inside, self._exchanged.bounded(here, receive)))
+        return await read(Request(inside, self._exchanged.bounded(context, receive)))
 
     async def _names(self, scope: Scope, body: bytes) -> _Named | None:
         """Returns the parts of a body that name a session, or None if the body is invalid. Decodes a large one on the
@@ -305,7 +308,7 @@ class Placement:
             created = {**scope, "path": CREATE, "raw_path": CREATE.encode()}
             of_history = Part(part, b"{}", part.rest)
             with together(part, [of_history]):
-                answer = await self._ask(other, created, of_history, {PART: True, FREE: True, HISTORY: answer.body})
+                answer = await self._ask(other, created, of_history, {HISTORY: answer.body, **OF_PART})
         await answer.send(send)
 
     # Calls with steps of many sessions
@@ -329,10 +332,9 @@ class Placement:
         steps = self._steps(whole.content.removeprefix(BOM_UTF8))
         bodies = [_Steps([steps.steps[at] for at in part], steps.format) for part in parts.values()]
         asked = [Part(whole, msgspec.json.encode(body), whole.rest) for body in bodies]
-        marks = {PART: True, FREE: True}
         with together(whole, asked):
             answers = await asyncio.gather(
-                *[self._ask(worker, scope, part, marks) for worker, part in zip(parts, asked, strict=True)]
+                *[self._ask(worker, scope, part, OF_PART) for worker, part in zip(parts, asked, strict=True)]
             )
         if any(answer.is_success for answer in answers):
             document = totals.joined_steps(len(steps.steps), [*zip(parts.values(), answers, strict=True)])
@@ -353,14 +355,12 @@ class Placement:
             answers = [await self._ask(self._me, scope, parts[self._me])]
             if answers[0].is_success:
                 others = [worker for worker in range(self._workers) if worker != self._me]
-                marks = {PART: True, FREE: True}
-                answers += await asyncio.gather(*[self._ask(one, scope, parts[one], marks) for one in others])
+                answers += await asyncio.gather(*[self._ask(other, scope, parts[other], OF_PART) for other in others])
                 answers[0] = await asyncio.to_thread(join, answers)
         await answers[0].send(send)
 
-    async def _ask(self, worker: int, scope: Scope, part: Part, marks: Mapping[str, object] | None = None) -> Answered:
+    async def _ask(self, worker: int, scope: Scope, part: Part, marks: Mapping[str, object] = NO_MARKS) -> Answered:
         """Returns a worker's answer to a part of a request. `marks` are further parts of the scope."""
-        marks = marks or {}
         status, headers, body = 0, list[tuple[bytes, bytes]](), list[bytes]()
         asked = {**part.scope(scope), **marks}
 

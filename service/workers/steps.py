@@ -78,14 +78,14 @@ class PassedSteps:
         return self._matches(scope) and all(name != ENCODING_BYTES for name, _ in scope["headers"])
 
     async def _answer(self, scope: Scope, worker: int, content: bytes, exchange: HttpExchange) -> None:
-        here = exchange.context
-        session = name_within(here.owner.name, scope["path_params"]["session"])
-        headers = {name: here.headers[name] for name in STEP_HEADER_NAMES if name in here.headers}
-        asked: Asked = session, content, headers, here.timeout_s, here.owner.sessions
+        context = exchange.context
+        session = name_within(context.owner.name, scope["path_params"]["session"])
+        headers = {name: context.headers[name] for name in STEP_HEADER_NAMES if name in context.headers}
+        asked: Asked = session, content, headers, context.timeout_s, context.owner.sessions
         with until_hangup(Request(scope)):
-            found, fields = await self._peers.step(worker, asked)
-        here.fields |= fields
-        await exchange.reply(encode.Reply(found))
+            body, fields = await self._peers.step(worker, asked)
+        context.fields |= fields
+        await exchange.reply(encode.Reply(body))
 
 
 class Step:
@@ -103,9 +103,9 @@ class Step:
         step = None if headers else plain_step(content)
         engine = None if step is None else app.state.registry.resident_engine(session)
         if step is None or engine is None:
-            here = RequestContext("", headers=headers, deadline=deadline, fields=self._fields)
-            here.owner = Owner(owner_of(session), most_sessions)
-            request = Request({"type": "http", "app": app, "wane.context": here, WHOLE_BODY: content})
+            context = RequestContext("", headers=headers, deadline=deadline, fields=self._fields)
+            context.owner = Owner(owner_of(session), most_sessions)
+            request = Request({"type": "http", "app": app, "wane.context": context, WHOLE_BODY: content})
             self._running = loop.create_task(append(request, id_of(session)))
         else:
             self._fields["model"] = engine.name
