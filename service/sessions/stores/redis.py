@@ -43,6 +43,7 @@ from wane.service.sessions.stores.store import (
     StoreHealth,
     branch,
 )
+from wane.service.settings import Settings
 from wane.service.types.request import SLASH, owner_of
 
 APPEND, REPLACE, READ, CLAIM = map(script, ("append", "replace", "read", "claim"))
@@ -66,26 +67,20 @@ class RedisStore:
 
     def __init__(
         self,
-        url: str,
-        *,
-        password: str | None = None,
-        namespace: str,
+        settings: Settings,
         session_history_tokens: int,
-        ttl_s: float,
-        budget_bytes: int,
-        timeout_s: float,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`url`, `password`, `timeout_s`: see `RedisPipeline`. `namespace` is part of every key. `budget_bytes`: the
-        largest size of the cache of sessions. Raises ValueError if the address is invalid."""
-        self.trips = RedisPipeline(url, timeout_s, metrics, password)
-        self.prefix = f"wane:{namespace}:"
+        """Raises ValueError if the address is invalid, and StoreError if the password file cannot be read."""
+        ttl_s = settings.session_ttl_s
+        self.trips = RedisPipeline(settings, metrics)
+        self.prefix = f"wane:{settings.store_namespace}:"
         self.session_history_tokens = session_history_tokens
         self.most_buffered_bytes = 0  # other processes must see each step
         self.vocabulary_sizes: dict[str, int] = {}
         self._ttl_ms = max(1, round(1000 * ttl_s))
-        self._remembered = PackedSessions(ttl_s, budget_bytes, clock, durable=True)
+        self._remembered = PackedSessions(ttl_s, settings.session_budget_bytes, clock, durable=True)
         self._moved = 0.0
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
