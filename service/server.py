@@ -26,7 +26,7 @@ from wane.models.bundle import BundleError
 from wane.service.app import VERSION, Application, create_app
 from wane.service.auth.keyring import KeySource, MakeBucket, TokenBucket
 from wane.service.auth.keys import KeysError
-from wane.service.net.connection import Answering, Connection
+from wane.service.net.connection import Connection, answering
 from wane.service.net.limits import Limits
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
@@ -163,7 +163,7 @@ def configured(app: Application, worker: Worker = ALONE, **options: Any) -> uvic
     )
     config.load()
     logging.getLogger("uvicorn.error").addFilter(is_about_the_server)
-    config.loaded_app = Answering(config.loaded_app)
+    config.loaded_app = answering(config.loaded_app)
     config.http_protocol_class = partial(Connection, config.http_protocol_class, limits)  # type: ignore[assignment]
     return config
 
