@@ -128,7 +128,7 @@ class Worker:
 
     place: Callable[[Application, Limits], Callable[..., Awaitable[None]]] = lambda app, _: app
     sockets: list[socket.socket] | None = None
-    ready: Callable[[Sequence[str]], None] = say_ready
+    ready: Callable[[Sequence[str]], object] = say_ready
     make_bucket: MakeBucket = TokenBucket
     owned: OwnedSessions | None = None
     names_file: Path | None = None

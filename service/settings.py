@@ -274,8 +274,3 @@ class Settings(BaseModel):
         return self.state_checkpoint_interval_tokens or min(
             STATE_CHECKPOINT_INTERVAL_TOKENS, self.session_history_tokens
         )
-
-    @property
-    def default_model_is_chosen(self) -> bool:
-        """True if the operator set the default model. The process then exits if this model is absent."""
-        return "default_model" in self.model_fields_set

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from secrets import token_urlsafe
+from typing import cast
 from urllib.parse import quote
 from zlib import crc32
 
@@ -25,7 +26,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from wane.service.api import encode
-from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, read, reader, uncompressed
+from wane.service.api.body import LARGE_BYTES, Decoder, excess, read, reader, uncompressed
 from wane.service.api.cost import admit_body
 from wane.service.api.exchange import (
     HISTORY,
@@ -36,16 +37,18 @@ from wane.service.api.exchange import (
     RequestContext,
     RequestPolicy,
 )
+from wane.service.api.middleware import ENCODING_BYTES
 from wane.service.api.schemas.sessions import StepsBody
 from wane.service.app import Application
 from wane.service.auth.guard import FREE
 from wane.service.errors import Unavailable, WaneError
 from wane.service.net.connection import CONNECTION, Connection
+from wane.service.net.limits import SMALL_BYTES
 from wane.service.sessions.sessions import ID_BYTES
 from wane.service.settings import IN_MEMORY
 from wane.service.workers import totals
 from wane.service.workers.links import EndedEarly, Peers, connection_of
-from wane.service.workers.steps import ANSWER, Exchanged, PassedSteps
+from wane.service.workers.steps import ANSWER, Exchanged, pass_step
 from wane.service.workers.totals import Answered
 
 OF_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?").fullmatch
@@ -100,14 +103,13 @@ class Placement:
     def __init__(self, app: Application, peers: Peers, me: int, workers: int) -> None:
         self._app = app
         self._peers = peers
-        self._passed_steps = PassedSteps(app, peers)
         self._exchanged = Exchanged(app, policy=app.state.policy)
         self._me = me
         self._workers = workers
-        self._most_steps = app.settings.max_batch_inputs
-        self._policy: RequestPolicy = app.state.policy
+        self._policy = policy = cast(RequestPolicy, app.state.policy)
+        # the longest body of a step that is passed on without its request; a trace needs the whole request
+        self._most_bytes = -1 if policy.tracing is not None else min(SMALL_BYTES, policy.max_body_bytes)
         self._divides_sessions = app.settings.store == IN_MEMORY
-        self._steps = msgspec.json.Decoder(_Steps).decode
 
     def worker_of(self, session: str) -> int:
         """Returns the number of the worker that has the session with this id."""
@@ -130,7 +132,8 @@ class Placement:
             worker = self.worker_of(match[1])
             if worker == self._me:
                 await self._app(scope, receive, send)
-            elif posts and self._passed_steps.takes(scope, worker):
+            elif posts and self._is_short_step(scope):
+                scope[ANSWER] = partial(pass_step, scope, worker, self._peers)
                 await self._exchanged(scope, receive, send)
             else:
                 await self._pass_on(worker, scope, receive, send)
@@ -140,6 +143,13 @@ class Placement:
             await self._with_body(scope, receive, send, partial(self._of_all, join))
         else:
             await self._app(scope, receive, send)
+
+    def _is_short_step(self, scope: Scope) -> bool:
+        """Returns whether a request for a session is a step with a short body. If so, the scope gets its route."""
+        content = connection_of(scope).content
+        if content is None or len(content) > self._most_bytes or not scope["path"].endswith("/tokens"):
+            return False
+        return self._app.hot.matches(scope) and all(name != ENCODING_BYTES for name, _ in scope["headers"])
 
     def _refuses(self, scope: Scope) -> bool:
         """Returns whether the request has no valid API key."""
@@ -253,7 +263,7 @@ class Placement:
         timeout."""
         content = connection_of(scope).content
         context, policy = RequestContext.of(scope), self._policy
-        if content is not None and ENCODING.encode() not in context.headers:
+        if content is not None and ENCODING_BYTES not in context.headers:
             return content
         asks = TIMEOUT_HEADER_BYTES in context.headers
         context.timeout_s = policy.timeout_s(context) if asks else policy.request_timeout_ms / 1000
@@ -315,7 +325,7 @@ class Placement:
 
     def _cut(self, body: StepsBody) -> dict[int, list[int]] | None:
         """Returns the indexes of each worker's steps, or None if there are too many, or this worker has all steps."""
-        if len(body.steps) > self._most_steps:
+        if len(body.steps) > self._app.settings.max_batch_inputs:
             return None
         parts: dict[int, list[int]] = {}
         for index, step in enumerate(body.steps):
@@ -329,7 +339,7 @@ class Placement:
         `whole` has the JSON of `checked`."""
         scope["app"] = self._app
         admit_body(Request(scope), checked)
-        steps = self._steps(whole.content.removeprefix(BOM_UTF8))
+        steps: _Steps = reader(_Steps).decode(whole.content.removeprefix(BOM_UTF8))
         bodies = [_Steps([steps.steps[at] for at in part], steps.format) for part in parts.values()]
         asked = [Part(whole, msgspec.json.encode(body), whole.rest) for body in bodies]
         with together(whole, asked):
