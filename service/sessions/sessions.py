@@ -92,8 +92,8 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
     Raises IdempotencyKeyReused if the step has the last step's key, but other tokens or another position. Raises
     PositionConflict if the step does not start at the session's position.
     """
-    last, start = record.last, request.expected_position
-    if last is not None and request.idempotency_key is not None and _has_last_key(record, request.idempotency_key):
+    last, start, key = record.last, request.expected_position, request.idempotency_key
+    if last is not None and key is not None and last.key == of_key(key):
         if start not in (None, last.start):
             raise IdempotencyKeyReused(
                 f"the session's last step has the same idempotency key and starts at {last.start}, but this step "
@@ -107,18 +107,13 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
         return StepKind.REPLAY
     if start is None or start == record.position:
         return StepKind.NEXT
-    if last is not None and request.idempotency_key is None and (start, of_tokens(request.tokens)) == last[:2]:
+    if last is not None and key is None and (start, of_tokens(request.tokens)) == last[:2]:
         return StepKind.REPLAY
     raise conflict(record, start)
 
 
 def unknown(session: str) -> UnknownSession:
     return UnknownSession(f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired")
-
-
-def _has_last_key(record: SessionRecord, key: str) -> bool:
-    """Returns whether a step with this key has the key of the session's last step."""
-    return record.last is not None and record.last.key == of_key(key)
 
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
@@ -300,7 +295,8 @@ class Sessions:
             or expected_position not in (None, record.position)
         ):
             return None
-        if key is not None and (expected_position is None or _has_last_key(record, key)):
+        last = record.last
+        if key is not None and (expected_position is None or (last is not None and last.key == of_key(key))):
             return None
         # If the state is not resident, the store may have a snapshot, so the session must be read from the store.
         has_snapshots = self._checkpoint_interval_tokens is not None

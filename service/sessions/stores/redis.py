@@ -168,20 +168,16 @@ class RedisStore:
                 session, model, version, mode, position, tail, revision, step, 0.0, record.vocabulary, True
             )
             other = branch()
-            rows.append(
-                (
-                    self.keys(session),
-                    (
-                        codec.REVISION.pack(record.revision),
-                        codec.REVISION.pack(revision),
-                        codec.REVISION.pack(other),
-                        codec.head(after),
-                        b"".join([token.to_bytes(width, "little") for token in tokens]),
-                        0 if position <= keep else keep * width,
-                        b"" if snapshot is None else write_snapshot(snapshot),
-                    ),
-                )
+            arguments = (
+                codec.REVISION.pack(record.revision),
+                codec.REVISION.pack(revision),
+                codec.REVISION.pack(other),
+                codec.head(after),
+                b"".join([token.to_bytes(width, "little") for token in tokens]),
+                0 if position <= keep else keep * width,
+                b"" if snapshot is None else write_snapshot(snapshot),
             )
+            rows.append((self.keys(session), arguments))
             afters.append(after)
             others.append(other)
         replies = await self.trips.run_many(APPEND, rows, self._ttl_ms, done=DONE)

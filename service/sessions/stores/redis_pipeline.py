@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -155,20 +154,12 @@ class RedisPipeline:
         and the reply is not in `done`, the replies that show the result of the first run.
         """
         parts = [[row] for row in rows] if isinstance(self._client, RedisCluster) else [rows]
+        calls = list[_Call]()
         try:
-            calls = [
-                self._ask(
-                    (
-                        "EVALSHA",
-                        script,
-                        sum([len(keys) for keys, _ in part]),
-                        *chain.from_iterable([keys for keys, _ in part]),
-                        *arguments,
-                        *chain.from_iterable([given for _, given in part]),
-                    )
-                )
-                for part in parts
-            ]
+            for part in parts:
+                keys = [key for keys, _ in part for key in keys]
+                changes = [argument for _, own in part for argument in own]
+                calls.append(self._ask(("EVALSHA", script, len(keys), *keys, *arguments, *changes)))
         except Unavailable as error:
             return [error] * len(rows)
         replies = list[Any]()
