@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Annotated, NamedTuple, TypedDict
 
+from wane.models.manifest import Manifest
 from wane.service.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
@@ -28,7 +28,7 @@ from wane.service.errors import (
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
-from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
+from wane.service.sessions.stores.codec import model_fingerprint, read_snapshot, write_snapshot
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
@@ -42,6 +42,7 @@ from wane.service.sessions.stores.store import (
     of_key,
     of_tokens,
 )
+from wane.service.settings import Settings
 from wane.service.state.pool import START, CachedState, StatePool
 from wane.service.types.common import Mode, says
 from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_of, name_within
@@ -138,31 +139,26 @@ class Sessions:
         store: Store,
         state_cache: StatePool,
         metrics: Metrics,
-        *,
-        model: str,
-        version: str,
+        settings: Settings,
+        manifest: Manifest,
         vocabulary: str,
-        vocabulary_size: int,
-        state_ttl_s: float,
         empty: TokenHistory,
-        model_fingerprint: bytes = b"",
-        state_checkpoint_interval_tokens: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        bits: bytes,
+        clock: Callable[[], float],
     ) -> None:
-        """`vocabulary` identifies the tokenizer, which has `vocabulary_size` tokens. `state_ttl_s`: idle time in
-        seconds after which a state is dropped. `empty`: the history of a sequence without tokens.
-        `state_checkpoint_interval_tokens`: number of tokens between two snapshots in the store; None: no snapshots.
-        `model_fingerprint` identifies the weights and graphs that compute the states. `clock` returns seconds."""
+        """`vocabulary` identifies the tokenizer. `empty`: the history of a sequence without tokens. `bits`: see
+        `model_fingerprint`. `clock` returns seconds."""
         self._store = store
         self._state_cache = state_cache
-        self._model = model
-        self._version = version
+        self._model = model = manifest.name
+        self._version = manifest.version
         self._vocabulary = vocabulary
-        store.vocabulary_sizes[vocabulary] = vocabulary_size
-        self._state_ttl_s = state_ttl_s
+        store.vocabulary_sizes[vocabulary] = manifest.vocabulary.size
+        self._state_ttl_s = settings.state_ttl_s or settings.session_ttl_s
         self._empty = empty
-        self.model_fingerprint = model_fingerprint
-        self._checkpoint_interval_tokens = state_checkpoint_interval_tokens
+        self.model_fingerprint = model_fingerprint(manifest, bits)
+        # the number of tokens between two snapshots in the store, or None if it has no snapshots
+        self._checkpoint_interval_tokens = settings.states_every(model, certified=manifest.certificate.certified)
         self._clock = clock
         self.locks = SessionLocks()
         self.rebuilt = 0
