@@ -183,7 +183,7 @@ def _toml(field: FieldInfo) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _type(field: FieldInfo) -> str:

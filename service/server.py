@@ -1,10 +1,11 @@
-"""Runs a server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
-it finishes the requests in flight."""
+"""Runs a server process, which is uvicorn with one worker and with limits for its connections (`net/`). Before the
+process shuts down, it drains, which means that it finishes the requests in flight."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -24,8 +26,8 @@ from wane.models.bundle import BundleError
 from wane.service.app import VERSION, Application, create_app
 from wane.service.auth.keyring import KeySource, MakeBucket, TokenBucket
 from wane.service.auth.keys import KeysError
+from wane.service.net.connection import Connection, answering
 from wane.service.net.limits import Limits
-from wane.service.net.server import DrainingServer, limit_connections
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
@@ -126,7 +128,7 @@ class Worker:
 
     place: Callable[[Application, Limits], Callable[..., Awaitable[None]]] = lambda app, _: app
     sockets: list[socket.socket] | None = None
-    ready: Callable[[Sequence[str]], None] = say_ready
+    ready: Callable[[Sequence[str]], object] = say_ready
     make_bucket: MakeBucket = TokenBucket
     owned: OwnedSessions | None = None
     names_file: Path | None = None
@@ -138,8 +140,9 @@ ALONE = Worker()
 
 
 def configured(app: Application, worker: Worker = ALONE, **options: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration with the application's limits for connections. `options` are uvicorn's. The
-    options for proxies are always set, because uvicorn trusts the forwarding headers of local clients by default."""
+    """Returns uvicorn's loaded configuration, with a `Connection` in front of uvicorn's protocol class. `options` are
+    uvicorn's. The options for proxies are always set, because uvicorn trusts the forwarding headers of local clients by
+    default."""
     settings = app.settings
     limits = Limits(settings, app.state.metrics)
     config = uvicorn.Config(
@@ -158,8 +161,61 @@ def configured(app: Application, worker: Worker = ALONE, **options: Any) -> uvic
         log_config=None,
         **options,
     )
-    limit_connections(config, limits)
+    config.load()
+    logging.getLogger("uvicorn.error").addFilter(is_about_the_server)
+    config.loaded_app = answering(config.loaded_app)
+    config.http_protocol_class = partial(Connection, config.http_protocol_class, limits)  # type: ignore[assignment]
     return config
+
+
+def is_about_the_server(record: logging.LogRecord) -> bool:
+    """Returns False for uvicorn's messages about invalid requests and frames, which a `Connection` counts and logs."""
+    return not str(record.msg).startswith("Invalid ")
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, with a drain before shutdown.
+
+    On the first SIGTERM or SIGINT the server calls `drain`, and continues to serve until `drain` returns. Then it stops
+    listening, and closes WebSockets with 1012. A second SIGINT stops the server immediately.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Callable[[], Awaitable[None]],
+        on_listening: Callable[[Sequence[tuple[str, int]]], None],
+    ) -> None:
+        """`on_listening` is called once, on the event loop's thread, with the host and the port of each listening
+        socket."""
+        super().__init__(config)
+        self.draining: asyncio.Task[None] | None = None
+        self._drain = drain
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        listeners = [listener for server in self.servers for listener in server.sockets]
+        self._on_listening([listener.getsockname()[:2] for listener in listeners])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.started:
+            super().handle_exit(sig, frame)
+        elif self.draining is None:
+            self._loop.call_soon_threadsafe(self._start_draining)
+        elif sig == signal.SIGINT:
+            self.should_exit = self.force_exit = True
+
+    def _start_draining(self) -> None:
+        if self.draining is None:
+            self.draining = self._loop.create_task(self._stop_drained())
+
+    async def _stop_drained(self) -> None:
+        try:
+            await self._drain()
+        finally:
+            self.should_exit = True
 
 
 def run(settings: Settings, worker: Worker = ALONE) -> None:

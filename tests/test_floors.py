@@ -27,7 +27,7 @@ PACKAGES = ("service", "models", "training", "client")
 PROGRAMS = ("benchmarks", "deploy", "examples", "research")
 ENTRY = ("wane/__init__.py", "wane/__main__.py", "wane/arguments.py", "wane/cli.py")
 MOST_FILES = 25
-SERVICE_LINES, SERVICE_FILES = 28_612, 133
+SERVICE_LINES, SERVICE_FILES = 28_350, 132
 """The largest numbers of lines and of files with code in `service/`. Lower them when the service shrinks. The aim is
 17,000 lines in 80 files."""
 
@@ -82,7 +82,7 @@ TORCH_MODELS = (
 ONLY_IN = {
     "fastapi": ("service/app", "service/api/"),
     "starlette": ("service/app", "service/api/", "service/auth/guard", "service/workers/"),
-    "uvicorn": ("service/net/server", "service/server"),
+    "uvicorn": ("service/server",),
     "httptools": ("service/net/connection", "service/cli/load"),
     "httpx": ("client/", "service/cli/connect"),
     "wane.client": ("client/", "service/cli/", "training/rankings/replay"),
@@ -99,7 +99,7 @@ ONLY_IN = {
     "torch": (*TORCH_MODELS, "training/"),
     "wane.training": ("training/",),
     "wane.service": ("service/",),
-    "wane.service.server": ("service/cli/serve", "service/workers/worker"),
+    "wane.service.server": ("service/cli/serve", "service/workers/"),
     "wane.service.app": ("service/server", "service/workers/"),
 }
 """The packages and modules that only certain files may import, each with the path prefixes of these files."""

@@ -52,7 +52,6 @@ from wane.service.observability.tracing import CURRENT
 from wane.service.runners.runner import HIDDENS, NORMS, RADIUS, Runner
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
-from wane.service.sessions.stores.codec import model_fingerprint
 from wane.service.sessions.stores.store import SessionRecord, Store, TokenHistory
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
@@ -160,20 +159,7 @@ class Engine:
         keeps_prefixes = settings.prefix_states == "on" and bool(manifest.state)
         self.forward = Forward(self.batcher, pool, parallel, keeps=keeps_prefixes)
         empty = TokenHistory.start(vocabulary.eos_id, vocabulary.size)
-        self.sessions = Sessions(
-            store,
-            pool,
-            metrics,
-            model=name,
-            version=self.version,
-            vocabulary=self.tokenizer,
-            vocabulary_size=vocabulary.size,
-            state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
-            empty=empty,
-            model_fingerprint=model_fingerprint(manifest, bits),
-            state_checkpoint_interval_tokens=settings.states_every(name, certified=manifest.certificate.certified),
-            clock=clock,
-        )
+        self.sessions = Sessions(store, pool, metrics, settings, manifest, self.tokenizer, empty, bits, clock)
         self._stats = Stats(metrics, name)
         self._live: LiveAccuracy | None = None
         if settings.live_accuracy:
@@ -202,7 +188,7 @@ class Engine:
         self.predictor = Predictor(
             self._limits, self.answer_builder, self._cost_model, has_radius_output=has_radius_output
         )
-        self.has_state = pool.has_state
+        self.has_state = pool.order.__contains__
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, empty, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
@@ -739,4 +725,4 @@ class Engine:
         if self._live is not None:
             self._live.count()
         self._runner.close()
-        self.state_cache.close()
+        self.state_cache.memory.close()

@@ -83,6 +83,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
+        self.abort, self.get_extra_info = transport.abort, transport.get_extra_info
         peer = transport.get_extra_info("peername")
         self.client = peer[:2] if isinstance(peer, tuple) else None
         if len(self.connections) >= self.settings.max_connections:
@@ -123,12 +124,6 @@ class Connection(asyncio.Protocol):
             self.uvicorn_protocol.resume_writing()
 
     # The transport of uvicorn's protocol
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self.transport.get_extra_info(name, default)
-
-    def abort(self) -> None:
-        self.transport.abort()
 
     def write(self, data: bytes) -> None:
         if not data or self.has_ended or self.transport.is_closing():
@@ -532,18 +527,14 @@ class Connection(asyncio.Protocol):
                 protocol.connection_lost(exc)
 
 
-class Answering:
-    """An ASGI application that tells a request's `Connection` when the application has answered."""
+def answering(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Returns an ASGI application that tells a request's `Connection` when `app` has answered."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        connection: Connection = scope["state"][CONNECTION]
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
         try:
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
-            connection.answered()
+            if scope["type"] == "http":
+                scope["state"][CONNECTION].answered()
+
+    return answer

@@ -96,13 +96,15 @@ class Frames:
                 self._left -= step
             else:
                 head = self._head + data[at : at + HEAD_BYTES - len(self._head)]
-                size = head_bytes(head)
+                width = LENGTH_BYTES.get(head[1] & 0x7F, 0) if len(head) > 1 else 0
+                size = 6 + width
                 if size > len(head):
                     self._head = head
                     self.message_bytes += len(data) - at
                     break
                 step = size - len(self._head)
-                self._head, self._first, self._left = b"", head[0], payload_bytes(head)
+                self._head, self._first = b"", head[0]
+                self._left = int.from_bytes(head[2 : 2 + width]) if width else head[1] & 0x7F
             at += step
             self.message_bytes += step
             if not self._left:
@@ -121,16 +123,3 @@ class Frames:
         count, self.message_bytes, self.without_message = self.message_bytes, 0, 0
         self.messages += 1
         return count
-
-
-def head_bytes(head: bytes) -> int:
-    """Returns the length of a frame's head, or a larger number than `len(head)` if the head is incomplete."""
-    if len(head) < 2:
-        return 2
-    return 6 + LENGTH_BYTES.get(head[1] & 0x7F, 0)
-
-
-def payload_bytes(head: bytes) -> int:
-    """Returns the length of a frame's payload. `head` begins with the frame's complete head."""
-    width = LENGTH_BYTES.get(head[1] & 0x7F, 0)
-    return int.from_bytes(head[2 : 2 + width]) if width else head[1] & 0x7F

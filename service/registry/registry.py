@@ -522,7 +522,7 @@ class ModelRegistry:
         """Returns the name of the default model, and logs it with the reason for the choice. Raises RegistryError if
         there is no bundle of the model that the operator chose."""
         wanted = self._settings.default_model
-        if self._settings.default_model_is_chosen:
+        if "default_model" in self._settings.model_fields_set:
             if wanted not in bundles:
                 raise RegistryError(f"default_model is {wanted!r}, but there are only bundles of {', '.join(bundles)}")
             name, why = wanted, "set by default_model"

@@ -121,20 +121,11 @@ class ResidentSessions:
 
     def tail(self, slot: int) -> tuple[TokenHistory, int]:
         """Returns the history of a buffered session, and the session's position."""
-        position, unknown, keep, width = (
-            self._state_cache.positions.item(slot),
-            self._unknown.item(slot),
-            self._keep,
-            self._empty.width,
-        )
-        ring, newest = self._rings[slot], position % keep
-        if position - unknown >= keep:  # a full ring
-            ids = np.concatenate([ring[newest:], ring[:newest]])
-        else:
-            ids = ring[np.arange(unknown, position) % keep]
+        position, keep, width = self._state_cache.positions.item(slot), self._keep, self._empty.width
+        first = max(self._unknown.item(slot), position - keep)
+        ids = self._rings[slot, np.arange(first, position) % keep]
         data = ids.astype(f"<u{width}", copy=False).tobytes()
-        is_whole = not unknown and position <= keep
-        return TokenHistory(self._empty.data + data if is_whole else data, width), position
+        return TokenHistory(data if first else self._empty.data + data, width), position
 
     def shares_of(self, steps: Sequence[tuple[SessionRecord, Sequence[int]]]) -> CacheShares:
         """Like `shares`, for sessions that are not buffered, after the tokens that each of B steps appends to its

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Annotated, NamedTuple, TypedDict
 
+from wane.models.manifest import Manifest
 from wane.service.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
@@ -28,7 +28,7 @@ from wane.service.errors import (
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
-from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
+from wane.service.sessions.stores.codec import model_fingerprint, read_snapshot, write_snapshot
 from wane.service.sessions.stores.store import (
     Append,
     Appended,
@@ -42,6 +42,7 @@ from wane.service.sessions.stores.store import (
     of_key,
     of_tokens,
 )
+from wane.service.settings import Settings
 from wane.service.state.pool import START, CachedState, StatePool
 from wane.service.types.common import Mode, says
 from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_of, name_within
@@ -92,8 +93,8 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
     Raises IdempotencyKeyReused if the step has the last step's key, but other tokens or another position. Raises
     PositionConflict if the step does not start at the session's position.
     """
-    last, start = record.last, request.expected_position
-    if last is not None and request.idempotency_key is not None and _has_last_key(record, request.idempotency_key):
+    last, start, key = record.last, request.expected_position, request.idempotency_key
+    if last is not None and key is not None and last.key == of_key(key):
         if start not in (None, last.start):
             raise IdempotencyKeyReused(
                 f"the session's last step has the same idempotency key and starts at {last.start}, but this step "
@@ -107,18 +108,13 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
         return StepKind.REPLAY
     if start is None or start == record.position:
         return StepKind.NEXT
-    if last is not None and request.idempotency_key is None and (start, of_tokens(request.tokens)) == last[:2]:
+    if last is not None and key is None and (start, of_tokens(request.tokens)) == last[:2]:
         return StepKind.REPLAY
     raise conflict(record, start)
 
 
 def unknown(session: str) -> UnknownSession:
     return UnknownSession(f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired")
-
-
-def _has_last_key(record: SessionRecord, key: str) -> bool:
-    """Returns whether a step with this key has the key of the session's last step."""
-    return record.last is not None and record.last.key == of_key(key)
 
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
@@ -143,31 +139,26 @@ class Sessions:
         store: Store,
         state_cache: StatePool,
         metrics: Metrics,
-        *,
-        model: str,
-        version: str,
+        settings: Settings,
+        manifest: Manifest,
         vocabulary: str,
-        vocabulary_size: int,
-        state_ttl_s: float,
         empty: TokenHistory,
-        model_fingerprint: bytes = b"",
-        state_checkpoint_interval_tokens: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        bits: bytes,
+        clock: Callable[[], float],
     ) -> None:
-        """`vocabulary` identifies the tokenizer, which has `vocabulary_size` tokens. `state_ttl_s`: idle time in
-        seconds after which a state is dropped. `empty`: the history of a sequence without tokens.
-        `state_checkpoint_interval_tokens`: number of tokens between two snapshots in the store; None: no snapshots.
-        `model_fingerprint` identifies the weights and graphs that compute the states. `clock` returns seconds."""
+        """`vocabulary` identifies the tokenizer. `empty`: the history of a sequence without tokens. `bits`: see
+        `model_fingerprint`. `clock` returns seconds."""
         self._store = store
         self._state_cache = state_cache
-        self._model = model
-        self._version = version
+        self._model = model = manifest.name
+        self._version = manifest.version
         self._vocabulary = vocabulary
-        store.vocabulary_sizes[vocabulary] = vocabulary_size
-        self._state_ttl_s = state_ttl_s
+        store.vocabulary_sizes[vocabulary] = manifest.vocabulary.size
+        self._state_ttl_s = settings.state_ttl_s or settings.session_ttl_s
         self._empty = empty
-        self.model_fingerprint = model_fingerprint
-        self._checkpoint_interval_tokens = state_checkpoint_interval_tokens
+        self.model_fingerprint = model_fingerprint(manifest, bits)
+        # the number of tokens between two snapshots in the store, or None if it has no snapshots
+        self._checkpoint_interval_tokens = settings.states_every(model, certified=manifest.certificate.certified)
         self._clock = clock
         self.locks = SessionLocks()
         self.rebuilt = 0
@@ -176,28 +167,28 @@ class Sessions:
         self._conflicts = metrics.step_conflicts.labels(model)
 
     async def create(
-        self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
+        self, asked_id: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
     ) -> tuple[SessionRecord, bool]:
         """Creates a session at position 0 or after `history`. Returns the session and True.
 
-        Its id is `given`, or 128 random bits if `given` is None. If a session with this id exists, and is equal to the
+        Its id is `asked_id`, or 128 random bits if that is None. If a session with this id exists, and is equal to the
         one that this request would create, returns the existing session and False. Raises SessionExists, Overloaded,
         QuotaExceeded, and InvalidRequest if the id is invalid.
         """
-        session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
+        session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if asked_id is None else asked_id)
         position, tail = 0, self._empty
         if history is not None:
             position = history.position
             tail = tail.ending(history.tokens, position, self._store.session_history_tokens)
         new = self._new(session, mode)._replace(position=position, tail=tail)
-        record, created = await self._create(given, new, owner)
+        record, created = await self._create(new, owner)
         if created and history is not None and history.snapshot:
             with suppress(Overloaded):
                 self.restore(record._replace(snapshot=read_snapshot(history.snapshot)))
         return record, created
 
     async def fork(
-        self, session: str, given: str | None, position: int | None, owner: Owner
+        self, session: str, asked_id: str | None, position: int | None, owner: Owner
     ) -> tuple[SessionRecord, bool]:
         """Like `create`, for a session with the tokens of another session up to `position`, by default all, and with
         its mode. If the other session's state is in memory and has read no later token, its copy is the new session's
@@ -206,7 +197,7 @@ class Sessions:
 
         Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
         back to `position`."""
-        name = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
+        name = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if asked_id is None else asked_id)
         record = await self.read(session)
         position = record.position if position is None else position
         _check_reach(record, position, "forked at")
@@ -217,7 +208,7 @@ class Sessions:
         tail = record.tail.without_last(record.position - position)
         new = self._new(name, record.mode)._replace(position=position, tail=tail, snapshot=snapshot)
         with cache.hold(START if base is None else base.slot):
-            forked, created = await self._create(given, new, owner)
+            forked, created = await self._create(new, owner)
             if created and base is not None:
                 with suppress(Overloaded), cache.lease() as slot:
                     cache.copy(base.slot, slot)
@@ -249,18 +240,18 @@ class Sessions:
         state = b"" if snapshot is None else write_snapshot(snapshot)
         return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position, state)
 
-    async def _create(self, given: str | None, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:
+    async def _create(self, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:
         """Adds a new session to the store: see `create`."""
         session = record.session
         while (created := await self._store.create(record, owner.sessions)) is None:
-            there = await self._store.get(session)
-            if there is None:  # the session expired or was deleted in the meantime
+            stored = await self._store.get(session)
+            if stored is None:  # the session expired or was deleted in the meantime
                 continue
-            difference = _difference(there, record)
+            difference = _difference(stored, record)
             if difference is not None:
-                raise SessionExists(f"session {given!r} already exists, and it {difference}")
+                raise SessionExists(f"session {id_of(session)!r} already exists, and it {difference}")
             await self._store.touch(session)
-            return there._replace(idle_s=0.0), False
+            return stored._replace(idle_s=0.0), False
         self._state_cache.drop(session)  # an earlier session with this id may have left its state
         return created._replace(idle_s=0.0), True
 
@@ -300,7 +291,8 @@ class Sessions:
             or expected_position not in (None, record.position)
         ):
             return None
-        if key is not None and (expected_position is None or _has_last_key(record, key)):
+        last = record.last
+        if key is not None and (expected_position is None or (last is not None and last.key == of_key(key))):
             return None
         # If the state is not resident, the store may have a snapshot, so the session must be read from the store.
         has_snapshots = self._checkpoint_interval_tokens is not None
@@ -310,10 +302,10 @@ class Sessions:
         """Reads the session from the store. Returns the session and the kind of the step. If the session does not exist
         and the step may create it, returns a session at position 0 that is not in the store yet. Raises UnknownSession,
         PositionConflict."""
-        found = await self._store.get(request.session)
-        if found is None and request.creator is not None and not request.expected_position:
+        stored = await self._store.get(request.session)
+        if stored is None and request.creator is not None and not request.expected_position:
             return self._new(request.session), StepKind.FIRST
-        record = self._known(request.session, found)
+        record = self._known(request.session, stored)
         return record, classify_step(record, request)
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
@@ -340,8 +332,8 @@ class Sessions:
     def norms(self, cached: CachedState) -> list[float] | None:
         """Returns the LayerNorms after the last token of a resident state (see `Row`). Returns None if the graphs do
         not output them."""
-        found = self._state_cache.memory.read([cached.slot]).get(NORMS)
-        return None if found is None else found[0].tolist()
+        norms = self._state_cache.memory.read([cached.slot]).get(NORMS)
+        return None if norms is None else norms[0].tolist()
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
         """Returns the store's snapshot of the session. Returns None if there is no snapshot, if it was made with other
@@ -403,23 +395,23 @@ class Sessions:
         session's revision decides whether that state is still valid.
         """
         appends = [
-            Append(one.record, one.tokens, one.step, self._snapshot(one))
-            for one in commits
-            if one.kind is not StepKind.FIRST
+            Append(commit.record, commit.tokens, commit.step, self._snapshot(commit))
+            for commit in commits
+            if commit.kind is not StepKind.FIRST
         ]
         appended: list[Appended] = await self._store.append_many(appends) if appends else []
         if len(appends) < len(commits):
-            firsts = [self._create_stepped(one) for one in commits if one.kind is StepKind.FIRST]
+            firsts = [self._create_stepped(commit) for commit in commits if commit.kind is StepKind.FIRST]
             created, rest = iter(await asyncio.gather(*firsts)), iter(appended)
-            appended = [next(created if one.kind is StepKind.FIRST else rest) for one in commits]
-        for one, committed in zip(commits, appended, strict=True):
+            appended = [next(created if commit.kind is StepKind.FIRST else rest) for commit in commits]
+        for commit, committed in zip(commits, appended, strict=True):
             if committed is None:
                 self._conflicts.inc()
             elif isinstance(committed, SessionRecord):
-                if one.slot is None:
+                if commit.slot is None:
                     self._state_cache.drop(committed.session)
                 else:
-                    self.keep(committed, one.slot, one.dropped_tokens)
+                    self.keep(committed, commit.slot, commit.dropped_tokens)
         return appended
 
     async def _create_stepped(self, commit: Commit) -> Appended:
@@ -480,18 +472,18 @@ class Sessions:
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 
-def _difference(there: SessionRecord, record: SessionRecord) -> str | None:
-    """Returns how the stored session `there` differs from the new session `record`, or None if they are equal. A
+def _difference(stored: SessionRecord, record: SessionRecord) -> str | None:
+    """Returns how the session `stored` differs from the new session `record`, or None if they are equal. A
     session that has made a step is not equal."""
-    if there.last is not None:
+    if stored.last is not None:
         return "has made a step"
-    if (there.model, there.vocabulary) != (record.model, record.vocabulary):
+    if (stored.model, stored.vocabulary) != (record.model, record.vocabulary):
         return "has another model or tokenizer"
-    if there.mode != record.mode:
-        return f"has the mode {there.mode}, not {record.mode}"
-    if there.position != record.position:
-        return f"is at position {there.position}, not {record.position}"
-    return None if there.tail == record.tail else "has another history"
+    if stored.mode != record.mode:
+        return f"has the mode {stored.mode}, not {record.mode}"
+    if stored.position != record.position:
+        return f"is at position {stored.position}, not {record.position}"
+    return None if stored.tail == record.tail else "has another history"
 
 
 def _check_reach(record: SessionRecord, position: int, can_be: str) -> None:

@@ -89,8 +89,8 @@ class StatePool:
         most = self.capacity * self.slot_bytes // (self.slot_bytes + ENTRY_BYTES)
         self.prefixes = PrefixStates(self.users, self.retain, self.release, most, clock, on_prefix)
         self.order: OrderedDict[str, int] = OrderedDict()  # from session name to slot, least recently used first
-        self.has_state: Callable[[str], bool] = self.order.__contains__
-        """Returns whether a session's state is resident."""
+        self.slot_of: Callable[[str], int | None] = self.order.get
+        """Returns the slot of a session's resident state, or None. Does not count as a use of the state."""
         # Data of the resident state in each slot. The arrays' rows for unused slots take no memory, because the
         # operating system commits zeroed memory only when it is first written.
         self._revisions = np.zeros(self.capacity, np.uint64)
@@ -133,15 +133,12 @@ class StatePool:
     def spare(self) -> Iterator[int | None]:
         """Yields a slot for the state of a prefix, and releases it at the end of the block. Yields None if the slot
         would cost a session its state, or if requests already use half of all slots."""
-        slot: int | None = None
         in_requests = self.used - len(self.order) - len(self.prefixes)
         if 2 * in_requests < self.capacity and (not self.is_full or self.prefixes.evict()):
-            slot = self.acquire()
-        try:
-            yield slot
-        finally:
-            if slot is not None:
-                self.release(slot)
+            with self.lease() as slot:
+                yield slot
+        else:
+            yield None
 
     def retain(self, slot: int) -> None:
         """Adds a user to a slot. The reserved slots are never freed, and their users are not counted."""
@@ -218,21 +215,15 @@ class StatePool:
         return b"".join([values.tobytes() for values in self.memory.read([slot]).values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
-        """Writes the result of `pack` to a slot. Raises ValueError if the result does not have the size of this model's
-        states."""
-        if len(packed) != self.slot_bytes:
-            raise ValueError(f"the state has {len(packed)} bytes, but this model's states have {self.slot_bytes}")
+        """Writes the result of `pack` to a slot."""
+        assert len(packed) == self.slot_bytes, "the state has the size of another model's states: this is a bug"
         assert slot not in (ZERO, START), "a reserved slot is written to: this is a bug"
         offset, values = 0, dict[str, Array]()
         for name, shape in self._shapes.items():
             size = int(np.prod(shape))
-            row = np.frombuffer(packed, np.float32, size, offset).reshape(1, *shape)
-            values[output_name(name)] = row
-            offset += row.nbytes
+            values[output_name(name)] = np.frombuffer(packed, np.float32, size, offset).reshape(1, *shape)
+            offset += FLOAT32_BYTES * size
         self.write(np.array([slot], np.intp), values)
-
-    def close(self) -> None:
-        self.memory.close()
 
     # Sessions
 
@@ -247,10 +238,6 @@ class StatePool:
         self.dropped_tokens[slot] = dropped_tokens
         self.positions[slot] = position
         self.touched_s[slot] = now_s
-
-    def slot_of(self, session: str) -> int | None:
-        """Returns the slot of the session's resident state, or None. Does not count as a use of the state."""
-        return self.order.get(session)
 
     def advance(
         self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
@@ -325,7 +312,7 @@ class StatePool:
             "the number of used slots is wrong": np.count_nonzero(users) != self.used,
             "the zero state was written to": any(values.any() for values in self.memory.read([ZERO]).values()),
             "the next state to evict is not the least recently used": any(
-                one > other for one, other in pairwise(self.touched_s[resident])
+                used_s > next_s for used_s, next_s in pairwise(self.touched_s[resident])
             ),
             "a slot has the states of two sessions": len({*resident}) < len(resident),
             "a slot with a state is free": not users[resident].all(),

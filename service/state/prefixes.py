@@ -217,13 +217,14 @@ class PrefixStates:
         """Returns the faults of the indexes. For tests and debugging."""
         slots = [kept.slot for kept in self._kept.values()]
         rests = Counter((kept.block, kept.rest) for kept in self._kept.values())
-        indexed = {(block, rest): count for block, one in self._rests.items() for rest, count in one.items()}
+        indexed = {(block, rest): count for block, counts in self._rests.items() for rest, count in counts.items()}
         wrong = {
             "a slot holds two kept states": len({*slots}) < len(slots),
             "a slot with a kept state is free": any(not self._users[slot] for slot in slots),
             "the index of the kept states is wrong": rests != indexed,
             "scores are kept without a state": not self._scores.keys() <= self._kept.keys(),
-            "the memory of the scores is wrong": self._scores_bytes != sum(one.bytes for one in self._scores.values()),
+            "the memory of the scores is wrong": self._scores_bytes
+            != sum(each.bytes for each in self._scores.values()),
             "too many states are kept": len(slots) > self._most,
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]

@@ -59,8 +59,8 @@ def size_of(event: Message) -> int:
 
 def connection_of(scope: Scope) -> Connection:
     """Returns the connection of a request that this worker has accepted."""
-    found: Connection = scope["state"][CONNECTION]
-    return found
+    connection: Connection = scope["state"][CONNECTION]
+    return connection
 
 
 def told(error: BaseException) -> tuple[str, dict[str, Any]]:
@@ -178,10 +178,11 @@ class Link(asyncio.Protocol):
 class Stream:
     """One side of a whole request: the events of the other side, and a limit of those that it has not taken."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, number: int | None = None) -> None:
+        """`number` is the request's number on the link; None: a new one."""
         self.has_ended = False
         self._link = link
-        self._number = -1
+        self.number = link.open(self) if number is None else number
         self._events: asyncio.Queue[Message | Exception | None] = asyncio.Queue()
         self._left = WINDOW_BYTES
         self._has_room = asyncio.Event()
@@ -207,7 +208,7 @@ class Stream:
 
     def leave(self) -> None:
         """Ends the request, unless it has ended."""
-        self._link.end(self._number)
+        self._link.end(self.number)
         if not self.has_ended:
             self.end(None)
 
@@ -216,7 +217,7 @@ class Stream:
         await self._has_room.wait()
         if self.has_ended:
             return
-        self._link.send(self._number, EVENT, events)
+        self._link.send(self.number, EVENT, events)
         self._left -= sum(EVENT_BYTES + size_of(event) for event in events)
         if self._left <= 0:
             self._has_room.clear()
@@ -231,20 +232,9 @@ class Stream:
             return None
         self._taken += EVENT_BYTES + size_of(event)
         if self._taken >= WINDOW_BYTES // 4:
-            self._link.send(self._number, TAKEN, self._taken)
+            self._link.send(self.number, TAKEN, self._taken)
             self._taken = 0
         return event
-
-
-class PassedRequest(Stream):
-    """A request that this worker has passed on."""
-
-    def __init__(self, link: Link, scope: Scope, marks: Mapping[str, object]) -> None:
-        """`marks` are further parts of the scope that the other worker gets."""
-        super().__init__(link)
-        self._number = link.open(self)
-        parts = {name: scope[name] for name in PASSED_ON if name in scope} | dict(marks)
-        link.send(self._number, BEGIN, (parts, connection_of(scope).content))
 
 
 class IncomingRequest(Stream):
@@ -252,8 +242,7 @@ class IncomingRequest(Stream):
     the whole body. If it is None, the request's events come one by one."""
 
     def __init__(self, link: Link, number: int, content: bytes | None, limits: Limits) -> None:
-        super().__init__(link)
-        self._number = number
+        super().__init__(link, number)
         self.loop = asyncio.get_running_loop()
         self.content = content
         self.is_websocket = False
@@ -309,14 +298,13 @@ class IncomingRequest(Stream):
         try:
             self._hold(len(self.content or b""))
             await app(scope, self.receive, self.send)
-        except Overloaded as error:
-            failure = error
         except Exception as error:
-            SERVICE.exception("a request that another worker has passed on failed")
+            if not isinstance(error, Overloaded):
+                SERVICE.exception("a request that another worker has passed on failed")
             failure = error
         finally:
             self._share.resize(0)
-            self._link.end(self._number, failure)
+            self._link.end(self.number, failure)
 
 
 RunStep = Callable[[Callable[[BaseException | None, object], None], Any], Side]
@@ -404,8 +392,9 @@ class Peers:
         Raises Unavailable, DeadlineExceeded and the other worker's failure, before any part of the answer is sent, and
         EndedEarly after that."""
         link = await self._link(worker)
-        connection = connection_of(scope)
-        request = PassedRequest(link, scope, marks)
+        connection, request = connection_of(scope), Stream(link)
+        parts = {name: scope[name] for name in PASSED_ON if name in scope} | dict(marks)
+        link.send(request.number, BEGIN, (parts, connection.content))
         connection.on_lost = request.leave
         if connection.has_ended:
             request.leave()
@@ -443,7 +432,7 @@ def _late(side: Side) -> None:
     side.end(DeadlineExceeded(LATE))
 
 
-async def _pump(receive: Receive, request: PassedRequest) -> None:
+async def _pump(receive: Receive, request: Stream) -> None:
     """Passes the events of a request on."""
     with suppress(asyncio.CancelledError):
         while not request.has_ended:

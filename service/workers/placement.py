@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from secrets import token_urlsafe
+from typing import cast
 from urllib.parse import quote
 from zlib import crc32
 
@@ -25,7 +26,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from wane.service.api import encode
-from wane.service.api.body import ENCODING, LARGE_BYTES, Decoder, excess, read, reader, uncompressed
+from wane.service.api.body import LARGE_BYTES, Decoder, excess, read, reader, uncompressed
 from wane.service.api.cost import admit_body
 from wane.service.api.exchange import (
     HISTORY,
@@ -36,16 +37,18 @@ from wane.service.api.exchange import (
     RequestContext,
     RequestPolicy,
 )
+from wane.service.api.middleware import ENCODING_BYTES
 from wane.service.api.schemas.sessions import StepsBody
 from wane.service.app import Application
 from wane.service.auth.guard import FREE
 from wane.service.errors import Unavailable, WaneError
 from wane.service.net.connection import CONNECTION, Connection
+from wane.service.net.limits import SMALL_BYTES
 from wane.service.sessions.sessions import ID_BYTES
 from wane.service.settings import IN_MEMORY
 from wane.service.workers import totals
 from wane.service.workers.links import EndedEarly, Peers, connection_of
-from wane.service.workers.steps import ANSWER, Exchanged, PassedSteps
+from wane.service.workers.steps import ANSWER, Exchanged, pass_step
 from wane.service.workers.totals import Answered
 
 OF_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?").fullmatch
@@ -57,6 +60,9 @@ HEADER_LENGTH = b"inference-header-content-length"
 RESTART = 1012  # the code that closes a WebSocket whose worker has ended
 OF_FAILURE = frozenset({b"content-type", b"content-length", b"retry-after", b"www-authenticate"})
 OF_BODY = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
+NO_MARKS: Mapping[str, object] = {}
+OF_PART: Mapping[str, object] = {PART: True, FREE: True}
+"""The marks of a scope whose request another worker counts, logs and charges."""
 
 
 def worker_of(session: str, workers: int) -> int:
@@ -97,14 +103,13 @@ class Placement:
     def __init__(self, app: Application, peers: Peers, me: int, workers: int) -> None:
         self._app = app
         self._peers = peers
-        self._passed_steps = PassedSteps(app, peers)
         self._exchanged = Exchanged(app, policy=app.state.policy)
         self._me = me
         self._workers = workers
-        self._most_steps = app.settings.max_batch_inputs
-        self._policy: RequestPolicy = app.state.policy
+        self._policy = policy = cast(RequestPolicy, app.state.policy)
+        # the longest body of a step that is passed on without its request; a trace needs the whole request
+        self._most_bytes = -1 if policy.tracing is not None else min(SMALL_BYTES, policy.max_body_bytes)
         self._divides_sessions = app.settings.store == IN_MEMORY
-        self._steps = msgspec.json.Decoder(_Steps).decode
 
     def worker_of(self, session: str) -> int:
         """Returns the number of the worker that has the session with this id."""
@@ -127,7 +132,8 @@ class Placement:
             worker = self.worker_of(match[1])
             if worker == self._me:
                 await self._app(scope, receive, send)
-            elif posts and self._passed_steps.takes(scope, worker):
+            elif posts and self._is_short_step(scope):
+                scope[ANSWER] = partial(pass_step, scope, worker, self._peers)
                 await self._exchanged(scope, receive, send)
             else:
                 await self._pass_on(worker, scope, receive, send)
@@ -137,6 +143,13 @@ class Placement:
             await self._with_body(scope, receive, send, partial(self._of_all, join))
         else:
             await self._app(scope, receive, send)
+
+    def _is_short_step(self, scope: Scope) -> bool:
+        """Returns whether a request for a session is a step with a short body. If so, the scope gets its route."""
+        content = connection_of(scope).content
+        if content is None or len(content) > self._most_bytes or not scope["path"].endswith("/tokens"):
+            return False
+        return self._app.hot.matches(scope) and all(name != ENCODING_BYTES for name, _ in scope["headers"])
 
     def _refuses(self, scope: Scope) -> bool:
         """Returns whether the request has no valid API key."""
@@ -157,11 +170,11 @@ class Placement:
         await self._exchanged({**scope, ANSWER: fail}, receive, send)
 
     async def _pass_on(
-        self, worker: int, scope: Scope, receive: Receive, send: Send, marks: Mapping[str, object] | None = None
+        self, worker: int, scope: Scope, receive: Receive, send: Send, marks: Mapping[str, object] = NO_MARKS
     ) -> None:
         """Passes a request on. Answers it with an error if its worker does not."""
         try:
-            await self._peers.pass_on(worker, scope, receive, send, marks or {})
+            await self._peers.pass_on(worker, scope, receive, send, marks)
         except WaneError as error:
             if scope["type"] == "http":
                 await self._fail(error, scope, receive, send)
@@ -226,7 +239,7 @@ class Placement:
         fork = Part(part, msgspec.json.encode(body), part.rest)
         forks = {**scope, "path": path, "raw_path": quote(path).encode()}
         with together(part, [fork]):
-            answer = await self._ask(self.worker_of(source), forks, fork, {HISTORY: True, PART: True, FREE: True})
+            answer = await self._ask(self.worker_of(source), forks, fork, {HISTORY: True, **OF_PART})
         return {HISTORY: (answer.status, answer.body)}
 
     async def _checked(self, body: bytes) -> StepsBody | None:
@@ -238,10 +251,10 @@ class Placement:
             return None
 
     async def _answer(
-        self, worker: int, scope: Scope, part: Part, send: Send, marks: Mapping[str, object] | None = None
+        self, worker: int, scope: Scope, part: Part, send: Send, marks: Mapping[str, object] = NO_MARKS
     ) -> None:
         if worker == self._me:
-            await self._app({**scope, **marks} if marks else scope, part.receive, send)
+            await self._app({**scope, **marks}, part.receive, send)
         else:
             await self._pass_on(worker, scope, part.receive, send, marks)
 
@@ -249,17 +262,17 @@ class Placement:
         """Returns a body without its content encoding. Raises the errors of `read`, and InvalidRequest for an invalid
         timeout."""
         content = connection_of(scope).content
-        here, policy = RequestContext.of(scope), self._policy
-        if content is not None and ENCODING.encode() not in here.headers:
+        context, policy = RequestContext.of(scope), self._policy
+        if content is not None and ENCODING_BYTES not in context.headers:
             return content
-        asks = TIMEOUT_HEADER_BYTES in here.headers
-        here.timeout_s = policy.timeout_s(here) if asks else policy.request_timeout_ms / 1000
-        here.body_timeout_s = policy.body_timeout_s
-        here.deadline = asyncio.get_running_loop().time() + here.timeout_s
-        inside = {**scope, "app": self._app, "wane.context": here}
+        asks = TIMEOUT_HEADER_BYTES in context.headers
+        context.timeout_s = policy.timeout_s(context) if asks else policy.request_timeout_ms / 1000
+        context.body_timeout_s = policy.body_timeout_s
+        context.deadline = asyncio.get_running_loop().time() + context.timeout_s
+        inside = {**scope, "app": self._app, "wane.context": context}
         if content is not None:
             return await uncompressed(Request(inside), content)
-        return await read(Request(inside, self._exchanged.bounded(here, receive)))
+        return await read(Request(inside, self._exchanged.bounded(context, receive)))
 
     async def _names(self, scope: Scope, body: bytes) -> _Named | None:
         """Returns the parts of a body that name a session, or None if the body is invalid. Decodes a large one on the
@@ -305,14 +318,14 @@ class Placement:
             created = {**scope, "path": CREATE, "raw_path": CREATE.encode()}
             of_history = Part(part, b"{}", part.rest)
             with together(part, [of_history]):
-                answer = await self._ask(other, created, of_history, {PART: True, FREE: True, HISTORY: answer.body})
+                answer = await self._ask(other, created, of_history, {HISTORY: answer.body, **OF_PART})
         await answer.send(send)
 
     # Calls with steps of many sessions
 
     def _cut(self, body: StepsBody) -> dict[int, list[int]] | None:
         """Returns the indexes of each worker's steps, or None if there are too many, or this worker has all steps."""
-        if len(body.steps) > self._most_steps:
+        if len(body.steps) > self._app.settings.max_batch_inputs:
             return None
         parts: dict[int, list[int]] = {}
         for index, step in enumerate(body.steps):
@@ -326,13 +339,12 @@ class Placement:
         `whole` has the JSON of `checked`."""
         scope["app"] = self._app
         admit_body(Request(scope), checked)
-        steps = self._steps(whole.content.removeprefix(BOM_UTF8))
+        steps: _Steps = reader(_Steps).decode(whole.content.removeprefix(BOM_UTF8))
         bodies = [_Steps([steps.steps[at] for at in part], steps.format) for part in parts.values()]
         asked = [Part(whole, msgspec.json.encode(body), whole.rest) for body in bodies]
-        marks = {PART: True, FREE: True}
         with together(whole, asked):
             answers = await asyncio.gather(
-                *[self._ask(worker, scope, part, marks) for worker, part in zip(parts, asked, strict=True)]
+                *[self._ask(worker, scope, part, OF_PART) for worker, part in zip(parts, asked, strict=True)]
             )
         if any(answer.is_success for answer in answers):
             document = totals.joined_steps(len(steps.steps), [*zip(parts.values(), answers, strict=True)])
@@ -353,14 +365,12 @@ class Placement:
             answers = [await self._ask(self._me, scope, parts[self._me])]
             if answers[0].is_success:
                 others = [worker for worker in range(self._workers) if worker != self._me]
-                marks = {PART: True, FREE: True}
-                answers += await asyncio.gather(*[self._ask(one, scope, parts[one], marks) for one in others])
+                answers += await asyncio.gather(*[self._ask(other, scope, parts[other], OF_PART) for other in others])
                 answers[0] = await asyncio.to_thread(join, answers)
         await answers[0].send(send)
 
-    async def _ask(self, worker: int, scope: Scope, part: Part, marks: Mapping[str, object] | None = None) -> Answered:
+    async def _ask(self, worker: int, scope: Scope, part: Part, marks: Mapping[str, object] = NO_MARKS) -> Answered:
         """Returns a worker's answer to a part of a request. `marks` are further parts of the scope."""
-        marks = marks or {}
         status, headers, body = 0, list[tuple[bytes, bytes]](), list[bytes]()
         asked = {**part.scope(scope), **marks}
 

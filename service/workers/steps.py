@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from logging import INFO
 from typing import Annotated
 
@@ -20,16 +19,16 @@ from starlette.types import Receive, Scope
 from wane.service.api import encode
 from wane.service.api.body import FAILURES, SHORT, OneToken, reader
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
-from wane.service.api.exchange import HttpExchange, RequestContext, RequestPolicy, fields_of
-from wane.service.api.middleware import ENCODING_BYTES, RequestMiddleware
+from wane.service.api.exchange import HttpExchange, RequestContext, fields_of
+from wane.service.api.middleware import RequestMiddleware
 from wane.service.api.routes.sessions import STEP_HEADER_NAMES, TOP_K, append
 from wane.service.app import Application
 from wane.service.errors import Unavailable, WaneError
-from wane.service.net.limits import SMALL_BYTES
+from wane.service.net.connection import CONNECTION
 from wane.service.observability.logs import ACCESS, SERVICE
 from wane.service.types.answer import Answer
 from wane.service.types.request import MAX_POSITION, Owner, id_of, name_within, owner_of
-from wane.service.workers.links import Peers, connection_of
+from wane.service.workers.links import Peers
 
 ANSWER = "wane.answer"  # the key of a scope with the function that answers the request
 Asked = tuple[str, bytes, dict[bytes, bytes], float, int | None]
@@ -59,33 +58,16 @@ class Exchanged(RequestMiddleware):
         await scope[ANSWER](exchange)
 
 
-class PassedSteps:
-    """Answers steps of other workers' sessions."""
-
-    def __init__(self, app: Application, peers: Peers) -> None:
-        policy: RequestPolicy = app.state.policy
-        self._matches = app.hot.matches
-        self._peers = peers
-        # a trace needs the whole request in the session's worker
-        self._most_bytes = -1 if policy.tracing is not None else min(SMALL_BYTES, policy.max_body_bytes)
-
-    def takes(self, scope: Scope, worker: int) -> bool:
-        """Returns whether a request for a session of `worker` is a step with a short body. If so, it gets an ANSWER."""
-        content = connection_of(scope).content
-        if content is None or len(content) > self._most_bytes or not scope["path"].endswith("/tokens"):
-            return False
-        scope[ANSWER] = partial(self._answer, scope, worker, content)
-        return self._matches(scope) and all(name != ENCODING_BYTES for name, _ in scope["headers"])
-
-    async def _answer(self, scope: Scope, worker: int, content: bytes, exchange: HttpExchange) -> None:
-        here = exchange.context
-        session = name_within(here.owner.name, scope["path_params"]["session"])
-        headers = {name: here.headers[name] for name in STEP_HEADER_NAMES if name in here.headers}
-        asked: Asked = session, content, headers, here.timeout_s, here.owner.sessions
-        with until_hangup(Request(scope)):
-            found, fields = await self._peers.step(worker, asked)
-        here.fields |= fields
-        await exchange.reply(encode.Reply(found))
+async def pass_step(scope: Scope, worker: int, peers: Peers, exchange: HttpExchange) -> None:
+    """Answers a step of a session of `worker`, whose whole body has been received. The session's worker makes it."""
+    context = exchange.context
+    session = name_within(context.owner.name, scope["path_params"]["session"])
+    headers = {name: context.headers[name] for name in STEP_HEADER_NAMES if name in context.headers}
+    asked: Asked = session, scope["state"][CONNECTION].content, headers, context.timeout_s, context.owner.sessions
+    with until_hangup(Request(scope)):
+        body, fields = await peers.step(worker, asked)
+    context.fields |= fields
+    await exchange.reply(encode.Reply(body))
 
 
 class Step:
@@ -103,9 +85,9 @@ class Step:
         step = None if headers else plain_step(content)
         engine = None if step is None else app.state.registry.resident_engine(session)
         if step is None or engine is None:
-            here = RequestContext("", headers=headers, deadline=deadline, fields=self._fields)
-            here.owner = Owner(owner_of(session), most_sessions)
-            request = Request({"type": "http", "app": app, "wane.context": here, WHOLE_BODY: content})
+            context = RequestContext("", headers=headers, deadline=deadline, fields=self._fields)
+            context.owner = Owner(owner_of(session), most_sessions)
+            request = Request({"type": "http", "app": app, "wane.context": context, WHOLE_BODY: content})
             self._running = loop.create_task(append(request, id_of(session)))
         else:
             self._fields["model"] = engine.name

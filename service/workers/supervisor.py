@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ import msgspec
 
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
+from wane.service.server import say_ready
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.memory import ASIDE
 from wane.service.sessions.stores.store import UnsavedSessions
@@ -70,10 +72,8 @@ class Process:
     def look(self) -> None:
         """Reads whether the worker is ready."""
         if not self.has_been_ready and not self.has_ended:
-            try:
+            with suppress(BlockingIOError):
                 self.has_been_ready = bool(os.read(self.ready, 1))
-            except BlockingIOError:
-                return
 
 
 class Supervisor:
@@ -164,9 +164,7 @@ class Supervisor:
         if not self._has_announced and all(worker.has_been_ready for worker in self._processes):
             self._has_announced = True
             SERVICE.info("ready", extra={"fields": {"workers": self._workers}})
-            if sys.stdout.isatty():
-                sys.stdout.write(f"ready: {self._url} ({self._workers} workers)\n")
-                sys.stdout.flush()
+            say_ready([f"{self._url} ({self._workers} workers)"])
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Ends the workers. A second SIGINT stops them immediately."""
@@ -193,8 +191,7 @@ def bound(family: int, address: Any) -> socket.socket:
 
 def listeners(settings: Settings, workers: int) -> list[socket.socket]:
     """Returns the listening sockets. Raises OSError if the port is in use."""
-    found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    family, _, _, _, address = found
+    family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
     is_shared = sys.platform != "linux"
     sockets: list[socket.socket] = []
     for _ in range(1 if is_shared else workers):
@@ -213,8 +210,8 @@ def parts_of(file: Path) -> list[Path]:
 def spread(file: Path, workers: int) -> None:
     """Divides a file of sessions into one for each worker. Raises StoreError, OSError."""
     before = parts_of(file)
-    files = [one for one in (file, *before) if one.exists()]
-    records = [record for one in files for record in dump_file.load(one, MAX_POSITION)]
+    files = [path for path in (file, *before) if path.exists()]
+    records = [record for path in files for record in dump_file.load(path, MAX_POSITION)]
     for number in range(workers):
         own = [record for record in records if worker_of(id_of(record.session), workers) == number]
         dump_file.save(part_of(file, number), own)

@@ -42,7 +42,7 @@ class Answered:
 
     def header(self, name: bytes) -> bytes:
         """Returns the value of a header with this lower-case name, or no bytes."""
-        return next((value for given, value in self.headers if given == name), b"")
+        return next((value for other, value in self.headers if other == name), b"")
 
 
 Join = Callable[[Sequence[Answered]], Answered]
@@ -113,15 +113,10 @@ def metrics(answers: Sequence[Answered]) -> Answered:
             families.setdefault(family.name, family)
             for sample in family.samples:
                 key = family.name, sample.name, frozenset(sample.labels.items())
-                before = values.get(key)
-                values[key] = (
-                    sample
-                    if before is None
-                    else before._replace(
-                        value=_together(sample.name, before.value, sample.value),
-                        exemplar=sample.exemplar or before.exemplar,
-                    )
-                )
+                if (before := values.get(key)) is not None:
+                    value = _together(sample.name, before.value, sample.value)
+                    sample = before._replace(value=value, exemplar=sample.exemplar or before.exemplar)
+                values[key] = sample
     for family in families.values():
         family.samples = []
     for (name, _, _), sample in values.items():
@@ -130,10 +125,10 @@ def metrics(answers: Sequence[Answered]) -> Answered:
     return replace(answers[0], body=render(cast(Collector, SimpleNamespace(collect=families.values))))
 
 
-def _together(sample: str, one: float, other: float) -> float:
+def _together(sample: str, value: float, other: float) -> float:
     if sample in SMALLEST or sample.endswith("_created"):
-        return min(one, other)
-    return max(one, other) if sample in LARGEST else one + other
+        return min(value, other)
+    return max(value, other) if sample in LARGEST else value + other
 
 
 def joined_steps(count: int, parts: Sequence[tuple[Sequence[int], Answered]]) -> dict[str, Any]:

@@ -91,16 +91,18 @@ def run(place: Place, arguments: Sequence[str]) -> None:
         peers = Peers(place.sockets, place.number, limits, timeout_s, app, partial(Step, app))
         return Placement(app, peers, place.number, place.workers)
 
-    def ready(_: Sequence[str]) -> None:
-        os.write(place.ready, b"r")
-
     threading.Thread(target=_end_with, args=(place.alive,), daemon=True).start()
-    listener = socket.socket(fileno=place.listener)
-    sessions = SharedSessions(table, place.number)
-    make_bucket = partial(SharedBucket, table)
-    log_turns, names = Path(place.folder, LOG_TURNS), Path(place.folder, NAMES)
-    counts = Path(place.folder, f"{COUNTS}.{place.number}")
-    worker = server.Worker(place.number, log_turns, placed, [listener], ready, make_bucket, sessions, names, counts)
+    worker = server.Worker(
+        number=place.number,
+        log_turns=Path(place.folder, LOG_TURNS),
+        place=placed,
+        sockets=[socket.socket(fileno=place.listener)],
+        ready=lambda _: os.write(place.ready, b"r"),
+        make_bucket=partial(SharedBucket, table),
+        owned=SharedSessions(table, place.number),
+        names_file=Path(place.folder, NAMES),
+        counts_file=Path(place.folder, f"{COUNTS}.{place.number}"),
+    )
     server.run(settings, worker)
 
 

@@ -19,10 +19,9 @@ from tests.service.shipped import opened
 from wane.service.app import Application, create_app
 from wane.service.net.connection import Connection
 from wane.service.net.limits import Limits
-from wane.service.net.server import DrainingServer
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.server import configured, drain
+from wane.service.server import DrainingServer, configured, drain
 from wane.service.settings import Settings
 
 LIMIT = 64 * 1024

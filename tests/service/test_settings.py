@@ -97,8 +97,8 @@ def test_settings_cannot_be_changed() -> None:
 
 
 def test_a_default_model_that_the_operator_chose_is_distinguished_from_the_setting_s_default() -> None:
-    assert not read().default_model_is_chosen
-    assert read(WANE_DEFAULT_MODEL="gated-stable").default_model_is_chosen
+    assert "default_model" not in read().model_fields_set
+    assert "default_model" in read(WANE_DEFAULT_MODEL="gated-stable").model_fields_set
 
 
 @pytest.mark.parametrize(

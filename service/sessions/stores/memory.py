@@ -76,8 +76,8 @@ class MemoryStore:
         self.session_history_tokens = session_history_tokens
         self.most_buffered_bytes = budget_bytes
         self.vocabulary_sizes: dict[str, int] = {}
-        self.sessions = PackedSessions(ttl_s, budget_bytes, clock, self._unbuffer, self._on_forget)
-        self._on_memory_eviction = on_memory_eviction
+        self.standing = StoreHealth("memory")
+        self.sessions = PackedSessions(ttl_s, budget_bytes, clock, self._unbuffer, self._forgotten, on_memory_eviction)
         self._file = file
         self._is_open = self._is_closed = False
         self._owned = OwnedSessions() if owned is None else owned
@@ -110,7 +110,7 @@ class MemoryStore:
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (the record is always current)
         if session in self._buffered and self._unbuffer(session):
-            self._squeeze()
+            self.sessions.squeeze()
         return self.sessions.get(session)
 
     def kind(self, session: str) -> tuple[str, str] | None:
@@ -136,7 +136,7 @@ class MemoryStore:
             after = SessionRecord(session, model, version, mode, position, tail, revision, step, 0.0, vocabulary)
             self.sessions.put(after)
             results.append(after)
-        self._squeeze()
+        self.sessions.squeeze()
         return results
 
     def buffer(self, session: str, flush: Flush, most_bytes: int) -> bool:
@@ -151,10 +151,10 @@ class MemoryStore:
     def _unbuffer(self, session: str) -> bool:
         """Takes the session's tokens from its buffer, even if the sessions are then over the budget. Removes the
         session if it has expired. Returns whether the session was buffered."""
-        found = self._buffered.pop(session, None)
-        if found is None:
+        buffered = self._buffered.pop(session, None)
+        if buffered is None:
             return False
-        flush, most_bytes = found
+        flush, most_bytes = buffered
         self.sessions.used_bytes -= most_bytes
         tail, position, idle_s = flush(session)
         before = self.sessions.peek(session)
@@ -176,16 +176,12 @@ class MemoryStore:
         return rewound
 
     async def delete(self, session: str) -> bool:
-        there = self.get_cached(session) is not None
+        is_stored = self.get_cached(session) is not None
         self.sessions.forget(session)
-        return there
+        return is_stored
 
     async def count(self, model: str) -> int:
         return self.sessions.count(model)
-
-    @property
-    def standing(self) -> StoreHealth:
-        return StoreHealth("memory")
 
     async def open(self) -> None:
         """See `Store`. Renames the file after reading it, because the first step makes the file's sessions out of date.
@@ -199,7 +195,7 @@ class MemoryStore:
         for record in records:
             self._owned.claim(owner_of(record.session))
             self.sessions.put(record)
-        self._squeeze()
+        self.sessions.squeeze()
         # No `await` since the sessions were added, so that they are always either in the file or in this store.
         self._file.replace(self._file.with_name(self._file.name + ASIDE))
         self._is_open = True
@@ -222,9 +218,5 @@ class MemoryStore:
             ) from error
         logger.info("%d sessions were written to %s", len(alive), self._file)
 
-    def _on_forget(self, session: str) -> None:
+    def _forgotten(self, session: str) -> None:
         self._owned.release(owner_of(session))
-
-    def _squeeze(self) -> None:
-        for model in self.sessions.squeeze():
-            self._on_memory_eviction(model)

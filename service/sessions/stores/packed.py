@@ -59,18 +59,20 @@ class PackedSessions:
         clock: Callable[[], float] = time.monotonic,
         update: Callable[[str], bool] = lambda _session: False,
         on_forget: Callable[[str], object] = lambda _session: None,
+        on_evict: Callable[[str], object] = lambda _model: None,
         *,
         durable: bool | None = None,
     ) -> None:
         """`clock` returns seconds. `update` is called with a session before it is removed as expired or evicted. It
-        returns True if it stored a newer record of the session. `on_forget` is called with each removed session.
-        `durable`: see `SessionRecord`, for all sessions."""
+        returns True if it stored a newer record of the session. `on_forget` is called with each removed session, and
+        `on_evict` with the model of each evicted one. `durable`: see `SessionRecord`, for all sessions."""
         self.used_bytes = 0
         self.budget_bytes = budget_bytes
         self._ttl_s = ttl_s
         self._clock = clock
         self._update = update
         self._on_forget = on_forget
+        self._on_evict = on_evict
         self._durable = durable
         self._identities: list[Identity] = []  # numbered in the order in which they are first packed
         self._numbers: dict[Identity, int] = {}
@@ -151,16 +153,13 @@ class PackedSessions:
         self.used_bytes += HEADER_BYTES - len(shard[session])
         shard[session] = shard[session][:HEADER_BYTES]
 
-    def forget(self, session: str) -> str | None:
-        """Removes a session, if it is stored. Returns its model."""
+    def forget(self, session: str) -> None:
+        """Removes a session, if it is stored."""
         packed = self._shards[hash(session) % SHARDS].pop(session, None)
-        if packed is None:
-            return None
-        model = self._identity(packed)[0]
-        self._counts[model] -= 1
-        self.used_bytes -= entry_bytes(session, len(packed) - HEADER_BYTES)
-        self._on_forget(session)
-        return model
+        if packed is not None:
+            self._counts[self._identity(packed)[0]] -= 1
+            self.used_bytes -= entry_bytes(session, len(packed) - HEADER_BYTES)
+            self._on_forget(session)
 
     def all(self) -> Iterator[SessionRecord]:
         """Returns an iterator over every session that has not expired."""
@@ -190,11 +189,11 @@ class PackedSessions:
                     self.forget(oldest[0])
                 left -= 1
 
-    def squeeze(self) -> Iterator[str]:
-        """Evicts the longest idle sessions until the remaining sessions fit into the budget. Yields the model of each
-        evicted session."""
+    def squeeze(self) -> None:
+        """Evicts the longest idle sessions until the remaining sessions fit into the budget."""
         while self.used_bytes > self.budget_bytes:
             oldest = [entry for shard in self._shards if (entry := next(iter(shard.items()), None)) is not None]
-            session, _ = min(oldest, key=lambda entry: used_s(entry[1]))
+            session, packed = min(oldest, key=lambda entry: used_s(entry[1]))
             if not self._update(session):
-                yield self.forget(session) or ""
+                self.forget(session)
+                self._on_evict(self._identity(packed)[0])

@@ -43,6 +43,7 @@ from wane.service.sessions.stores.store import (
     StoreHealth,
     branch,
 )
+from wane.service.settings import Settings
 from wane.service.types.request import SLASH, owner_of
 
 APPEND, REPLACE, READ, CLAIM = map(script, ("append", "replace", "read", "claim"))
@@ -66,26 +67,20 @@ class RedisStore:
 
     def __init__(
         self,
-        url: str,
-        *,
-        password: str | None = None,
-        namespace: str,
+        settings: Settings,
         session_history_tokens: int,
-        ttl_s: float,
-        budget_bytes: int,
-        timeout_s: float,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`url`, `password`, `timeout_s`: see `RedisPipeline`. `namespace` is part of every key. `budget_bytes`: the
-        largest size of the cache of sessions. Raises ValueError if the address is invalid."""
-        self.trips = RedisPipeline(url, timeout_s, metrics, password)
-        self.prefix = f"wane:{namespace}:"
+        """Raises ValueError if the address is invalid, and StoreError if the password file cannot be read."""
+        ttl_s = settings.session_ttl_s
+        self.trips = RedisPipeline(settings, metrics)
+        self.prefix = f"wane:{settings.store_namespace}:"
         self.session_history_tokens = session_history_tokens
         self.most_buffered_bytes = 0  # other processes must see each step
         self.vocabulary_sizes: dict[str, int] = {}
         self._ttl_ms = max(1, round(1000 * ttl_s))
-        self._remembered = PackedSessions(ttl_s, budget_bytes, clock, durable=True)
+        self._remembered = PackedSessions(ttl_s, settings.session_budget_bytes, clock, durable=True)
         self._moved = 0.0
 
     async def create(self, record: SessionRecord, most: int | None = None) -> SessionRecord | None:
@@ -116,9 +111,9 @@ class RedisStore:
                 return
             if not over:
                 raise QuotaExceeded(owner, most)
-            found, scores = over[::2], over[1::2]
-            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self.keys(one.decode())[0]) for one in found))
-            looked = list(zip(found, scores, left_ms, strict=True))
+            ended, scores = over[::2], over[1::2]
+            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self.keys(name.decode())[0]) for name in ended))
+            looked = list(zip(ended, scores, left_ms, strict=True))
 
     async def get(self, session: str) -> SessionRecord | None:
         data, left_ms, state = await self.trips.run(READ, self.keys(session))
@@ -146,8 +141,7 @@ class RedisStore:
         """Caches a session in place of its earlier record, if there is one."""
         self._remembered.put(record)
         if self._remembered.used_bytes > self._remembered.budget_bytes:
-            for _ in self._remembered.squeeze():
-                pass
+            self._remembered.squeeze()
 
     def kind(self, session: str) -> tuple[str, str] | None:
         return self._remembered.kind(session)
@@ -174,20 +168,16 @@ class RedisStore:
                 session, model, version, mode, position, tail, revision, step, 0.0, record.vocabulary, True
             )
             other = branch()
-            rows.append(
-                (
-                    self.keys(session),
-                    (
-                        codec.REVISION.pack(record.revision),
-                        codec.REVISION.pack(revision),
-                        codec.REVISION.pack(other),
-                        codec.head(after),
-                        b"".join([token.to_bytes(width, "little") for token in tokens]),
-                        0 if position <= keep else keep * width,
-                        b"" if snapshot is None else write_snapshot(snapshot),
-                    ),
-                )
+            arguments = (
+                codec.REVISION.pack(record.revision),
+                codec.REVISION.pack(revision),
+                codec.REVISION.pack(other),
+                codec.head(after),
+                b"".join([token.to_bytes(width, "little") for token in tokens]),
+                0 if position <= keep else keep * width,
+                b"" if snapshot is None else write_snapshot(snapshot),
             )
+            rows.append((self.keys(session), arguments))
             afters.append(after)
             others.append(other)
         replies = await self.trips.run_many(APPEND, rows, self._ttl_ms, done=DONE)
@@ -285,10 +275,10 @@ class RedisStore:
             self._remembered.forget(session)
             raise DamagedSession(f"{error}: is a replica of another version running?") from error
 
-    def _lost(self, session: str, found: Any) -> None:
+    def _lost(self, session: str, data: bytes | None) -> None:
         """Caches the session that a script found at another revision than the expected one."""
         self._saw(moved=True)
-        record = self._read(session, found)
+        record = self._read(session, data)
         if record is None:
             self._remembered.forget(session)
         else:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from hiredis import pack_command
 from redis.asyncio import Redis, RedisCluster
@@ -45,12 +45,14 @@ from redis.exceptions import (
 
 from wane.service.errors import Overloaded, Unavailable
 from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.store import StoreError
+from wane.service.settings import Settings
 
 logger = logging.getLogger("wane.store")
 
 MOST_TRIPS = 2  # largest number of round trips in flight
 PROBE_EVERY_S = 0.25
-CLUSTER = "+cluster"
+CLUSTER = "+cluster"  # the end of the scheme of an address of a node of a cluster
 KIND = "redis"
 Argument = bytes | str | int
 Row = tuple[Sequence[str], Sequence[Argument]]
@@ -95,14 +97,16 @@ class _Call:
 class RedisPipeline:
     """Sends commands to one Redis server or one Redis cluster."""
 
-    def __init__(self, url: str, timeout_s: float, metrics: Metrics, password: str | None = None) -> None:
-        """`url` is in redis-py's format. If the scheme ends in `+cluster`, `url` is the address of a node of a cluster.
-        `timeout_s`: the timeout of a round trip in seconds. `password` is used if `url` has none. Raises ValueError if
-        the address is invalid."""
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        """Raises ValueError if the address is invalid, and StoreError if the password file cannot be read."""
+        url, timeout_s = settings.store, settings.store_timeout_ms / 1000
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {"socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
-        if password is not None:
-            options["password"] = password
+        if settings.store_password_file is not None and urlsplit(url).password is None:
+            try:
+                options["password"] = settings.store_password_file.read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise StoreError(f"store_password_file, {error.filename}, cannot be read: {error.strerror}") from error
         self._connect: Callable[..., Redis | RedisCluster] = partial(Redis.from_url, url, **options)
         if scheme.endswith(CLUSTER):
             url = f"{scheme.removesuffix(CLUSTER)}://{rest}"
@@ -150,20 +154,12 @@ class RedisPipeline:
         and the reply is not in `done`, the replies that show the result of the first run.
         """
         parts = [[row] for row in rows] if isinstance(self._client, RedisCluster) else [rows]
+        calls = list[_Call]()
         try:
-            calls = [
-                self._ask(
-                    (
-                        "EVALSHA",
-                        script,
-                        sum([len(keys) for keys, _ in part]),
-                        *chain.from_iterable([keys for keys, _ in part]),
-                        *arguments,
-                        *chain.from_iterable([given for _, given in part]),
-                    )
-                )
-                for part in parts
-            ]
+            for part in parts:
+                keys = [key for keys, _ in part for key in keys]
+                changes = [argument for _, own in part for argument in own]
+                calls.append(self._ask(("EVALSHA", script, len(keys), *keys, *arguments, *changes)))
         except Unavailable as error:
             return [error] * len(rows)
         replies = list[Any]()

@@ -232,56 +232,46 @@ class Store(Protocol):
         """Adds a new session, with its snapshot if the store keeps states, and returns it with its revision. Returns
         None if a session with this id exists. Raises Overloaded if there are too many sessions, and QuotaExceeded if
         the session's owner already has `most` sessions."""
-        ...
 
     async def get(self, session: str) -> SessionRecord | None:
         """Returns the current session. Does not reset its idle time."""
-        ...
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """Returns the session as this process last saw it, without a request to the backend. A later append or rewind
         checks whether the session is still the same. `to_step`: the caller will append to the session, so the result
         is also None if an append would probably fail."""
-        ...
 
     async def touch(self, session: str) -> None: ...
 
     def kind(self, session: str) -> tuple[str, str] | None:
         """Returns the session's model and vocabulary as this process last saw them, without a request to the backend.
         Returns None if this process has not seen the session."""
-        ...
 
     async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
         """Makes the appends of a batch, each to another session, and returns a result for each. Each append succeeds
         or fails by itself. A store of another process makes them in one round trip."""
-        ...
 
     def buffer(self, session: str, flush: Flush, most_bytes: int) -> bool:
         """Leaves the tokens of a stored session to a buffer, which uses up to `most_bytes` for them. The session's
         steps then add their tokens to the buffer alone. Before any other operation on the session, except `kind`, the
         store takes the tokens from the buffer by `flush`. Returns False, without side effects, if it does not do so:
         because other processes must see each step, or because the session has been evicted."""
-        ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """Rewinds the session to `position`, and deletes its `LastStep`. At least one token must remain in `tail`.
         Returns None, without side effects, if the session is not at `revision`."""
-        ...
 
     async def delete(self, session: str) -> bool:
         """Deletes a session. Returns False if it does not exist."""
-        ...
 
     async def count(self, model: str) -> int:
         """Returns the number of a model's sessions. Recently expired sessions may be included. A shared store counts
         only the sessions that this process used."""
-        ...
 
     @property
     def standing(self) -> StoreHealth: ...
 
     async def open(self) -> None:
         """Must be called before all other methods. Raises StoreError if saved sessions cannot be read."""
-        ...
 
     async def close(self) -> None: ...

@@ -372,7 +372,7 @@ def test_a_closed_model_s_memory_is_freed_while_a_result_is_held() -> None:
     ]
     sessions = [weakref.ref(session) for session in runner._sessions.values()]
     assert kept and sessions
-    pool.close()
+    pool.memory.close()
     assert [value() for value in kept] == [None] * len(kept)
     runner.close()
     assert [session() for session in sessions] == [None] * len(sessions)

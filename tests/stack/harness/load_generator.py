@@ -107,16 +107,7 @@ async def histories(
     of a long session. Only tokens of the session's first step may be missing from the store. The check takes them from
     the client's history. `owner` is the name of the clients' API key."""
     found: list[str] = []
-    settings = Settings()
-    reader = RedisStore(
-        store,
-        namespace=settings.store_namespace,
-        session_history_tokens=session_history_tokens,
-        ttl_s=settings.session_ttl_s,
-        budget_bytes=settings.session_budget_bytes,
-        timeout_s=10,
-        metrics=Metrics(),
-    )
+    reader = RedisStore(Settings(store=store, store_timeout_ms=10_000), session_history_tokens, Metrics())
     await reader.open()
     try:
         for client in clients:

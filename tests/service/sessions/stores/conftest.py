@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from tests.service.sessions.stores.redis_server import RedisServer, redis_server
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
+from wane.service.settings import Settings
 
 MakeStore = Callable[..., Awaitable[RedisStore]]
 
@@ -28,19 +30,23 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def settings_of(**changes: Any) -> dict[str, Any]:
-    """Returns arguments for a `RedisStore`."""
-    usual = {"namespace": "n", "session_history_tokens": 4, "ttl_s": 100.0, "budget_bytes": 2**20, "timeout_s": 5.0}
-    return {**usual, "metrics": Metrics(), **changes}
-
-
 @pytest.fixture
 async def make_store(request: pytest.FixtureRequest) -> AsyncIterator[MakeStore]:
-    """A function that opens a store at an address. The fixture closes the stores after the test."""
+    """A function that opens a store at an address. `changes` are settings. The fixture closes the stores after the
+    test."""
     stores: list[RedisStore] = []
+    usual: dict[str, Any] = {"session_ttl_s": 100.0, "session_budget_bytes": 2**20, "store_timeout_ms": 5000}
+    usual |= {"store_namespace": f"t{id(request.node)}"}
 
-    async def make(url: str, **changes: Any) -> RedisStore:
-        stores.append(RedisStore(url, **settings_of(**{"namespace": f"t{id(request.node)}", **changes})))
+    async def make(
+        url: str,
+        session_history_tokens: int = 4,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **changes: Any,
+    ) -> RedisStore:
+        settings = Settings(store=url, **{**usual, **changes})
+        stores.append(RedisStore(settings, session_history_tokens, metrics or Metrics(), clock))
         await stores[-1].open()
         return stores[-1]
 

@@ -55,7 +55,7 @@ async def test_a_batch_of_many_sessions_is_one_round_trip_to_all_nodes(
     nodes: list[RedisServer], make_store: MakeStore
 ) -> None:
     metrics = Metrics()
-    store = await make_store(f"redis+cluster://127.0.0.1:{nodes[0].port}", namespace="n", metrics=metrics)
+    store = await make_store(f"redis+cluster://127.0.0.1:{nodes[0].port}", store_namespace="n", metrics=metrics)
     names = [str(index) for index in range(40)]
     begun = await asyncio.gather(*(begin(store, name) for name in names))
     appended = await asyncio.gather(*(append(store, one, (5, 6), STEP, SNAPSHOT) for one in begun))

@@ -88,7 +88,7 @@ async def test_replicas_count_an_owners_sessions_together(common: RedisServer, m
 async def test_expired_sessions_in_redis_free_the_quota_and_sessions_in_use_do_not(
     common: RedisServer, make_store: MakeStore
 ) -> None:
-    store = await make_store(common.url, ttl_s=TTL_S)
+    store = await make_store(common.url, session_ttl_s=TTL_S)
     for number in range(3):
         assert await store.create(record(f"alice/{number}"), 3)
     ended = asyncio.get_running_loop().time() + 2 * TTL_S
@@ -217,7 +217,7 @@ async def test_a_session_removed_as_expired_just_before_creation_counts(
 async def test_a_failed_creation_does_not_count_after_the_existing_session_expires(
     common: RedisServer, make_store: MakeStore
 ) -> None:
-    short, long = await make_store(common.url, ttl_s=TTL_S), await make_store(common.url)
+    short, long = await make_store(common.url, session_ttl_s=TTL_S), await make_store(common.url)
     assert await short.create(record("alice/0"), 1)
     assert not await long.create(record("alice/0"), 1)
     async with asyncio.timeout(TIMEOUT_S):

@@ -107,7 +107,10 @@ async def test_an_id_cannot_be_used_again_until_its_session_is_deleted(
 
 
 async def test_namespaces_separate_sessions(common: RedisServer, make_store: MakeStore) -> None:
-    one, other = await make_store(common.url, namespace="one"), await make_store(common.url, namespace="other")
+    one, other = (
+        await make_store(common.url, store_namespace="one"),
+        await make_store(common.url, store_namespace="other"),
+    )
     await begin(one)
     assert await other.get("s") is None
     assert await other.create(record())
@@ -194,7 +197,7 @@ async def test_an_idle_session_expires_and_a_session_in_use_does_not(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     # The time to live is so long that a delay of a minute does not affect this test.
-    store = await make_store(common.url, ttl_s=30_000.0)
+    store = await make_store(common.url, session_ttl_s=30_000.0)
     here = await begin(store)
     await append(store, here, (5, 6), STEP, SNAPSHOT)
     keys = store.keys("s")
@@ -215,7 +218,7 @@ async def test_an_idle_session_expires_and_a_session_in_use_does_not(
 
 async def test_a_touched_copy_lives_as_long_as_its_session(common: RedisServer, make_store: MakeStore) -> None:
     clock = Clock()
-    store = await make_store(common.url, ttl_s=30_000.0, clock=clock)
+    store = await make_store(common.url, session_ttl_s=30_000.0, clock=clock)
     await begin(store)
     clock.now_s += 29_000
     await store.touch("s")
@@ -331,7 +334,7 @@ async def test_a_cut_network_is_detected_and_then_commands_fail_immediately(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     async with proxy(server.port) as between:
-        store = await make_store(f"redis://127.0.0.1:{between.port}/0", timeout_s=1.0)
+        store = await make_store(f"redis://127.0.0.1:{between.port}/0", store_timeout_ms=1000)
         here = await begin(store)
         between.sever()
         with pytest.raises(Unavailable):
@@ -366,7 +369,7 @@ async def test_a_new_primary_is_used_although_the_earlier_one_keeps_its_connecti
 
 
 async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: MakeStore) -> None:
-    store = await make_store(server.url, timeout_s=1.0)
+    store = await make_store(server.url, store_timeout_ms=1000)
     here = await begin(store)
     server.pause()
     with pytest.raises(Unavailable):
