@@ -31,8 +31,7 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.memory import output_name
-from wane.service.runners.runner import EVERY_NORMS, HIDDENS, KEPT, Array, StateMemory
+from wane.service.runners.runner import EVERY_NORMS, HIDDENS, KEPT, Array, StateMemory, output_name
 from wane.service.state.pool import ZERO, StatePool
 
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}

@@ -14,7 +14,6 @@ import onnxruntime
 
 from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Role
-from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Shapes, StateMemory
 
 logger = logging.getLogger("wane.runner")
@@ -84,7 +83,7 @@ class OnnxRunner:
         self._sessions.clear()
 
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
-        return HostMemory(shapes, capacity)
+        return StateMemory(shapes, capacity)
 
     def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
         names = self._outputs[role]

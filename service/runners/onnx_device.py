@@ -26,7 +26,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
-from wane.service.runners.memory import output_name
 from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, open_session
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
@@ -44,6 +43,7 @@ from wane.service.runners.runner import (
     Shapes,
     Slots,
     StateMemory,
+    output_name,
 )
 
 logger = logging.getLogger("wane.runner")

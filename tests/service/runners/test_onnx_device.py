@@ -34,7 +34,6 @@ from wane.service.engine.score import RESIDUAL
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners import onnx_device
-from wane.service.runners.memory import output_name
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
 from wane.service.runners.onnx_device import (
     GRAPH_ID,
@@ -48,7 +47,7 @@ from wane.service.runners.onnx_device import (
     open_runner,
 )
 from wane.service.runners.outputs import FEW, Outputs
-from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
+from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner, output_name
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
