@@ -275,10 +275,14 @@ def replaying(bundle: Bundle) -> tuple[DeviceRunner, dict[Role, ReplayingSession
     return runner, sessions
 
 
+class UncapturedRunner(DeviceRunner):
+    captures = False
+
+
 def test_runs_that_repeat_captured_graphs_have_the_answers_and_states_of_other_runs() -> None:
     bundle = opened(PATHS[0])[0]
     captured, sessions = replaying(bundle)
-    plain = DeviceRunner(bundle, "cpu", threads=1, captured=False)
+    plain = UncapturedRunner(bundle, "cpu", threads=1)
     random = np.random.default_rng(4)
     answers: list[list[NDArray[Any]]] = []
     ends = []
