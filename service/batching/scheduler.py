@@ -43,8 +43,6 @@ COLUMNS = Work("step")
 
 
 class Queued(Protocol):
-    """A queued item."""
-
     @property
     def work(self) -> Work: ...
 
@@ -67,7 +65,6 @@ class FairScheduler(Generic[I]):
         self._ahead_s = 0.0  # the first queue's run time minus the second queue's, while both had work
 
     def __len__(self) -> int:
-        """Returns the number of queued items."""
         return len(self._steps) + len(self._sequences)
 
     def before(self, role: Role) -> int:
@@ -75,7 +72,6 @@ class FairScheduler(Generic[I]):
         return len(self._steps if role in ONE_TOKEN else self._sequences)
 
     def put(self, item: I) -> None:
-        """Adds an item."""
         if item.work.role in ONE_TOKEN:
             self._stepped = True
             self._steps.append(item)
@@ -100,7 +96,6 @@ class FairScheduler(Generic[I]):
             self._ahead_s -= seconds
 
     def clear(self) -> list[I]:
-        """Removes and returns all items."""
         items = [*self._steps, *self._sequences]
         self._steps.clear()
         self._sequences.clear()
