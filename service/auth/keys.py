@@ -62,7 +62,6 @@ class Key:
     sessions: int | None = None
 
     def may(self, permission: Permission) -> bool:
-        """Returns whether the key has the permission."""
         return permission in self.permissions or Permission.ADMIN in self.permissions
 
     def may_all(self, other: Key) -> bool:
@@ -82,7 +81,6 @@ class Key:
 
 
 def digest(key: bytes) -> bytes:
-    """Returns the SHA-256 of a key."""
     return hashlib.sha256(key).digest()
 
 
