@@ -68,7 +68,7 @@ class _Connection(asyncio.Protocol):
         self._body.append(part)
 
     def on_message_complete(self) -> None:
-        taken_ms, body, status = 1000 * (time.perf_counter() - self._sent), b"".join(self._body), 0
+        taken_ms, body = 1000 * (time.perf_counter() - self._sent), b"".join(self._body)
         self._body.clear()
         status = self._parser.get_status_code()
         if self.done.done():

@@ -233,7 +233,6 @@ class Compared:
         return _median_ms(steps), _median_ms(windows), CONNECTIONS * STEPS_OF_A_CONNECTION / seconds
 
     def _steps(self, session: int, count: int) -> list[bytes]:
-        """Returns the next steps of a session."""
         first = self._taken[session]
         self._taken[session] += count
         path = f"/v1/sessions/{self._sessions[session]}/tokens"

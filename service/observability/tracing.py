@@ -86,7 +86,6 @@ class Sampling:
         self.below = round(part * (1 << self.BITS))
 
     def takes(self, parent: Parent | None) -> bool:
-        """Returns whether a request is traced."""
         if parent is None:
             return getrandbits(self.BITS) < self.below
         if self.follows_parent:

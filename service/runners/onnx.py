@@ -73,7 +73,6 @@ class OnnxRunner:
         self.device = "cuda" if wants_cuda else "cpu"
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
-        """Opens an inference session for one of the bundle's graphs."""
         return open_session(bundle.graph_path(role), cuda, threads)
 
     def outputs(self, role: Role) -> Sequence[str]:
