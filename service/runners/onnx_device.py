@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain, repeat
@@ -199,18 +200,17 @@ def padded(values: NDArray[np.int64], size: int, fill: int = 0) -> NDArray[np.in
     return padded
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Lease:
     """The use of buffers by the outputs of one run. When the last of these outputs is freed, another run may use the
-    buffers."""
+    buffers. free: the free buffers of the same graph and padded size. At most SPARE_BUFFERS of them are kept."""
 
-    def __init__(self, buffers: Buffers, free: list[Buffers]) -> None:
-        """free: the free buffers of the same graph and padded size. At most SPARE_BUFFERS of them are kept."""
-        self._buffers = buffers
-        self._free = free
+    buffers: Buffers
+    free: list[Buffers]
 
     def __del__(self) -> None:
-        if len(self._free) < SPARE_BUFFERS:
-            self._free.append(self._buffers)
+        if len(self.free) < SPARE_BUFFERS:
+            self.free.append(self.buffers)
 
 
 class TakeSessions(NamedTuple):
