@@ -30,7 +30,7 @@ from wane.client import Model, Wane
 from wane.models.architecture import AnyArchitecture, Architecture, ImportedGraph
 from wane.models.weights import weight_shapes
 from wane.service.cli.connect import CommandError
-from wane.service.cli.load import Load, Timed
+from wane.service.cli.load import Load
 from wane.service.cli.measure import track
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -230,7 +230,8 @@ class Compared:
         (windows,), _ = self._load.drive([sent])
         many = [self._steps(1 + index, STEPS_OF_A_CONNECTION) for index in range(CONNECTIONS)]
         _, seconds = self._load.drive(many)
-        return _median_ms(steps), _median_ms(windows), CONNECTIONS * STEPS_OF_A_CONNECTION / seconds
+        step_ms, window_ms = (statistics.median(answer.ms for answer in answers) for answers in (steps, windows))
+        return step_ms, window_ms, CONNECTIONS * STEPS_OF_A_CONNECTION / seconds
 
     def _steps(self, session: int, count: int) -> list[bytes]:
         first = self._taken[session]
@@ -287,7 +288,3 @@ def measure_models(models: Sequence[Compared], progress: Progress) -> list[Model
         step, window, rate = map(Spread.of, zip(*times[index + len(models) :: len(models)], strict=True))
         figures.append(make(step_ms=step, window_ms=window, tokens_per_s=rate))
     return figures
-
-
-def _median_ms(answers: Sequence[Timed]) -> float:
-    return statistics.median(answer.ms for answer in answers)
