@@ -26,12 +26,12 @@ from enum import StrEnum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # the syntax of a `Bearer` token (RFC 6750)
-DIGEST = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
 PREFIX = "wane_"  # a prefix that scanners for leaked secrets can recognise
 RANDOM_BYTES = 32
 WEAK_CHARACTERS = 20  # a shorter key is probably not random
 ALGORITHM = "sha256"
+HASHED = re.compile(rf"([^:]*):{ALGORITHM}:([0-9a-f]{{64}})")
 
 
 class KeysError(Exception):
@@ -106,10 +106,9 @@ def of_file(text: str) -> list[Key]:
         if not words:
             continue
         try:
-            name, algorithm, hexadecimal = (*words[0].split(":"), "", "")[:3]
-            if words[0].count(":") != 2 or algorithm != ALGORITHM or DIGEST.fullmatch(hexadecimal) is None:
+            if (hashed := HASHED.fullmatch(words[0])) is None:
                 raise KeysError(f"it must begin with NAME:{ALGORITHM}: and 64 hexadecimal digits in lower case")
-            keys.append(_key(name, bytes.fromhex(hexadecimal), words[1:]))
+            keys.append(_key(hashed[1], bytes.fromhex(hashed[2]), words[1:]))
         except KeysError as error:
             raise KeysError(f"line {number}: {error}") from None
     return _checked(keys)
@@ -148,8 +147,7 @@ def _key(name: str, digest: bytes, words: Sequence[str]) -> Key:
         if option in options:
             raise KeysError(f"{name} has {option} twice")
         options[option] = value
-    rate, burst = _number(name, options, "rate"), _number(name, options, "burst")
-    sessions = _number(name, options, "sessions")
+    rate, burst, sessions = (_number(name, options, option) for option in ("rate", "burst", "sessions"))
     try:
         permissions = frozenset(map(Permission, options.get("scope", Permission.USE).split("+")))
     except ValueError:
