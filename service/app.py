@@ -155,10 +155,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loading = asyncio.create_task(load())
-        watching = keys.poller()
+        watching = asyncio.create_task(keys.watch())
         yield
-        if watching is not None:
-            watching.cancel()
+        watching.cancel()
         loading.cancel()
         with suppress(asyncio.CancelledError):
             await loading

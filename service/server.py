@@ -236,7 +236,7 @@ def run(settings: Settings, worker: Worker = ALONE) -> None:
             worker.ready(urls)
 
     def listening(addresses: Sequence[tuple[str, int]]) -> None:
-        if keys.has_file:
+        if settings.api_keys_file is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         urls.extend(log_addresses(addresses, keys))
         announce()

@@ -174,6 +174,7 @@ def _runner(network: Network, form: str, part: Part, captured: bool) -> Iterator
 
     class Runner(DeviceRunner):
         cuda_options: Mapping[str, str] = {"use_tf32": "1"} if form == "tf32" else {}
+        captures = captured
 
         def _graph(self, bundle: Any, role: Any) -> bytes:
             graph = super()._graph(bundle, role)
@@ -193,7 +194,7 @@ def _runner(network: Network, form: str, part: Part, captured: bool) -> Iterator
 
         def measure(batch: int) -> Measured:
             if not opened:
-                opened.append(Runner(bundle, part.device, 1, captured=captured))
+                opened.append(Runner(bundle, part.device, 1))
             memory = opened[0].memory(shapes, batch)
             slots = np.random.default_rng(0).permutation(batch)
             tokens = np.random.default_rng(1).integers(model.vocabulary_size, size=batch)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from base64 import b64decode
 from binascii import Error
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from starlette.types import Scope
 
@@ -34,21 +35,21 @@ FREE = "wane.free"
 HOW = "send a key as `Authorization: Bearer KEY`"
 
 
+@dataclass(frozen=True, slots=True)
 class Authenticator:
-    """Admits a request if its API key has the required permission."""
+    """Admits a request if its API key has the required permission. If `console`, reading the console's page and files
+    requires no key."""
 
-    def __init__(self, keyring: Keyring, *, console: bool = False) -> None:
-        """If `console`, reading the console's page and files requires no key."""
-        self._keyring = keyring
-        self._console = console
+    keyring: Keyring
+    console: bool = False
 
     def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Principal | None:
         """Returns the holder of the request's API key, or None if the path requires no key. Raises Unauthorized."""
         path = routed(scope)
-        if path in OPEN or (self._console and may_read(scope) and (path == "/" or path.startswith(CONSOLE))):
+        if path in OPEN or (self.console and may_read(scope) and (path == "/" or path.startswith(CONSOLE))):
             return None
         key = presented(scope, headers)
-        principal = None if key is None else self._keyring.find(key)
+        principal = None if key is None else self.keyring.find(key)
         if principal is None:
             why = f"the request has no API key; {HOW}" if key is None else "the API key is not valid"
             raise Unauthorized(why, basic=b"text/html" in headers.get(b"accept", b"") and may_read(scope))

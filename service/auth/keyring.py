@@ -129,7 +129,6 @@ class Keyring:
         return principal
 
     def replace(self, keys: Sequence[Key]) -> None:
-        """Replaces all keys."""
         before = self._principals
         self._principals = {}
         for key in keys:
@@ -178,18 +177,9 @@ class KeySource:
         keys = self._others if self._path is None else self._read(self._path)
         self.keyring = Keyring(keys, make_bucket=make_bucket) if keys else None
 
-    @property
-    def has_file(self) -> bool:
-        """True if the settings name a key file."""
-        return self._path is not None
-
-    def poller(self) -> asyncio.Task[None] | None:
-        """Starts a task that polls the key file, and returns it. The caller must cancel the task. Returns None if there
-        is no key file."""
-        return asyncio.create_task(self._poll()) if self.has_file else None
-
-    async def _poll(self) -> None:
-        while True:
+    async def watch(self) -> None:
+        """Calls `look` once a second, until it is cancelled. Returns at once if there is no key file."""
+        while self._path is not None:
             await asyncio.sleep(LOOK_S)
             self.look()
 

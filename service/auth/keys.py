@@ -26,12 +26,12 @@ from enum import StrEnum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # the syntax of a `Bearer` token (RFC 6750)
-DIGEST = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
 PREFIX = "wane_"  # a prefix that scanners for leaked secrets can recognise
 RANDOM_BYTES = 32
 WEAK_CHARACTERS = 20  # a shorter key is probably not random
 ALGORITHM = "sha256"
+HASHED = re.compile(rf"([^:]*):{ALGORITHM}:([0-9a-f]{{64}})")
 
 
 class KeysError(Exception):
@@ -62,7 +62,6 @@ class Key:
     sessions: int | None = None
 
     def may(self, permission: Permission) -> bool:
-        """Returns whether the key has the permission."""
         return permission in self.permissions or Permission.ADMIN in self.permissions
 
     def may_all(self, other: Key) -> bool:
@@ -82,7 +81,6 @@ class Key:
 
 
 def digest(key: bytes) -> bytes:
-    """Returns the SHA-256 of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -108,10 +106,9 @@ def of_file(text: str) -> list[Key]:
         if not words:
             continue
         try:
-            name, algorithm, hexadecimal = (*words[0].split(":"), "", "")[:3]
-            if words[0].count(":") != 2 or algorithm != ALGORITHM or DIGEST.fullmatch(hexadecimal) is None:
+            if (hashed := HASHED.fullmatch(words[0])) is None:
                 raise KeysError(f"it must begin with NAME:{ALGORITHM}: and 64 hexadecimal digits in lower case")
-            keys.append(_key(name, bytes.fromhex(hexadecimal), words[1:]))
+            keys.append(_key(hashed[1], bytes.fromhex(hashed[2]), words[1:]))
         except KeysError as error:
             raise KeysError(f"line {number}: {error}") from None
     return _checked(keys)
@@ -150,8 +147,7 @@ def _key(name: str, digest: bytes, words: Sequence[str]) -> Key:
         if option in options:
             raise KeysError(f"{name} has {option} twice")
         options[option] = value
-    rate, burst = _number(name, options, "rate"), _number(name, options, "burst")
-    sessions = _number(name, options, "sessions")
+    rate, burst, sessions = (_number(name, options, option) for option in ("rate", "burst", "sessions"))
     try:
         permissions = frozenset(map(Permission, options.get("scope", Permission.USE).split("+")))
     except ValueError:

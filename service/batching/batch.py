@@ -95,32 +95,23 @@ class WindowTrace:
     errors: Mapping[str, NDArray[np.float32]]
 
 
+@dataclass(slots=True, eq=False)
 class Row:
     """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), and the largest
     logits. All values are finite. An output that the graph does not have is None. Each array is read on access: it is a
     view of the batch's array, or a copy if the batch's array is on a device.
 
-    radius: the window graph's bound of the effect of earlier tokens. The final hidden state of every history that ends
-    in the window's tokens is within this 2-norm distance of `hidden`: see `Runner`. None if there is no
-    bound. norms: the row's LayerNorms above the cell (see `Readout` in `models/manifest.py`). None if they are unknown.
+    row: the item's index in the `outputs` of its batch. window: the number of tokens of a window. radius: the window
+    graph's bound of the effect of earlier tokens. The final hidden state of every history that ends in the window's
+    tokens is within this 2-norm distance of `hidden`: see `Runner`. None if there is no bound. norms: the row's
+    LayerNorms above the cell (see `Readout` in `models/manifest.py`). None if they are unknown.
     """
 
-    __slots__ = ("_outputs", "_row", "_window", "norms", "radius")
-
-    def __init__(
-        self,
-        outputs: Outputs,
-        row: int,
-        radius: float | None = None,
-        window: int = 0,
-        norms: Sequence[float] | None = None,
-    ) -> None:
-        """`row`: the item's index in the `outputs` of its batch. `window`: the number of tokens of a window."""
-        self.norms = norms
-        self._outputs = outputs
-        self._row = row
-        self._window = window
-        self.radius = radius
+    outputs: Outputs
+    row: int
+    radius: float | None = None
+    window: int = 0
+    norms: Sequence[float] | None = None
 
     @property
     def trace(self) -> WindowTrace | None:
@@ -129,12 +120,12 @@ class Row:
         logits = self.logits
         if stream is None or logits is None:
             return None
-        names = [name.removeprefix(ERROR) for name in self._outputs if name.startswith(ERROR)]
-        states = {name: self._outputs.row(NEXT + name, self._row) for name in names}
-        errors = {name: self._outputs.row(ERROR + name, self._row) for name in names}
+        names = [name.removeprefix(ERROR) for name in self.outputs if name.startswith(ERROR)]
+        states = {name: self.outputs.row(NEXT + name, self.row) for name in names}
+        errors = {name: self.outputs.row(ERROR + name, self.row) for name in names}
         if not all(np.isfinite(values).all() for values in (stream, *states.values(), *errors.values())):
             return None
-        return WindowTrace(self._window, logits, self.norms, stream, states, errors)
+        return WindowTrace(self.window, logits, self.norms, stream, states, errors)
 
     @property
     def logits(self) -> NDArray[np.float32] | None:
@@ -151,20 +142,20 @@ class Row:
     @property
     def most(self) -> int:
         """The number of largest logits that the graph outputs."""
-        return self._outputs.most
+        return self.outputs.most
 
     def largest(self, count: int) -> Largest | None:
         """Returns at least the `count` largest logits. Returns None if the graph outputs fewer."""
-        return self._outputs.largest(self._row, count)
+        return self.outputs.largest(self.row, count)
 
     @property
     def length(self) -> float:
         """The 2-norm of `hidden`. The graph must output `hidden`."""
-        return self._outputs.lengths.item(self._row)
+        return self.outputs.lengths.item(self.row)
 
     def output(self, name: str) -> Array | None:
         """Returns this row of the output `name`. Returns None if the graph has no such output."""
-        return self._outputs.row(name, self._row) if name in self._outputs else None
+        return self.outputs.row(name, self.row) if name in self.outputs else None
 
 
 NOT_RUN = Outputs({})

@@ -193,7 +193,6 @@ class Batcher:
             raise
 
     def queue_columns(self) -> None:
-        """Queues the item that represents the steps in columns."""
         if not self._columns_queued:
             self._columns_queued = True
             if self._columns_item is None:
@@ -243,7 +242,7 @@ class Batcher:
             self._late_counts.remove(self._count)
 
     def _waiting(self, role: Role) -> int:
-        """Returns the number of waiting items in this role's queue."""
+        """See `FairScheduler.before`. Counts the steps in columns, too."""
         return self._queue.before(role) + (self._in_columns if role in ONE_TOKEN else 0)
 
     def _start(self) -> None:
@@ -277,7 +276,7 @@ class Batcher:
                 self._hand_over(items, columns)
                 continue
             ran = self._run(items, columns)
-            self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
+            self._times.took(ran.role, ran.items_run, ran.seconds, on_loop=True)
             queue.ran(ran.role, ran.seconds)
             if not len(queue):
                 break
@@ -301,18 +300,13 @@ class Batcher:
         return role in ONE_TOKEN and self._times.expected(role, count) <= limit_s
 
     def _hand_over(self, items: list[WorkItem], columns: ColumnBatch | None) -> None:
-        """Hands a batch to the runner's thread."""
         self._running = True
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
-        self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
-
-    def _run_aside(self, items: list[WorkItem], columns: ColumnBatch | None, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs a batch on the runner's thread, and passes its results to the event loop."""
-        loop.call_soon_threadsafe(self._finish, self._run(items, columns))
+        loop = asyncio.get_running_loop()
+        self._executor.submit(lambda: loop.call_soon_threadsafe(self._finish, self._run(items, columns)))
 
     def _run(self, items: list[WorkItem], columns: ColumnBatch | None) -> _Ran:
-        """Runs a batch."""
         started_s = time.perf_counter()
         if columns is not None:
             batch.run_columns(columns, self._pool, self._runner, self._room)
@@ -321,32 +315,29 @@ class Batcher:
         return _Ran(items[0].work.role, len(items), items, rows, started_s, time.perf_counter() - started_s)
 
     def _runs(self, item: WorkItem) -> bool:
-        """Returns whether an item should run. Drops the item if its caller has left or its deadline has passed."""
+        """Returns whether an item should run. Counts, traces and drops the item if its caller has left or its deadline
+        has passed."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        has_left = item.ticket.abandoned and not item.ticket.entered  # its task is cancelled in a later callback
-        if item.done() or has_left:  # the client disconnected or the deadline has passed
-            self._skip(item, late=late)
-            return False
-        if late and not item.ticket.entered:
-            self._skip(item, late=True, error=DeadlineExceeded("the deadline passed while the request was queued"))
-            return False
-        return True
-
-    def _skip(self, item: WorkItem, *, late: bool, error: DeadlineExceeded | None = None) -> None:
-        """Counts, traces and drops an item that will not run."""
+        entered = item.ticket.entered
+        # The client disconnected or the deadline has passed. The task of an abandoned ticket is cancelled in a later
+        # callback.
+        has_left = item.done() or (item.ticket.abandoned and not entered)
+        if not has_left and (entered or not late):
+            return True
         (self._late if late else self._abandoned).inc()
         skipped_s = time.perf_counter()
         self._waited[item.work.role].inc(skipped_s - item.queued_s)
         if item.ticket.traced is not None:
             item.ticket.traced.skipped(item.queued_s, skipped_s, "deadline" if late else "abandoned")
-        self._drop(item, error)
+        self._drop(item, None if has_left else DeadlineExceeded("the deadline passed while the request was queued"))
+        return False
 
     def _finish(self, ran: _Ran) -> None:
         """Starts the next batch, then delivers the results of a batch that ran on the runner's thread."""
         self._queue.ran(ran.role, ran.seconds)
         if ran.role in ONE_TOKEN:
-            self._times.took(ran.role, ran.items_run, ran.seconds, here=False)
+            self._times.took(ran.role, ran.items_run, ran.seconds, on_loop=False)
         self._running = False
         self._start()
         self._hand_out(ran)

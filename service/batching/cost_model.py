@@ -43,11 +43,11 @@ class RunTimeModel:
         """Returns the expected seconds of a batch. Returns infinity if no batch of its size has run."""
         return self._seconds.get((role, (items - 1).bit_length()), math.inf)
 
-    def took(self, role: Role, items: int, seconds: float, *, here: bool) -> None:
-        """Records a run. `here`: True if it ran on the event loop's thread, False if it ran on the runner's thread."""
+    def took(self, role: Role, items: int, seconds: float, *, on_loop: bool) -> None:
+        """Records a run. `on_loop`: whether it ran on the event loop's thread, not on the runner's."""
         size = role, (items - 1).bit_length()
         known = self._seconds.get(size, seconds)
-        self._seconds[size] = known + RUN_EMA_ALPHA * (seconds - known) if here else min(known, seconds)
+        self._seconds[size] = known + RUN_EMA_ALPHA * (seconds - known) if on_loop else min(known, seconds)
 
 
 COST_EMA_ALPHA = 1 / 16
@@ -119,12 +119,15 @@ class CostModel:
 
     def run(self, role: Role, tokens: int) -> float:
         """Returns the seconds of compute of an item of `tokens` tokens in one run."""
-        points = sorted(self._points.get(role, {}).values(), key=lambda point: point.tokens)
+        points = self._sorted(role)
         if not points:
             return 0.0
         if tokens > points[-1].tokens:
             return points[-1].seconds * tokens / points[-1].tokens
         return float(np.interp(tokens, [point.tokens for point in points], [point.seconds for point in points]))
+
+    def _sorted(self, role: Role) -> list[_Point]:
+        return sorted(self._points.get(role, {}).values(), key=lambda point: point.tokens)
 
     def window(self, k: int) -> float:
         """Returns the seconds of compute of a window of `k` tokens."""
@@ -167,11 +170,8 @@ class CostModel:
     def document(self) -> Costs:
         """Returns the measured costs by role, shortest length first."""
         return {
-            role: [
-                {"tokens": point.tokens, "compute_ms": 1e3 * point.seconds}
-                for point in sorted(points.values(), key=lambda point: point.tokens)
-            ]
-            for role, points in self._points.items()
+            role: [{"tokens": point.tokens, "compute_ms": 1e3 * point.seconds} for point in self._sorted(role)]
+            for role in self._points
         }
 
 

@@ -43,8 +43,6 @@ COLUMNS = Work("step")
 
 
 class Queued(Protocol):
-    """A queued item."""
-
     @property
     def work(self) -> Work: ...
 
@@ -67,7 +65,6 @@ class FairScheduler(Generic[I]):
         self._ahead_s = 0.0  # the first queue's run time minus the second queue's, while both had work
 
     def __len__(self) -> int:
-        """Returns the number of queued items."""
         return len(self._steps) + len(self._sequences)
 
     def before(self, role: Role) -> int:
@@ -75,7 +72,6 @@ class FairScheduler(Generic[I]):
         return len(self._steps if role in ONE_TOKEN else self._sequences)
 
     def put(self, item: I) -> None:
-        """Adds an item."""
         if item.work.role in ONE_TOKEN:
             self._stepped = True
             self._steps.append(item)
@@ -87,8 +83,8 @@ class FairScheduler(Generic[I]):
         queued. Also removes items for which `runs` returns False."""
         self._contended = bool(self._steps) and bool(self._sequences)
         if self._steps and (not self._sequences or self._ahead_s <= 0):
-            return self._take_steps(runs) or self._take_sequences(runs)
-        return self._take_sequences(runs) or self._take_steps(runs)
+            return self._take(self._steps, runs) or self._take(self._sequences, runs)
+        return self._take(self._sequences, runs) or self._take(self._steps, runs)
 
     def ran(self, role: Role, seconds: float) -> None:
         """Records the run time of the last batch taken."""
@@ -100,35 +96,22 @@ class FairScheduler(Generic[I]):
             self._ahead_s -= seconds
 
     def clear(self) -> list[I]:
-        """Removes and returns all items."""
         items = [*self._steps, *self._sequences]
         self._steps.clear()
         self._sequences.clear()
         return items
 
-    def _take_steps(self, runs: Callable[[I], bool]) -> list[I]:
-        if self._steps and self._steps[0].work is COLUMNS:
-            return [self._steps.popleft()]
-        line, taken, left = self._steps, list[I](), list[I]()
-        while line and len(taken) < self._max_batch:
-            item = line.popleft()
-            if item.work is not COLUMNS and not runs(item):
-                continue
-            if taken and (item.work.role != taken[0].work.role or item.work is COLUMNS):
-                left.append(item)
-                continue
-            taken.append(item)
-            if item.work is COLUMNS:
-                break
-        line.extendleft(reversed(left))
-        return taken
-
-    def _take_sequences(self, runs: Callable[[I], bool]) -> list[I]:
-        line, taken, left = self._sequences, list[I](), list[I]()
+    def _take(self, line: deque[I], runs: Callable[[I], bool]) -> list[I]:
+        if line and line[0].work is COLUMNS:
+            return [line.popleft()]
+        taken, left = list[I](), list[I]()
         longest = total = 0
         most = 1
         while line and len(taken) < most:
             item = line.popleft()
+            if item.work is COLUMNS:
+                (left if taken else taken).append(item)
+                continue
             if not runs(item):
                 continue
             work, items, length = item.work, len(taken) + 1, item.work.length
@@ -146,7 +129,7 @@ class FairScheduler(Generic[I]):
             taken.append(item)
             total += length
         line.extendleft(reversed(left))
-        self._stepped = self._stepped and not taken
+        self._stepped = self._stepped and not (taken and line is self._sequences)
         return taken
 
     def _most(self, longest: Work) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 
 from wane.service.batching.batch import Row, Work
 from wane.service.observability.tracing import CURRENT, Traced
 from wane.service.types.request import Latency
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """Tracks one request through the batcher.
 
@@ -21,31 +23,17 @@ class Ticket:
     of the request, or None if it is not traced.
     """
 
-    __slots__ = (
-        "abandoned",
-        "admitted",
-        "answering",
-        "batch_items",
-        "compute_s",
-        "conflicts",
-        "deadline",
-        "entered",
-        "queue_s",
-        "started_s",
-        "traced",
-    )
-
-    def __init__(self, deadline: float | None = None) -> None:
-        self.deadline = deadline
-        self.admitted = False
-        self.entered = False
-        self.abandoned = False
-        self.answering = False
-        self.conflicts = 0
-        self.started_s = time.perf_counter()
-        self.queue_s = self.compute_s = 0.0
-        self.batch_items = 0
-        self.traced: Traced | None = CURRENT.get()
+    deadline: float | None = None
+    admitted: bool = False
+    entered: bool = False
+    abandoned: bool = False
+    answering: bool = False
+    conflicts: int = 0
+    started_s: float = field(default_factory=time.perf_counter)
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    batch_items: int = 0
+    traced: Traced | None = field(default_factory=CURRENT.get)
 
     def latency(self, since: Ticket | None = None) -> Latency:
         """Returns the latency from the ticket's creation until now. `since`: a result of `mark`; if given, the latency
@@ -60,15 +48,11 @@ class Ticket:
     def beside(self) -> Ticket:
         """Returns a ticket for concurrent work of the same request. The work is admitted and traced, but its time is
         not part of the request's latency."""
-        other = Ticket()
-        other.admitted, other.traced = True, self.traced
-        return other
+        return Ticket(admitted=True, traced=self.traced)
 
     def mark(self) -> Ticket:
         """Returns a copy of the ticket's current times. A later call of `latency` takes this copy as `since`."""
-        copy = Ticket()
-        copy.queue_s, copy.compute_s = self.queue_s, self.compute_s
-        return copy
+        return Ticket(queue_s=self.queue_s, compute_s=self.compute_s)
 
 
 class WorkItem(asyncio.Future[Row]):

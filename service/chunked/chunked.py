@@ -31,8 +31,7 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.memory import output_name
-from wane.service.runners.runner import EVERY_NORMS, HIDDENS, KEPT, Array, StateMemory
+from wane.service.runners.runner import EVERY_NORMS, HIDDENS, KEPT, Array, StateMemory, output_name
 from wane.service.state.pool import ZERO, StatePool
 
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
@@ -117,15 +116,15 @@ class ChunkBatch:
         cell before it: float32 (n, *shape). It is 0 if both values are NaN, and infinite if exactly one is."""
         starts = range(self.cells)[first:last]
         ends = slice(starts.start + self.cells - 1, starts.stop + self.cells - 1)
-        found = {}
+        differences = {}
         for name, values in self.edges.items():
             if name not in KEPT:
                 start, end = values[starts.start : starts.stop], values[ends]
                 with np.errstate(invalid="ignore", over="ignore"):
                     apart = np.nan_to_num(np.abs(start - end), nan=np.inf, posinf=np.inf)
                 apart[(start == end) | (np.isnan(start) & np.isnan(end))] = 0
-                found[name] = apart
-        return found
+                differences[name] = apart
+        return differences
 
     def _extent(self, cell: int) -> slice:
         return slice(cell * self.layout.steps, min((cell + 1) * self.layout.steps, len(self.tokens)))
@@ -134,10 +133,9 @@ class ChunkBatch:
 def largest(differences: Mapping[str, Array]) -> NDArray[np.float32]:
     """Returns the largest difference of any unit for each of n cells: float32 (n). differences: see
     `ChunkBatch.differences`."""
-    found: NDArray[np.float32] = np.max(
-        [units.max(axis=tuple(range(1, units.ndim))) for units in differences.values()], axis=0
-    )
-    return found
+    of_tensors = [units.max(axis=tuple(range(1, units.ndim))) for units in differences.values()]
+    of_cells: NDArray[np.float32] = np.max(of_tensors, axis=0)
+    return of_cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +201,10 @@ class Piece:
     def hiddens(self) -> NDArray[np.float32] | None:
         """The output layer's input after each token of `logprobs`, float32 (n, H). None if the tokens did not run in
         order, or if the graph does not output it."""
-        found = None if self.row is None or self.logprobs is None else self.row.output(HIDDENS)
-        return None if found is None or self.logprobs is None else found[: len(self.logprobs)]
+        if self.row is None or self.logprobs is None:
+            return None
+        hiddens = self.row.output(HIDDENS)
+        return None if hiddens is None else hiddens[: len(self.logprobs)]
 
 
 Judge = Callable[[ChunkPlan], Awaitable[bool]]
@@ -257,12 +257,12 @@ class ChunkedRunner:
         """
         plan, start = ChunkPlan(), 0
         while start < len(tokens):
-            here = write if start else read
+            begin = write if start else read
             layout = None if limit is None else self._layout(role, len(tokens) - start, limit)
             stop = min(start + (IN_ORDER[role] if layout is None else layout.chunks * layout.length), len(tokens))
             part = None if targets is None else targets[start:stop]
             if layout is None or limit is None:
-                work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
+                work = Work(role, tokens[start:stop], part, read=begin, write=write, binding=binding)
                 row = await self._batcher.submit(work, ticket)
                 logprobs = None if row.logprobs is None else row.logprobs[: stop - start].astype(np.float64)
                 norms = row.output(EVERY_NORMS)
@@ -277,7 +277,7 @@ class ChunkedRunner:
                     for column in range(layout.cells):
                         cells = segment.column(column)
                         writes = slots[: len(cells)]
-                        reads = [here, *writes[1:]] if column == 0 else writes
+                        reads = [begin, *writes[1:]] if column == 0 else writes
                         works = segment.begin(cells, reads, writes, binding=binding)
                         segment.ended(cells, writes, await self._batcher.submit_all(works, ticket))
                         done += sum(work.length for work in works)

@@ -70,12 +70,12 @@ class ThroughputProfile:
     def warm_up(self, residual: float) -> int | None:
         """Returns the smallest number of tokens from which the measured difference stays at most MARGIN * `residual`.
         Returns None if there is no such number."""
-        found: int | None = None
+        fewest: int | None = None
         for tokens, left in reversed(self._residuals):
             if left > residual * MARGIN:
                 break
-            found = tokens
-        return found
+            fewest = tokens
+        return fewest
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         """Measures the paces and the differences. Yields after each of about fifty runs of about ten milliseconds, so
@@ -140,7 +140,7 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
     """
     tokens = min(tokens, SEGMENT_TOKENS)
     best = WORTHWHILE * pace.get(1, 0.0) * tokens
-    found: ChunkLayout | None = None
+    fastest: ChunkLayout | None = None
     for width, seconds in pace.items():
         length = -(-tokens // width)
         if width == 1 or width not in warm_up_pace or length < max(2 * warm_up, FEWEST_TOKENS):
@@ -151,8 +151,8 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
             cells = -(-length // _steps(role, width, seconds))
             steps = -(-length // cells)
             chunks = -(-tokens // (cells * steps))
-            found = ChunkLayout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]), taken)
-    return found
+            fastest = ChunkLayout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]), taken)
+    return fastest
 
 
 def _steps(role: Role, width: int, seconds: float) -> int:

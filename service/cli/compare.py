@@ -110,7 +110,6 @@ def main(arguments: Sequence[str]) -> int:
 def _compare_modes(
     client: Wane, cards: Sequence[Model], inputs: Sequence[ComparedInput], options: Namespace, progress: Progress
 ) -> Result:
-    """Compares the two modes of one model."""
     (card,), (its_input,) = cards, inputs
     k = card.k if options.window is None else options.window
     compared = measure(client, options.url, card, k, its_input, progress)
@@ -120,7 +119,6 @@ def _compare_modes(
 def _compare_models(
     client: Wane, cards: Sequence[Model], inputs: Sequence[ComparedInput], options: Namespace, progress: Progress
 ) -> Result:
-    """Compares several models."""
     load = Load(options.url)
     same = same_tokens(cards, inputs)
     figures = measure_models(

@@ -44,19 +44,17 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._sent = 0.0
-        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def send(self) -> None:
         """Sends the next request. After the last answer, ends `done`."""
-        assert self._transport is not None, "the connection is not open: this is a bug"
         if len(self.answers) == len(self._requests):
             self.done.set_result(None)
         else:
             self._sent = time.perf_counter()
-            self._transport.write(self._requests[len(self.answers)])
+            self.transport.write(self._requests[len(self.answers)])
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -68,11 +66,11 @@ class _Connection(asyncio.Protocol):
         self._body.append(part)
 
     def on_message_complete(self) -> None:
-        taken_ms, body, status = 1000 * (time.perf_counter() - self._sent), b"".join(self._body), 0
+        taken_ms, body = 1000 * (time.perf_counter() - self._sent), b"".join(self._body)
         self._body.clear()
-        status = self._parser.get_status_code()
         if self.done.done():
             return
+        status = self._parser.get_status_code()
         if not 200 <= status < 300:
             self._fail(f"the server answered {status}: {body[:SHOWN].decode(errors='replace')}")
         else:
@@ -128,18 +126,19 @@ class Load:
         loop = asyncio.get_running_loop()
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         port = self._url.port or (80 if secure is None else 443)
-        opened: list[tuple[asyncio.Transport, _Connection]] = []
+        connections: list[_Connection] = []
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 for each in requests:
                     make = partial(_Connection, each)
-                    opened.append(await loop.create_connection(make, self._url.hostname or "", port, ssl=secure))
+                    _, connection = await loop.create_connection(make, self._url.hostname or "", port, ssl=secure)
+                    connections.append(connection)
                 begun = time.perf_counter()
-                for _, connection in opened:
+                for connection in connections:
                     connection.send()
-                await asyncio.gather(*(connection.done for _, connection in opened))
-                return [connection.answers for _, connection in opened], time.perf_counter() - begun
+                await asyncio.gather(*(connection.done for connection in connections))
+                return [connection.answers for connection in connections], time.perf_counter() - begun
         finally:
-            for transport, connection in opened:
+            for connection in connections:
                 connection.done.cancel()
-                transport.close()
+                connection.transport.close()

@@ -148,8 +148,6 @@ def measure(client: Wane, url: str, card: Model, k: int, compared: ComparedInput
             with client.session(model=model) as session:
                 yield from (_timed(partial(session.append, token, mode=mode)) for token in tokens)
 
-    # The request has one token more than the window, because an input that fits in the window would be run from the
-    # start token.
     in_windows = (
         _timed(partial(client.predict, tokens[max(0, end - 1 - k) : end], model=model, mode="window", window=k))
         for tokens, end in places

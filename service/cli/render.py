@@ -118,7 +118,6 @@ FADES, FINITE, UNKNOWN = "memory fades", "finite memory", "memory unknown"
 
 
 def _memory(model: ModelFigures) -> str:
-    """Returns the kind of a model's memory."""
     if model.reach is not None:
         return FINITE
     return UNKNOWN if model.weights is None else FADES

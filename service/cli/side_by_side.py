@@ -15,9 +15,10 @@ import json
 import math
 import statistics
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from wane.client import Model, Wane
 from wane.models.architecture import AnyArchitecture, Architecture, ImportedGraph
 from wane.models.weights import weight_shapes
 from wane.service.cli.connect import CommandError
-from wane.service.cli.load import Load, Timed
+from wane.service.cli.load import Load
 from wane.service.cli.measure import track
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -65,28 +66,14 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """The figures of one model that are the same in every round.
+class ModelFigures:
+    """The figures of one model.
 
     - tokens: the number of tokens in `perplexity`. perplexity: per token, in recurrent mode.
     - positions: the number of positions at which windows were measured. by_k: the perplexity of windows of k tokens.
     - smallest_k: the smallest k from which on the perplexity is at most WITHIN times the recurrent perplexity; None if
       there is none.
     - proved: the share of windows whose most probable token is proved; None if no sequence is longer than the window.
-    """
-
-    tokens: int
-    perplexity: float
-    positions: int
-    by_k: dict[int, float]
-    smallest_k: int | None
-    proved: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFigures(Quality):
-    """The figures of one model.
-
     - weights: the number of its weights; None if its layers are unknown, such as those of an imported graph. reach: the
       number of earlier tokens on which an answer depends; None if its memory fades or its layers are unknown.
     - state_bytes: the size of a session's state; None if it is unknown.
@@ -95,6 +82,12 @@ class ModelFigures(Quality):
     - tokens_per_s: the steps per second of CONNECTIONS sessions.
     """
 
+    tokens: int
+    perplexity: float
+    positions: int
+    by_k: dict[int, float]
+    smallest_k: int | None
+    proved: float | None
     model: str
     model_version: str
     family: str
@@ -139,8 +132,9 @@ class Compared:
         """Returns the places with at least so many tokens before them."""
         return [(index, end) for index, tokens in enumerate(self.sequences) for end in range(least, len(tokens))]
 
-    def measure(self, progress: Progress) -> Quality:
-        """Measures perplexities and the share proved. Raises WaneError, CommandError."""
+    def measure(self, progress: Progress) -> Callable[..., ModelFigures]:
+        """Measures perplexities and the share proved. Returns a function that makes the figures from `step_ms`,
+        `window_ms` and `tokens_per_s`. Raises WaneError, CommandError."""
         model = self.card.id
         parts = [
             (index, tokens[begin : begin + MOST_SCORED])
@@ -172,13 +166,23 @@ class Compared:
         proofs = track(
             progress, (self._is_proved(place, cache) for place in self._proved), len(self._proved), f"{model}: proofs"
         )
-        return Quality(
+        layered = None if isinstance(self.architecture, ImportedGraph) else self.architecture
+        states = None if self.architecture is None else self.architecture.state_tensors()
+        return partial(
+            ModelFigures,
             tokens=len(known),
             perplexity=perplexity,
             positions=len(places),
             by_k=by_k,
             smallest_k=smallest_k(by_k, perplexity),
             proved=statistics.fmean(proofs) if proofs else None,
+            model=model,
+            model_version=self.card.model_version,
+            family=self.card.family,
+            weights=None if layered is None else sum(map(math.prod, weight_shapes(layered).values())),
+            reach=None if layered is None or layered.fading else layered.reach,
+            state_bytes=None if states is None else sum(4 * math.prod(tensor.shape) for tensor in states),
+            window=self.window,
         )
 
     def _windows(self, places: Sequence[Place], k: int, cache: int) -> NDArray[np.float64]:
@@ -226,10 +230,10 @@ class Compared:
         (windows,), _ = self._load.drive([sent])
         many = [self._steps(1 + index, STEPS_OF_A_CONNECTION) for index in range(CONNECTIONS)]
         _, seconds = self._load.drive(many)
-        return _median_ms(steps), _median_ms(windows), CONNECTIONS * STEPS_OF_A_CONNECTION / seconds
+        step_ms, window_ms = (statistics.median(answer.ms for answer in answers) for answers in (steps, windows))
+        return step_ms, window_ms, CONNECTIONS * STEPS_OF_A_CONNECTION / seconds
 
     def _steps(self, session: int, count: int) -> list[bytes]:
-        """Returns the next steps of a session."""
         first = self._taken[session]
         self._taken[session] += count
         path = f"/v1/sessions/{self._sessions[session]}/tokens"
@@ -270,40 +274,17 @@ def smallest_k(by_k: dict[int, float], perplexity: float) -> int | None:
     return smallest
 
 
-def measure_models(models: Sequence[Compared], progress: Progress, rounds: int = ROUNDS) -> list[ModelFigures]:
+def measure_models(models: Sequence[Compared], progress: Progress) -> list[ModelFigures]:
     """Measures the models. Raises WaneError, CommandError."""
-    quality = [model.measure(progress) for model in models]
+    make_figures = [model.measure(progress) for model in models]
     try:
-        turns = [model.turn for model in models] * (rounds + 1)
+        turns = [model.turn for model in models] * (ROUNDS + 1)  # the first round is a warm-up
         times = track(progress, (turn() for turn in turns), len(turns), "Latency")
     finally:
         for model in models:
             model.close()
     figures = []
-    for index, (model, its_quality) in enumerate(zip(models, quality, strict=True)):
-        _, *of_rounds = times[index :: len(models)]  # the first is a warm-up
-        step, window, rate = (Spread.of(values) for values in zip(*of_rounds, strict=True))
-        architecture = model.architecture
-        layered = None if isinstance(architecture, ImportedGraph) else architecture
-        figures.append(
-            ModelFigures(
-                **asdict(its_quality),
-                model=model.card.id,
-                model_version=model.card.model_version,
-                family=model.card.family,
-                weights=None if layered is None else sum(map(math.prod, weight_shapes(layered).values())),
-                reach=None if layered is None or layered.fading else layered.reach,
-                state_bytes=None
-                if architecture is None
-                else sum(4 * math.prod(tensor.shape) for tensor in architecture.state_tensors()),
-                window=model.window,
-                step_ms=step,
-                window_ms=window,
-                tokens_per_s=rate,
-            )
-        )
+    for index, make in enumerate(make_figures):
+        step, window, rate = map(Spread.of, zip(*times[index + len(models) :: len(models)], strict=True))
+        figures.append(make(step_ms=step, window_ms=window, tokens_per_s=rate))
     return figures
-
-
-def _median_ms(answers: Sequence[Timed]) -> float:
-    return statistics.median(answer.ms for answer in answers)

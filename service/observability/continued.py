@@ -39,14 +39,13 @@ class Continued(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all metrics of the process."""
         with self._lock:
             metrics = [*self._metrics.collect()]
             counts: Counts = {}
             for metric in metrics:
                 if metric.type in SUMMED:
                     metric.samples = [*self._continued(metric)]
-                    counts[metric.name] = [(one.name, _labels(one), one.value) for one in metric.samples]
+                    counts[metric.name] = [(sample.name, _labels(sample), sample.value) for sample in metric.samples]
             written = self._file.with_name(f"{self._file.name}.part")
             with suppress(OSError):
                 written.write_bytes(msgspec.json.encode(counts))
@@ -56,12 +55,10 @@ class Continued(Collector):
     def _continued(self, metric: Metric) -> Iterator[Sample]:
         before = self._before.get(metric.name, {}).copy()
         for sample in metric.samples:
-            value = before.pop((sample.name, _labels(sample)), None)
-            if value is not None:
+            if (value := before.pop((sample.name, _labels(sample)), None)) is not None:
                 is_time = sample.name.endswith("_created")
-                yield sample._replace(value=min(value, sample.value) if is_time else value + sample.value)
-            else:
-                yield sample
+                sample = sample._replace(value=min(value, sample.value) if is_time else value + sample.value)
+            yield sample
         for (name, labels), value in before.items():
             yield Sample(name, dict(labels), value)
 

@@ -78,11 +78,12 @@ class TogetherHandler(logging.Handler):
         self.acquire()
         try:
             lines, self._lines = self._lines, []
-            if lines and self._turns is not None:
+            if not lines:
+                return
+            if self._turns is not None:
                 fcntl.flock(self._turns, fcntl.LOCK_EX)
-            if lines:
-                self._stream.write("\n".join(lines) + "\n")
-                self._stream.flush()
+            self._stream.write("\n".join(lines) + "\n")
+            self._stream.flush()
         finally:
             if self._turns is not None:
                 fcntl.flock(self._turns, fcntl.LOCK_UN)

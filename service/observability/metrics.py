@@ -245,7 +245,7 @@ class Metrics:
         self._of_request = cache(
             lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
         )
-        self._of_message = cache(lambda status: self.websocket_messages.labels(status))
+        self._of_message = cache(self.websocket_messages.labels)
         self.ready = gauge(
             "wane_ready", "1 after every model was loaded or failed to load; 0 before that and while draining."
         )
@@ -423,7 +423,6 @@ class Metrics:
         self.prefix_cached_tokens.labels(model).inc(tokens)
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an answered WebSocket message."""
         self._of_message(status).inc()
         self.websocket_message_seconds.observe(seconds, trace_id)
 

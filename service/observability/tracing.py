@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from random import getrandbits
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
@@ -86,7 +87,6 @@ class Sampling:
         self.below = round(part * (1 << self.BITS))
 
     def takes(self, parent: Parent | None) -> bool:
-        """Returns whether a request is traced."""
         if parent is None:
             return getrandbits(self.BITS) < self.below
         if self.follows_parent:
@@ -94,27 +94,24 @@ class Sampling:
         return parent.trace_id % (1 << self.BITS) < self.below
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """The trace of a sampled request. All times are in seconds on the clock of `time.perf_counter`."""
+    """The trace of a sampled request. All times are in seconds on the clock of `time.perf_counter`. `offset_ns` is the
+    Unix epoch time minus `time.perf_counter`, in nanoseconds. It is the same for all spans of a request."""
 
-    __slots__ = ("_offset_ns", "_span", "_tracer")
-
-    def __init__(self, tracer: Tracer, span: Span, offset_ns: int) -> None:
-        """`offset_ns` is the Unix epoch time minus `time.perf_counter`, in nanoseconds. It is the same for all spans of
-        a request."""
-        self._tracer = tracer
-        self._span = span
-        self._offset_ns = offset_ns
+    tracer: Tracer
+    span: Span
+    offset_ns: int
 
     @property
     def trace_id(self) -> str:
         """The trace's id in the format of `traceparent`."""
-        return f"{self._span.get_span_context().trace_id:032x}"
+        return f"{self.span.get_span_context().trace_id:032x}"
 
     def end(self, name: str, status: int, attributes: Mapping[str, object], error: str | None, ended_s: float) -> None:
         """Ends the request's span. Omits `attributes` that are None. Marks the span as failed if `status` is 500 or
         more."""
-        span = self._span
+        span = self.span
         span.update_name(name)
         span.set_attributes({key: value for key, value in attributes.items() if isinstance(value, Attribute)})
         if error is not None:
@@ -135,15 +132,15 @@ class Traced:
         that the new span links to."""
         from opentelemetry.trace import Link, set_span_in_context
 
-        return self._tracer.start_span(
+        return self.tracer.start_span(
             name,
-            set_span_in_context(of or self._span),
+            set_span_in_context(of or self.span),
             links=[Link(span.get_span_context()) for span in to],
             start_time=self._ns(started_s),
         )
 
     def _ns(self, seconds: float) -> int:
-        return int(seconds * 1e9) + self._offset_ns
+        return int(seconds * 1e9) + self.offset_ns
 
 
 def trace_batch(
@@ -160,7 +157,7 @@ def trace_batch(
     each request was queued. `failed` is the number of items in the batch that have no result."""
     first = next(iter(waiting))
     handed_out_s = time.perf_counter()
-    batch = first._child("batch", began_s, to=[traced._span for traced in waiting])
+    batch = first._child("batch", began_s, to=[traced.span for traced in waiting])
     run = first._child("run", began_s, of=batch)
     for traced, queued_s in waiting.items():
         queue = traced._child("queue", queued_s, to=() if traced is first else [batch])
@@ -233,7 +230,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        span = self._start(f"{method} {path}", SpanKind.CLIENT, parent, (), time.perf_counter())._span
+        span = self._start(f"{method} {path}", SpanKind.CLIENT, parent, (), time.perf_counter()).span
         span.set_attribute("http.request.method", method)
         headers: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))

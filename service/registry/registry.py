@@ -154,7 +154,7 @@ class ModelRegistry:
         # If the registry was closed meanwhile, the saved sessions stay in their file for the next process.
         if self._status != "loading":
             return
-        longest = max([self._settings.session_history_tokens, *(one.history_tokens for one in bundles.values())])
+        longest = max([self._settings.session_history_tokens, *(bundle.history_tokens for bundle in bundles.values())])
         store = self.session_store = make_store(self._settings, longest, self._metrics, self._owned)
         await store.open()
         if self._status != "loading":
@@ -336,7 +336,7 @@ class ModelRegistry:
             current = self._engines.get(name)
             try:
                 bundle = await asyncio.to_thread(self._repository.find, name)
-                is_same = current is not None and bundle.digest == self._digests[name]
+                is_same = bundle.digest == self._digests.get(name)
                 if current is not None and not is_same and bundle.version == current.version:
                     raise LoadFailed(name, f"its bundle has changed, but its version is still {bundle.version}")
                 engine = current if current is not None and is_same else await self._start(bundle)
@@ -370,9 +370,9 @@ class ModelRegistry:
             raise LoadFailed(bundle.name, why) from error
         except (BundleError, DeviceError, ValueError) as error:
             raise LoadFailed(bundle.name, tell(error, bundle.path, bundle.folder)) from error
+        except WaneError:
+            raise
         except Exception as error:
-            if isinstance(error, WaneError):
-                raise
             logger.exception("model %s was not loaded", bundle.name)
             raise LoadFailed(bundle.name, "unexpected error, see the server's log") from error
         finally:

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from dataclasses import dataclass
 
 from wane.service.engine.engine import Engine
 from wane.service.registry import loader
 
 
+@dataclass(slots=True, eq=False)
 class Epoch:
     """The number of requests in flight that arrived between two calls of `Epochs.depart`."""
 
-    __slots__ = ("count", "gone")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.gone: asyncio.Event | None = None  # set when the last request has ended, if something waits for that
+    count: int = 0
+    gone: asyncio.Event | None = None  # set when the last request has ended, if something waits for that
 
     def leave(self) -> None:
         """Records the end of one request of this epoch."""

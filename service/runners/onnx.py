@@ -14,7 +14,6 @@ import onnxruntime
 
 from wane.models.bundle import Bundle, BundleError
 from wane.models.manifest import Role
-from wane.service.runners.memory import HostMemory
 from wane.service.runners.runner import TOP_IDS, Array, DeviceError, Feeds, Shapes, StateMemory
 
 logger = logging.getLogger("wane.runner")
@@ -74,7 +73,6 @@ class OnnxRunner:
         self.device = "cuda" if wants_cuda else "cpu"
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
-        """Opens an inference session for one of the bundle's graphs."""
         return open_session(bundle.graph_path(role), cuda, threads)
 
     def outputs(self, role: Role) -> Sequence[str]:
@@ -84,7 +82,7 @@ class OnnxRunner:
         self._sessions.clear()
 
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
-        return HostMemory(shapes, capacity)
+        return StateMemory(shapes, capacity)
 
     def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
         names = self._outputs[role]

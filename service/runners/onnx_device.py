@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain, repeat
@@ -26,7 +27,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
-from wane.service.runners.memory import output_name
 from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, open_session
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
@@ -44,6 +44,7 @@ from wane.service.runners.runner import (
     Shapes,
     Slots,
     StateMemory,
+    output_name,
 )
 
 logger = logging.getLogger("wane.runner")
@@ -199,18 +200,17 @@ def padded(values: NDArray[np.int64], size: int, fill: int = 0) -> NDArray[np.in
     return padded
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Lease:
     """The use of buffers by the outputs of one run. When the last of these outputs is freed, another run may use the
-    buffers."""
+    buffers. free: the free buffers of the same graph and padded size. At most SPARE_BUFFERS of them are kept."""
 
-    def __init__(self, buffers: Buffers, free: list[Buffers]) -> None:
-        """free: the free buffers of the same graph and padded size. At most SPARE_BUFFERS of them are kept."""
-        self._buffers = buffers
-        self._free = free
+    buffers: Buffers
+    free: list[Buffers]
 
     def __del__(self) -> None:
-        if len(self._free) < SPARE_BUFFERS:
-            self._free.append(self._buffers)
+        if len(self.free) < SPARE_BUFFERS:
+            self.free.append(self.buffers)
 
 
 class TakeSessions(NamedTuple):
@@ -315,7 +315,6 @@ class DeviceMemory(StateMemory):
     """States on a device. The graphs gather and write them there, so only what `read` returns is copied to the host."""
 
     def __init__(self, shapes: Shapes, capacity: int, device: Device) -> None:
-        """See `Runner.memory`."""
         from wane.models.slot_graphs import read_graph, write_graph
 
         self._values = {name: device.zeros((capacity, *shape)) for name, shape in shapes.items()}
@@ -370,21 +369,16 @@ class DeviceRunner(OnnxRunner):
     cuda_options: Mapping[str, str] = MappingProxyType({})
     """Options of onnxruntime's CUDA provider, in addition to those of `open_session`."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        device: Literal["auto", "cpu", "cuda"],
-        threads: int,
-        *,
-        captured: bool = True,
-    ) -> None:
-        """See `OnnxRunner`. captured: whether the runs of the graphs of CAPTURED are captured as CUDA graphs, one for
-        each padded size of a batch. The CPU never captures a run."""
+    captures = True
+    """Whether the runs of the graphs of CAPTURED are captured as CUDA graphs, one for each padded size of a batch. The
+    CPU never captures a run."""
+
+    def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
+        """See `OnnxRunner`."""
         from wane.models.slot_graphs import rows_graph, top_graph
 
         self._states = [tensor.name for tensor in bundle.manifest.state]
         self._numbers: dict[Role, Iterator[int]] = defaultdict(lambda: repeat(UNCAPTURED))
-        self._wants_captures = captured
         super().__init__(bundle, device, threads)
         self._on = Device(self.device, threads)
         self._take = TakeSessions(self._on.open(rows_graph()), self._on.open(top_graph()))
@@ -394,7 +388,7 @@ class DeviceRunner(OnnxRunner):
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         graph = self._graph(bundle, role)
         # An imported graph may contain a loop, or a shape that depends on a value.
-        if self._wants_captures and role in CAPTURED and not bundle.manifest.imported:
+        if self.captures and role in CAPTURED and not bundle.manifest.imported:
             session = open_session(graph, cuda, threads, bundle.path, {**self.cuda_options, "enable_cuda_graph": "1"})
             if not cuda or session.get_providers()[0] == CUDA:
                 self._numbers[role] = chain(range(1, MOST_CAPTURES + 1), repeat(UNCAPTURED))
@@ -404,7 +398,6 @@ class DeviceRunner(OnnxRunner):
         return open_session(graph, cuda, threads, bundle.path, self.cuda_options)
 
     def _graph(self, bundle: Bundle, role: Role) -> bytes:
-        """Returns the graph that runs for a graph of the bundle."""
         from wane.models.slot_graphs import from_slots
 
         return from_slots(bundle.graph_path(role), self._inputs(role))

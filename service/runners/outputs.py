@@ -97,7 +97,7 @@ class Outputs(Mapping[str, Array]):
             if all(map(isfinite, map(np.vdot, arrays, arrays))):  # the usual case, in one call per output
                 self._finite = np.full(count, True)
             else:  # a value is not finite, or the sum of the squares is too large
-                self._finite = np.all([np.isfinite(one).reshape(count, -1).all(axis=1) for one in arrays], axis=0)
+                self._finite = np.all([np.isfinite(values).reshape(count, -1).all(axis=1) for values in arrays], axis=0)
         return self._finite
 
     @property

@@ -1,8 +1,8 @@
-"""The protocol of a runner, which runs a model's graphs."""
+"""The protocol of a runner, which runs a model's graphs, and the memory of the states that it reads and writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,37 +39,67 @@ class DeviceError(Exception):
     """The requested device is not available. The message is for the operator. The process exits after this error."""
 
 
-class StateMemory(Protocol):
-    """The values of all slots, in the memory of the runner's device. All values are float32, and initially zero.
+def output_name(name: str) -> str:
+    """Returns the name of the output of a run that is written to the array `name`."""
+    return name if name in KEPT else NEXT + name
 
-    The methods may run on two threads at the same time, for different slots.
+
+class StateMemory:
+    """The values of all slots, in numpy arrays: for each state tensor an array with a row for each state. A run copies
+    the states to buffers and back. All values are float32, and initially zero.
+
+    The methods may run on two threads at the same time, for different slots. `DeviceMemory` has the same methods.
     """
+
+    def __init__(self, shapes: Shapes, capacity: int) -> None:
+        # The operating system commits zeroed memory only when it is first written. A server with few states therefore
+        # uses only a small part of its memory budget.
+        self.arrays: dict[str, Array] = {
+            name: np.zeros((capacity, *shape), np.float32) for name, shape in shapes.items()
+        }
+        self._names = [name for name in shapes if name not in KEPT]
+        self._outputs = {output_name(name): name for name in shapes}
 
     def room(self, rows: int) -> Mapping[str, Array]:
         """Returns buffers for `rows` states, for `gather`."""
-        ...
+        return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
 
     def gather(self, slots: Slots, room: Mapping[str, Array] | None = None) -> Feeds:
         """Returns the inputs of a run that starts from the states in B slots. The inputs are valid until the next use
-        of `room`."""
-        ...
+        of `room`. Copying into `room` is faster, because allocating memory takes longer than copying."""
+        if room is None:
+            return self._take(slots, self._names)
+        rows = np.asarray(slots, np.intp)
+        states = {name: room[name][: len(rows)] for name in self._names}
+        for name, values in states.items():
+            # `take` with `out` makes an additional copy in all modes except "clip" and "wrap".
+            self.arrays[name].take(rows, 0, values, "clip")
+        return states
 
     def gather_hidden(self, slots: Slots) -> Feeds:
         """Returns the inputs of a run of the output layer for the states in B slots."""
-        ...
+        return self._take(slots, [name for name in KEPT if name in self.arrays])
 
     def read(self, slots: Slots) -> dict[str, Array]:
         """Returns copies of the values in B slots on the host: for each tensor's name and `hidden`, (B, *shape)."""
-        ...
+        return self._take(slots, self.arrays)
+
+    def _take(self, slots: Slots, names: Iterable[str]) -> dict[str, Array]:
+        rows = np.asarray(slots, np.intp)
+        return {name: self.arrays[name].take(rows, 0) for name in names}
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
         """Writes the outputs `next.<name>` and `hidden` of a run to slots. rows: the rows of the outputs, one for each
         slot. None: all rows."""
-        ...
+        for output, name in self._outputs.items():
+            self.arrays[name][slots] = outputs[output] if rows is None else outputs[output][rows]
 
-    def copy(self, slot: int, to: int) -> None: ...
+    def copy(self, slot: int, to: int) -> None:
+        for values in self.arrays.values():
+            values[to] = values[slot]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.arrays.clear()
 
 
 MakeMemory = Callable[[Shapes, int], StateMemory]

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from wane.models.architecture import StateTensor
 from wane.service.errors import Overloaded
-from wane.service.runners.memory import HostMemory, output_name
-from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory
+from wane.service.runners.runner import HIDDEN, NORMS, Array, MakeMemory, StateMemory, output_name
 from wane.service.state.prefixes import ENTRY_BYTES, PrefixStates
 
 ZERO: Final = 0  # the slot that holds the zero state
@@ -57,7 +56,7 @@ class StatePool:
         state: Sequence[StateTensor],
         hidden: int,
         budget_bytes: int,
-        memory: MakeMemory = HostMemory,
+        memory: MakeMemory = StateMemory,
         on_evict: Callable[[], object] = lambda: None,
         *,
         norms: int = 0,

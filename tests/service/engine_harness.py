@@ -26,8 +26,18 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.memory import HostMemory
-from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner, Shapes
+from wane.service.runners.runner import (
+    HIDDENS,
+    LOG_SUM_EXP,
+    RADIUS,
+    STREAM,
+    TOP_IDS,
+    TOP_LOGITS,
+    Array,
+    Runner,
+    Shapes,
+    StateMemory,
+)
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
@@ -57,7 +67,7 @@ def known(values: Sequence[float | None]) -> list[float]:
 
 def host_arrays(pool: StatePool) -> dict[str, Array]:
     """Returns the arrays of a pool whose states are in the memory of the host."""
-    assert isinstance(pool.memory, HostMemory)
+    assert type(pool.memory) is StateMemory
     return pool.memory.arrays
 
 
@@ -152,8 +162,8 @@ class FakeRunner:
     def top(self) -> int:
         return min(TOP, len(self.head)) if self.puts_out_top else 0
 
-    def memory(self, shapes: Shapes, capacity: int) -> HostMemory:
-        return HostMemory(shapes, capacity)
+    def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
+        return StateMemory(shapes, capacity)
 
     def close(self) -> None:
         """Does nothing."""

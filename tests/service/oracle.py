@@ -23,8 +23,7 @@ from wane.models.weights import head_weight
 from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.memory import HostMemory
-from wane.service.runners.runner import ERROR, EVERY_NORMS, NEXT, NORMS, RADIUS, STREAM, Array, Shapes
+from wane.service.runners.runner import ERROR, EVERY_NORMS, NEXT, NORMS, RADIUS, STREAM, Array, Shapes, StateMemory
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
@@ -64,8 +63,8 @@ class OracleRunner:
             names += [RADIUS, STREAM] if self._gated else [RADIUS]
         return names
 
-    def memory(self, shapes: Shapes, capacity: int) -> HostMemory:
-        return HostMemory(shapes, capacity)
+    def memory(self, shapes: Shapes, capacity: int) -> StateMemory:
+        return StateMemory(shapes, capacity)
 
     def close(self) -> None:
         """Does nothing."""

@@ -130,7 +130,7 @@ def test_the_expected_time_of_chunks_covers_every_segment() -> None:
 
 def test_a_batch_size_without_runs_has_no_expected_time() -> None:
     times = RunTimeModel()
-    times.took("step", 1, 0.001, here=True)
+    times.took("step", 1, 0.001, on_loop=True)
     assert times.expected("step", 2) == math.inf
     assert times.expected("head", 1) == math.inf
 
@@ -138,20 +138,20 @@ def test_a_batch_size_without_runs_has_no_expected_time() -> None:
 @pytest.mark.parametrize(("items", "like"), [(1, 1), (3, 4), (33, 64), (64, 64)])
 def test_a_batch_size_is_rounded_up_to_a_power_of_two(items: int, like: int) -> None:
     times = RunTimeModel()
-    times.took("step", like, 0.001, here=True)
+    times.took("step", like, 0.001, on_loop=True)
     assert times.expected("step", items) == 0.001
     assert times.expected("step", like + 1) == math.inf
 
 
 def test_the_expected_time_on_the_event_loop_is_an_average() -> None:
     times = RunTimeModel()
-    times.took("step", 8, 0.001, here=True)
-    times.took("step", 8, 0.009, here=True)
+    times.took("step", 8, 0.001, on_loop=True)
+    times.took("step", 8, 0.009, on_loop=True)
     assert times.expected("step", 8) == pytest.approx(0.001 + RUN_EMA_ALPHA * 0.008)
 
 
 def test_the_expected_time_on_the_runner_s_thread_is_the_fastest_run() -> None:
     times = RunTimeModel()
     for seconds in (0.004, 0.002, 0.009):
-        times.took("step", 8, seconds, here=False)
+        times.took("step", 8, seconds, on_loop=False)
     assert times.expected("step", 8) == 0.002

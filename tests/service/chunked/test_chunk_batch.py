@@ -8,7 +8,6 @@ import pytest
 from wane.service.batching.batch import Row
 from wane.service.chunked.chunked import ChunkBatch, ChunkPlan, largest
 from wane.service.chunked.layout import ChunkLayout
-from wane.service.runners.memory import HostMemory
 from wane.service.runners.onnx_device import Device, DeviceMemory
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, Shapes, StateMemory
@@ -22,7 +21,7 @@ def device_memory(shapes: Shapes, capacity: int) -> DeviceMemory:
     return DeviceMemory(shapes, capacity, Device("cpu", threads=1))
 
 
-@pytest.fixture(params=[HostMemory, device_memory], ids=["host", "device"])
+@pytest.fixture(params=[StateMemory, device_memory], ids=["host", "device"])
 def memory(request: pytest.FixtureRequest) -> StateMemory:
     """Memory with twelve slots. A state has one unit."""
     make: Callable[[Shapes, int], StateMemory] = request.param
@@ -70,7 +69,7 @@ def test_cells_are_numbered_along_the_sequence_and_run_column_after_column(segme
     (work,) = segment.begin([3], [7], [8], binding=False)
     assert isinstance(work.tokens, np.ndarray) and work.tokens.tolist() == [12, 13, 14, 15]
     assert (work.role, work.targets, work.read, work.write) == ("advance", None, 7, 8)
-    short = ChunkBatch("advance", LAYOUT, TOKENS[:17], None, HostMemory(SHAPES, 1))
+    short = ChunkBatch("advance", LAYOUT, TOKENS[:17], None, StateMemory(SHAPES, 1))
     assert [list(short.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3]]
 
 

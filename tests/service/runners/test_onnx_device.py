@@ -34,7 +34,6 @@ from wane.service.engine.score import RESIDUAL
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners import onnx_device
-from wane.service.runners.memory import output_name
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
 from wane.service.runners.onnx_device import (
     GRAPH_ID,
@@ -48,7 +47,7 @@ from wane.service.runners.onnx_device import (
     open_runner,
 )
 from wane.service.runners.outputs import FEW, Outputs
-from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
+from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner, output_name
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
@@ -276,10 +275,14 @@ def replaying(bundle: Bundle) -> tuple[DeviceRunner, dict[Role, ReplayingSession
     return runner, sessions
 
 
+class UncapturedRunner(DeviceRunner):
+    captures = False
+
+
 def test_runs_that_repeat_captured_graphs_have_the_answers_and_states_of_other_runs() -> None:
     bundle = opened(PATHS[0])[0]
     captured, sessions = replaying(bundle)
-    plain = DeviceRunner(bundle, "cpu", threads=1, captured=False)
+    plain = UncapturedRunner(bundle, "cpu", threads=1)
     random = np.random.default_rng(4)
     answers: list[list[NDArray[Any]]] = []
     ends = []
