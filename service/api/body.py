@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from wane.service.api.cost import admit_body
+from wane.service.api.deps import admit
 from wane.service.api.disconnect import WHOLE_BODY, connection_of
 from wane.service.api.exchange import context
 from wane.service.api.faults import read_again
@@ -257,7 +257,8 @@ def unmarked(raw: bytes | str) -> bytes | str:
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
-    """Reads and decodes the body as `model`, and admits the request (see `cost.py`). Reads an empty body as `empty`.
+    """Reads and decodes the body as `model`, and admits the request by its cost (`Body.cost`). Reads an empty body as
+    `empty`.
 
     Raises NotJson, InvalidRequest, TooLarge, RateLimited, BodyTimeout, DeadlineExceeded, Abandoned.
     """
@@ -269,7 +270,7 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
         body = decoder.decode_now(raw or empty, model)
     else:
         body = await decoder.decode(raw, model, deadline=context(request.scope).deadline)
-    admit_body(request, body)
+    admit(request, body.cost(request.app.state.settings))
     return body
 
 

@@ -68,27 +68,25 @@ GROUPS = [
 """The groups of routes, in the order of the page `/docs`."""
 
 
-def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the description of headers, with a text and a JSON schema for each header. A route that reads the headers
-    itself is faster than a route with the framework's header parameters."""
-    return {
-        "parameters": [
-            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
-            for name, (text, form) in described.items()
-        ]
-    }
+def parameters_in(place: str, described: Mapping[str, tuple[str, Mapping[str, object]]]) -> list[dict[str, Any]]:
+    """Returns the description of parameters in the header, query or path, with a text and a JSON schema for each. A
+    route that reads its parameters itself is faster than a route with the framework's parameters."""
+    return [
+        {
+            "name": name,
+            "in": place,
+            "required": place == "path",
+            "description": text,
+            "schema": {"type": "string", **form},
+        }
+        for name, (text, form) in described.items()
+    ]
 
 
 TIMEOUT_TEXT = "the request's timeout in milliseconds; the server's own limit replaces a larger value"
-OF_ALL = headers({TIMEOUT_HEADER: (TIMEOUT_TEXT, {"pattern": anchored(TIMEOUT)})})["parameters"]
-OF_BODIES = headers({ENCODING: ("the compression of the body", {"enum": [*WBITS, "identity"]})})["parameters"]
-MODEL_PARAMETER = {
-    "name": "name",
-    "in": "path",
-    "required": True,
-    "description": "the model's name",
-    "schema": {"type": "string", "examples": ["gated-stable-64"]},
-}
+OF_ALL = parameters_in("header", {TIMEOUT_HEADER: (TIMEOUT_TEXT, {"pattern": anchored(TIMEOUT)})})
+OF_BODIES = parameters_in("header", {ENCODING: ("the compression of the body", {"enum": [*WBITS, "identity"]})})
+(MODEL_PARAMETER,) = parameters_in("path", {"name": ("the model's name", {"examples": ["gated-stable-64"]})})
 
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 
@@ -211,12 +209,12 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["summary"] = operation["description"].partition(".")[0].replace("\n", " ").replace("`", "")
-            parameters = operation.setdefault("parameters", [])
-            parameters[:] = [MODEL_PARAMETER if parameter["name"] == "name" else parameter for parameter in parameters]
-            for parameter in parameters:
+            read = operation.setdefault("parameters", [])
+            read[:] = [MODEL_PARAMETER if parameter["name"] == "name" else parameter for parameter in read]
+            for parameter in read:
                 if "examples" in parameter["schema"]:
                     parameter["example"] = parameter["schema"]["examples"][0]  # Swagger UI writes it into its forms
-            parameters += (OF_BODIES if "requestBody" in operation else []) + OF_ALL
+            read += (OF_BODIES if "requestBody" in operation else []) + OF_ALL
     return document
 
 

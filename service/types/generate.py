@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     HISTORY,
     Cache,
@@ -19,9 +20,9 @@ from wane.service.types.body import (
     anchored,
     at_most,
     keywords,
-    modes,
 )
 from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost, length_of, within
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -111,7 +112,7 @@ class GenerateBody(SequenceBody, kw_only=True):
     ] = None
     mode: Annotated[
         Mode,
-        modes(GENERATED_MODES),
+        keywords(enum=[*GENERATED_MODES]),
         says("auto: the session's own mode or, without a session, recurrent"),
     ] = Mode.AUTO
     window: Window | None = None
@@ -121,3 +122,8 @@ class GenerateBody(SequenceBody, kw_only=True):
     stream: Annotated[
         bool, says("answer with server-sent events: `token` for each token, then `finish` or `error`")
     ] = False
+
+    def cost(self, settings: Settings) -> Cost:
+        made = within(self.max_tokens, settings.max_generated_tokens)
+        listed = 0 if self.stream else made * within(self.top_logprobs, settings.top_k_limit)
+        return Cost(1, length_of(self.sequence), listed, listed_fields="max_tokens or top_logprobs")

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     AUTO,
     HISTORY,
@@ -33,6 +34,7 @@ from wane.service.types.body import (
     keywords,
 )
 from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost, length_of, within
 
 MAX_COMPARED_MODELS = 8
 MAX_COMPARED_WINDOWS = 32
@@ -85,6 +87,10 @@ class PredictBody(RankedBody, kw_only=True):
     prove: Prove = False
     cache: Cache = True
 
+    def cost(self, settings: Settings) -> Cost:
+        inputs = (self.sequence,) if self.inputs is None else self.inputs
+        return Cost(len(inputs), sum(map(length_of, inputs)), len(inputs) * within(self.top_k, settings.top_k_limit))
+
 
 class CompareBody(SequenceBody, kw_only=True):
     """Compare recurrent mode with windows of several sizes. The answer has the distance of each window from recurrent
@@ -110,6 +116,10 @@ class CompareBody(SequenceBody, kw_only=True):
         says("the number of runs of recurrent mode and of each window, for the percentiles of latency"),
     ] = 20
     cache: Cache = True
+
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        models = 1 if self.models is None else len(self.models)
+        return Cost(1, length_of(self.sequence), compared=models * (1 + len(self.windows)) - 1)
 
 
 class ScoreBody(SequenceBody, kw_only=True):
@@ -145,3 +155,8 @@ class ScoreBody(SequenceBody, kw_only=True):
     stream: Annotated[
         bool, says("answer with server-sent events: `progress` and `tokens`, then `finish` or `error`")
     ] = False
+
+    def cost(self, settings: Settings, tokens: int | None = None) -> Cost:
+        """`tokens` is the number of tokens, or None before a text is tokenised."""
+        count = length_of(self.sequence) if tokens is None else tokens
+        return Cost(1, count, count * within(self.top_k, settings.top_k_limit))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from msgspec import UNSET, UnsetType
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     HISTORY,
     Body,
@@ -20,6 +21,7 @@ from wane.service.types.body import (
     keywords,
 )
 from wane.service.types.common import Result, says
+from wane.service.types.cost import Cost, length_of, within
 from wane.service.types.generate import MAX_STOPS, LogitBias, Penalty, Stop
 
 MAX_TOKENS = 16
@@ -134,6 +136,20 @@ class CompletionBody(Body, kw_only=True):
     def create(self) -> bool:
         """Whether the prompt's step may create the session."""
         return self.expected_position == 0
+
+    def cost(self, settings: Settings, tokens: int | None = None) -> Cost:
+        """`tokens` is the number of tokens of all prompts, or None before texts are tokenised."""
+        prompt = self.prompt
+        prompts = 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+        samples = 1 if self.n is None else self.n
+        if tokens is None:
+            tokens = length_of(prompt) if prompts == 1 else sum(map(length_of, prompt))
+        made = within(MAX_TOKENS if self.max_tokens is None else self.max_tokens, settings.max_generated_tokens)
+        each = max(1, within(self.logprobs, settings.top_k_limit))
+        echoed = tokens * samples * each if self.echo else 0
+        listed = 0 if self.stream or self.logprobs is None else prompts * samples * made * each
+        field = "prompt" if prompts > settings.max_batch_inputs else "n"
+        return Cost(prompts * samples, tokens * samples, echoed + listed, field, "n, max_tokens or logprobs")
 
 
 class LogprobsDocument(Result):

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     HISTORY,
     IDEMPOTENCY,
@@ -30,6 +31,7 @@ from wane.service.types.body import (
     present,
 )
 from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost, length_of, within
 from wane.service.types.request import MAX_POSITION, History
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
@@ -85,6 +87,9 @@ class SessionBody(Body, kw_only=True):
         name = next((name for name in self.not_both if getattr(self, name) is not None), None)
         if self.position is None and name is not None:
             raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
+
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        return Cost(1, len(self.history or self.events or ()))
 
 
 class StepBody(RankedBody, kw_only=True):
@@ -158,6 +163,11 @@ class StepsBody(Body, kw_only=True):
         ),
     ] = StepsFormat.DOCUMENTS
 
+    def cost(self, settings: Settings) -> Cost:
+        tokens = sum(length_of(step.sequence) for step in self.steps)
+        listed = sum(within(step.top_k, settings.top_k_limit) for step in self.steps)
+        return Cost(len(self.steps), tokens, listed, "steps")
+
 
 class StreamBody(StepBody, kw_only=True):
     """One message of a session's WebSocket. A message is a step or a rewind."""
@@ -220,6 +230,12 @@ class ContinuationsBody(Body, kw_only=True):
     unknown: UnknownEvents | None = None
     top_k: TopK = 5
     cache: Cache = True
+
+    def cost(self, settings: Settings, tokens: int | None = None) -> Cost:
+        """`tokens` is the number of tokens of all continuations, or None before texts are tokenised."""
+        count = len(self.continuations)
+        tokens = sum(map(length_of, self.continuations)) if tokens is None else tokens
+        return Cost(count, tokens, count * within(self.top_k, settings.top_k_limit) + 2 * tokens, "continuations")
 
 
 class RewindBody(Body, kw_only=True):
