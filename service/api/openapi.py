@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
+from msgspec import Struct
 from msgspec.json import schema_components
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -17,7 +23,7 @@ from wane.service.api.schemas.sessions import StreamBody
 from wane.service.settings import Settings
 from wane.service.types.answer import Failed
 from wane.service.types.body import AT_LEAST, AT_MOST, Body, anchored
-from wane.service.types.common import REFERENCE, any_of
+from wane.service.types.common import REFERENCE, Result, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}
 
@@ -163,11 +169,27 @@ class Router(APIRouter):
         return self.post(path, response_model=None, responses=answered, **described)
 
 
-def bodies(kind: type[Body]) -> Iterator[type[Body]]:
-    """Yields the subclasses of a body type, and their subclasses."""
-    for body in kind.__subclasses__():
-        yield body
-        yield from bodies(body)
+S = TypeVar("S", bound=Struct)
+
+
+def subclasses(kind: type[S]) -> Iterator[type[S]]:
+    """Yields the subclasses of a class, and their subclasses."""
+    for inner in kind.__subclasses__():
+        yield inner
+        yield from subclasses(inner)
+
+
+@cache
+def field_texts(module: str) -> dict[tuple[str, str], str]:
+    """Returns the texts below the fields of a module's classes, by the names of the class and the field."""
+    texts: dict[tuple[str, str], str] = {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for kind in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
+        for pair in pairwise(kind.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
+                    texts[kind.name, name] = " ".join(text.split())
+    return texts
 
 
 def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -183,7 +205,12 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
         [(kind, "serialization") for kind in manifests], ref_template=REFERENCE.format(name="{model}")
     )
     schemas |= described[1]["$defs"]
-    for body in bodies(Body):
+    for kind in chain(subclasses(Body), subclasses(Result)):
+        for base in reversed(kind.__mro__[: kind.__mro__.index(Struct)]):
+            for name, field in schemas.get(kind.__name__, {}).get("properties", {}).items():
+                if (text := field_texts(base.__module__).get((base.__name__, name))) is not None:
+                    field["description"] = text
+    for body in subclasses(Body):
         if body.__name__ in schemas:
             schemas[body.__name__] |= body.several()
             properties = schemas[body.__name__]["properties"]

@@ -254,24 +254,13 @@ class RankedBody(SequenceBody, kw_only=True):
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates", "exclude")}
 
-    exclude: Annotated[
-        EventList | None,
-        at_most("max_filter_events"),
-        says("events that the answer does not list. Probabilities do not change"),
-    ] = None
-    exclude_seen: Annotated[
-        bool,
-        says(
-            "true: the answer does not list the sequence's last events, as many as the server still has. `seen_tokens` "
-            "is their number"
-        ),
-    ] = False
-    candidates: Annotated[
-        EventList | None,
-        at_most("max_filter_events"),
-        says("the only events that the answer may list. Probabilities do not change"),
-    ] = None
-    include_end: Annotated[
-        bool, says("true: the answer of a model of events may list <eos>, the end of the session")
-    ] = False
+    exclude: Annotated[EventList | None, at_most("max_filter_events")] = None
+    """events that the answer does not list. Probabilities do not change"""
+    exclude_seen: bool = False
+    """true: the answer does not list the sequence's last events, as many as the server still has. `seen_tokens` is
+    their number"""
+    candidates: Annotated[EventList | None, at_most("max_filter_events")] = None
+    """the only events that the answer may list. Probabilities do not change"""
+    include_end: bool = False
+    """true: the answer of a model of events may list <eos>, the end of the session"""
     include_unknown: IncludeUnknown = False

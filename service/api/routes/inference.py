@@ -128,17 +128,15 @@ class ModelConfigDocument(Result):
     name: Annotated[str, says("the model's name")]
     platform: Annotated[str, says("the software that runs the model")]
     backend: Annotated[str, says("the software that runs the model")]
-    version_policy: Annotated[
-        dict[Literal["specific"], dict[Literal["versions"], list[int]]], says("the versions that are served")
-    ]
+    version_policy: dict[Literal["specific"], dict[Literal["versions"], list[int]]]
+    """the versions that are served"""
     max_batch_size: Annotated[int, says("0, because `dims` includes the batch dimension")]
     input: Annotated[list[ConfiguredInputDocument], says("the inputs that a request may have")]
     output: Annotated[list[ConfiguredOutputDocument], says("the outputs that a request may ask for")]
     instance_group: Annotated[list[InstanceGroupDocument], says("the device that the model runs on")]
     sequence_batching: Annotated[SequenceBatchingDocument, says("the sequences of the model")]
-    parameters: Annotated[
-        dict[str, dict[Literal["string_value"], str]], says("facts of the model and its server, each as a text")
-    ]
+    parameters: dict[str, dict[Literal["string_value"], str]]
+    """facts of the model and its server, each as a text"""
 
 
 class TimedDocument(Result):
@@ -171,9 +169,8 @@ class ModelStatisticsDocument(Result):
 
     name: Annotated[str, says("the model's name")]
     version: Annotated[str, says("the version of the model's bundle")]
-    last_inference: Annotated[
-        int, says("when the last request was answered, in milliseconds since 1970; 0: there was none")
-    ]
+    last_inference: int
+    """when the last request was answered, in milliseconds since 1970; 0: there was none"""
     inference_count: Annotated[int, says("the number of sequences")]
     execution_count: Annotated[int, says("the number of requests")]
     inference_stats: Annotated[InferStatisticsDocument, says("the number and the duration of requests")]

@@ -62,14 +62,9 @@ class ModelFacts(Result):
     parameters: Annotated[dict[str, Any], says("the network's sizes and options")]
     k: Annotated[int, says("the number of tokens of a window if the request has no `window`")]
     max_window: Annotated[int, says("the largest `window` of a request, in tokens")]
-    k_epsilon: Annotated[
-        dict[str, int | None],
-        says(
-            "for each bound on the total variation between the predictions of window mode and recurrent mode, the "
-            "smallest number k of tokens such that all windows of k or more tokens satisfy the bound; null: there is "
-            "none"
-        ),
-    ]
+    k_epsilon: dict[str, int | None]
+    """for each bound on the total variation between the predictions of window mode and recurrent mode, the smallest
+    number k of tokens such that all windows of k or more tokens satisfy the bound; null: there is none"""
     vocabulary: Annotated[VocabularyInfo, says("the tokenizer that the model was trained with")]
     unknown: Annotated[Unknown, says("what the server does with an event that the vocabulary lacks")]
     start: Annotated[Start, says("what the model reads first: token: the start token <eos>; zero: the first token")]

@@ -79,13 +79,8 @@ class FailedModel(Result):
 class Readiness(Result):
     """The readiness of the server."""
 
-    ready: Annotated[
-        bool,
-        says(
-            "true: every model has loaded or failed to load, the server is not draining, and the session store is "
-            "reachable"
-        ),
-    ]
+    ready: bool
+    """true: every model has loaded or failed to load, the server is not draining, and the session store is reachable"""
     status: Annotated[str, says("the phase of the server", enum=["loading", "ready", "draining", "store_unavailable"])]
     device: Annotated[str | None, says("the device that runs the models; null until the first model is loaded")]
     models: Annotated[list[ModelStanding], says("the models that are ready")]

@@ -40,9 +40,8 @@ class TokenizeBody(Body, kw_only=True):
 
     model: Model = None
     prompt: Annotated[str, says("a text; each `<eos>` in the text becomes the id of the token <eos>")]
-    add_special_tokens: Annotated[
-        bool | None, says("has no effect: the server itself feeds the start token before a sequence")
-    ] = None
+    add_special_tokens: bool | None = None
+    """has no effect: the server itself feeds the start token before a sequence"""
 
 
 class DetokenizeBody(Body, kw_only=True):
@@ -51,11 +50,8 @@ class DetokenizeBody(Body, kw_only=True):
     examples = ({"tokens": [5, 6, 7]},)
 
     model: Model = None
-    tokens: Annotated[
-        tuple[TokenId, ...],
-        says("token ids"),
-        at_most("max_scored_tokens"),
-    ]
+    tokens: Annotated[tuple[TokenId, ...], at_most("max_scored_tokens")]
+    """token ids"""
 
     def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
         return Cost(1, len(self.tokens))

@@ -50,9 +50,8 @@ class InputTensor(Body, kw_only=True):
             additionalProperties=False,
         ),
     ] = field(default_factory=dict)
-    data: Annotated[
-        Annotated[list[Any], DATA] | None, says("the values in row-major order, flat or nested like the shape")
-    ] = None
+    data: Annotated[list[Any], DATA] | None = None
+    """the values in row-major order, flat or nested like the shape"""
 
 
 class OutputTensor(Body, kw_only=True):
@@ -72,43 +71,31 @@ class OutputTensor(Body, kw_only=True):
 class InferParameters(Body, kw_only=True):
     """The parameters of an inference. `PredictBody` describes the parameters that /v1/predict has, too."""
 
-    mode: Annotated[
-        Mode | None, says("the mode, as in /v1/predict; default: auto, or the mode of the sequence's session")
-    ] = None
+    mode: Mode | None = None
+    """the mode, as in /v1/predict; default: auto, or the mode of the sequence's session"""
     window: Window | None = None
     tolerance: Tolerance | None = None
     truncated: Annotated[bool | None, says("true: the tokens are the end of a longer sequence")] = None
-    expected_position: Annotated[
-        Natural | None, says("the sequence's position before the request; a repeated request gets the same answer")
-    ] = None
+    expected_position: Natural | None = None
+    """the sequence's position before the request; a repeated request gets the same answer"""
     unknown: UnknownEvents | None = None
     include_unknown: IncludeUnknown | None = None
     priority: Annotated[Natural | None, says("must be valid, but has no effect: all requests wait in one queue")] = None
-    timeout: Annotated[
-        Natural | None, says("timeout of the request in microseconds; 0: only the server's timeout applies")
-    ] = None
-    sequence_id: Annotated[
-        SequenceId | None, says("id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence")
-    ] = None
-    sequence_start: Annotated[
-        bool | None, says("true: start the sequence at position 0, and drop an existing sequence with this id")
-    ] = None
+    timeout: Natural | None = None
+    """timeout of the request in microseconds; 0: only the server's timeout applies"""
+    sequence_id: SequenceId | None = None
+    """id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence"""
+    sequence_start: bool | None = None
+    """true: start the sequence at position 0, and drop an existing sequence with this id"""
     sequence_end: Annotated[bool | None, says("true: delete the sequence after the answer")] = None
-    fork_of: Annotated[
-        SequenceId | None,
-        says(
-            "with `sequence_start`: the id of the sequence whose tokens the new sequence starts from, up to "
-            "`expected_position`, by default all"
-        ),
-    ] = None
-    continuations: Annotated[
-        bool | None,
-        says("true: each row is a continuation of the sequence, which does not change; see /v1/sessions"),
-    ] = None
+    fork_of: SequenceId | None = None
+    """with `sequence_start`: the id of the sequence whose tokens the new sequence starts from, up to
+    `expected_position`, by default all"""
+    continuations: bool | None = None
+    """true: each row is a continuation of the sequence, which does not change; see /v1/sessions"""
     content_type: Annotated[str | None, says("ignored")] = None
-    binary_data_output: Annotated[
-        bool | None, says("true: the values of all outputs are binary, unless an output has its own `binary_data`")
-    ] = None
+    binary_data_output: bool | None = None
+    """true: the values of all outputs are binary, unless an output has its own `binary_data`"""
 
 
 class InferBody(Body, kw_only=True):
@@ -132,9 +119,8 @@ class InferBody(Body, kw_only=True):
     parameters: Annotated[InferParameters, says("options of the inference", default={})] = field(
         default_factory=InferParameters
     )
-    inputs: Annotated[
-        list[InputTensor], says("exactly one of tokens, text and events; also lengths, if rows have different lengths")
-    ]
+    inputs: list[InputTensor]
+    """exactly one of tokens, text and events; also lengths, if rows have different lengths"""
     outputs: Annotated[list[OutputTensor] | None, says("default: top_ids, top_logprobs, error_bound, position")] = None
 
     def cost(self, settings: Settings) -> Cost:  # noqa: ARG002

@@ -9,7 +9,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.service.problems import assert_problem
-from wane.service.api.openapi import bodies
+from wane.service.api.openapi import subclasses
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.inference import InferBody, InputTensor
 from wane.service.api.schemas.sessions import ContinuationsBody, SessionStepBody, StepsBody
@@ -28,7 +28,7 @@ SETTINGS = Settings()
 def test_every_route_with_a_body_has_a_cost(app: Application) -> None:
     """Walks the routes. A route that reads a body describes the body's class. Only these bodies cost one row always."""
     document = app.openapi()
-    by_name = {body.__name__: body for body in bodies(Body)}
+    by_name = {body.__name__: body for body in subclasses(Body)}
     plain = set()
     for route in ROUTES:
         if not isinstance(route, Route) or not route.include_in_schema:
