@@ -194,29 +194,27 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
     """Decompresses a body. Reads no further than a byte over `most`. A body in gzip may have several members (RFC 1952,
     section 2.2). Raises InvalidRequest for a damaged body and for more than MOST_MEMBERS members, and TooLarge for more
     than `most` bytes."""
+
+    def refused(why: str) -> InvalidRequest:
+        return InvalidRequest(f"{ENCODING} is {encoding}, but the {why}", ENCODING)
+
     parts, size, rest = list[bytes](), 0, raw
     while not parts or rest:
         if len(parts) == MOST_MEMBERS:
-            raise InvalidRequest(
-                f"content-encoding is {encoding}, but the body has more than {MOST_MEMBERS} members", ENCODING
-            )
+            raise refused(f"body has more than {MOST_MEMBERS} members")
         inflater = zlib.decompressobj(WBITS[encoding])
         try:
             parts.append(inflater.decompress(rest, most + 1 - size))
         except zlib.error as error:
-            raise InvalidRequest(
-                f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
-            ) from error
+            raise refused(f"body is not valid {encoding}: {error}") from error
         size += len(parts[-1])
         if size > most:
             raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
         if not inflater.eof:
-            raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
+            raise refused(f"{encoding} data is incomplete")
         rest = inflater.unused_data
         if rest and (encoding == "deflate" or not rest.startswith(MEMBER)):
-            raise InvalidRequest(
-                f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
-            )
+            raise refused(f"body has bytes after the {encoding} data")
     return b"".join(parts)
 
 
