@@ -4,6 +4,7 @@ shutdown."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
@@ -15,25 +16,34 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from wane.service.api.body import Decoder
 from wane.service.api.cors import CrossOrigin
 from wane.service.api.exchange import RequestPolicy
 from wane.service.api.middleware import Endpoint, HotRoutes, RequestMiddleware
-from wane.service.api.openai_error import openai_response, problem_with_error
 from wane.service.api.openapi import GROUPS, answers, complete
-from wane.service.api.problem import NOWHERE, PROBLEM_TYPE, Envelopes, ProblemDocument, Shape, inference_error, problem
+from wane.service.api.problem import (
+    NOWHERE,
+    PROBLEM_TYPE,
+    Envelopes,
+    ProblemDocument,
+    Shape,
+    inference_error,
+    openai_response,
+    problem,
+    problem_with_error,
+)
 from wane.service.api.routes import (
     completions,
     console,
     generate,
+    infer,
     inference,
     models,
     ops,
     predict,
-    repository,
     sessions,
     stream,
     tokenizer,
@@ -65,7 +75,8 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (tokenizer.router, openai_response),
     (models.router, problem_with_error),
     (inference.router, inference_error),
-    (repository.router, inference_error),
+    (infer.router, inference_error),
+    (inference.repository, inference_error),
     (ops.router, None),
     (console.router, None),
 )
@@ -73,8 +84,7 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
 a function, `BY_PATH` selects the function by the request's path."""
 
 BY_PATH: dict[str, Shape] = {"/v1/": problem_with_error, "/v2/": inference_error, "": problem}
-"""The functions that build the responses to failures at the paths for which `ENVELOPES` has no function, by path
-prefix."""
+"""The functions that build the responses to failures at other paths, by path prefix. The first that matches is used."""
 
 ROUTERS = tuple(router for router, _ in ENVELOPES)
 
@@ -86,8 +96,8 @@ HOT: frozenset[Endpoint] = frozenset(
         sessions.append_many,
         predict.predict,
         completions.complete,
-        inference.infer,
-        inference.version_infer,
+        infer.infer,
+        infer.version_infer,
     }
 )
 """The endpoints that are called before the framework's routing."""
@@ -163,12 +173,19 @@ def create_app(
             await loading
         await registry.close()
 
-    shapes = [(route, shape) for router, shape in ENVELOPES if shape is not None for route in router.routes]
+    shapes = [
+        (route.path_regex, shape)
+        for router, shape in ENVELOPES
+        if shape is not None
+        for route in router.routes
+        if isinstance(route, Route | WebSocketRoute)
+    ]
+    shapes += [(re.compile(prefix + r"[\s\S]*"), shape) for prefix, shape in BY_PATH.items()]
     policy = RequestPolicy(
         max_body_bytes=settings.max_body_bytes,
         request_timeout_ms=settings.request_timeout_ms,
         body_timeout_s=settings.body_timeout_s,
-        envelope=Envelopes(shapes, BY_PATH),
+        envelope=Envelopes(shapes),
         metrics=metrics,
         epochs=registry.epochs,
         tracing=tracing,

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
-from wane.service.api.cost import BINARY_BYTES, JSON_BYTES
+from wane.service.api.tensors import BINARY_BYTES, JSON_BYTES
 from wane.service.settings import Settings
 
 Json = Mapping[str, Any]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from wane.service.api.cost import admit_body
+from wane.service.api.deps import admit
 from wane.service.api.disconnect import WHOLE_BODY, connection_of
 from wane.service.api.exchange import context
 from wane.service.api.faults import read_again
@@ -194,29 +194,27 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
     """Decompresses a body. Reads no further than a byte over `most`. A body in gzip may have several members (RFC 1952,
     section 2.2). Raises InvalidRequest for a damaged body and for more than MOST_MEMBERS members, and TooLarge for more
     than `most` bytes."""
+
+    def refused(why: str) -> InvalidRequest:
+        return InvalidRequest(f"{ENCODING} is {encoding}, but the {why}", ENCODING)
+
     parts, size, rest = list[bytes](), 0, raw
     while not parts or rest:
         if len(parts) == MOST_MEMBERS:
-            raise InvalidRequest(
-                f"content-encoding is {encoding}, but the body has more than {MOST_MEMBERS} members", ENCODING
-            )
+            raise refused(f"body has more than {MOST_MEMBERS} members")
         inflater = zlib.decompressobj(WBITS[encoding])
         try:
             parts.append(inflater.decompress(rest, most + 1 - size))
         except zlib.error as error:
-            raise InvalidRequest(
-                f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
-            ) from error
+            raise refused(f"body is not valid {encoding}: {error}") from error
         size += len(parts[-1])
         if size > most:
             raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
         if not inflater.eof:
-            raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
+            raise refused(f"{encoding} data is incomplete")
         rest = inflater.unused_data
         if rest and (encoding == "deflate" or not rest.startswith(MEMBER)):
-            raise InvalidRequest(
-                f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
-            )
+            raise refused(f"body has bytes after the {encoding} data")
     return b"".join(parts)
 
 
@@ -257,7 +255,8 @@ def unmarked(raw: bytes | str) -> bytes | str:
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
-    """Reads and decodes the body as `model`, and admits the request (see `cost.py`). Reads an empty body as `empty`.
+    """Reads and decodes the body as `model`, and admits the request by its cost (`Body.cost`). Reads an empty body as
+    `empty`.
 
     Raises NotJson, InvalidRequest, TooLarge, RateLimited, BodyTimeout, DeadlineExceeded, Abandoned.
     """
@@ -269,7 +268,7 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
         body = decoder.decode_now(raw or empty, model)
     else:
         body = await decoder.decode(raw, model, deadline=context(request.scope).deadline)
-    admit_body(request, body)
+    admit(request, body.cost(request.app.state.settings))
     return body
 
 

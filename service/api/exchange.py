@@ -230,19 +230,15 @@ class Exchange:
 class MessageExchange(Exchange):
     """One message of a WebSocket. Its answer is one frame (`routes/stream.py`)."""
 
-    __slots__ = ("deadline",)
+    __slots__ = ()
 
-    def __init__(self, policy: RequestPolicy, scope: Scope) -> None:
-        super().__init__(policy, scope, context(scope))
-        self.deadline = math.inf
-
-    def admit(self) -> None:
-        """Charges the API key for the message, and sets the deadline for the answer. Raises RateLimited,
-        Unauthorized."""
+    def admit(self) -> float:
+        """Charges the API key for the message. Returns the deadline for the answer, in seconds on the event loop's
+        clock. Raises RateLimited, Unauthorized."""
         request_context = self.context
         if request_context.principal is not None:
             request_context.principal.charge(1)
-        self.deadline = asyncio.get_running_loop().time() + request_context.timeout_s
+        return asyncio.get_running_loop().time() + request_context.timeout_s
 
     def finish(self, status: int | None, error: str | None = None) -> None:
         """Counts the finished message. If `status` is None, the client disconnected before the answer, and the message

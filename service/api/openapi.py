@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
+from msgspec import Struct
 from msgspec.json import schema_components
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -17,7 +23,7 @@ from wane.service.api.schemas.sessions import StreamBody
 from wane.service.settings import Settings
 from wane.service.types.answer import Failed
 from wane.service.types.body import AT_LEAST, AT_MOST, Body, anchored
-from wane.service.types.common import REFERENCE, any_of
+from wane.service.types.common import REFERENCE, Result, any_of
 
 BOUNDS = {"array": "maxItems", "integer": "maximum"}
 
@@ -68,27 +74,25 @@ GROUPS = [
 """The groups of routes, in the order of the page `/docs`."""
 
 
-def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the description of headers, with a text and a JSON schema for each header. A route that reads the headers
-    itself is faster than a route with the framework's header parameters."""
-    return {
-        "parameters": [
-            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
-            for name, (text, form) in described.items()
-        ]
-    }
+def parameters_in(place: str, described: Mapping[str, tuple[str, Mapping[str, object]]]) -> list[dict[str, Any]]:
+    """Returns the description of parameters in the header, query or path, with a text and a JSON schema for each. A
+    route that reads its parameters itself is faster than a route with the framework's parameters."""
+    return [
+        {
+            "name": name,
+            "in": place,
+            "required": place == "path",
+            "description": text,
+            "schema": {"type": "string", **form},
+        }
+        for name, (text, form) in described.items()
+    ]
 
 
 TIMEOUT_TEXT = "the request's timeout in milliseconds; the server's own limit replaces a larger value"
-OF_ALL = headers({TIMEOUT_HEADER: (TIMEOUT_TEXT, {"pattern": anchored(TIMEOUT)})})["parameters"]
-OF_BODIES = headers({ENCODING: ("the compression of the body", {"enum": [*WBITS, "identity"]})})["parameters"]
-MODEL_PARAMETER = {
-    "name": "name",
-    "in": "path",
-    "required": True,
-    "description": "the model's name",
-    "schema": {"type": "string", "examples": ["gated-stable-64"]},
-}
+OF_ALL = parameters_in("header", {TIMEOUT_HEADER: (TIMEOUT_TEXT, {"pattern": anchored(TIMEOUT)})})
+OF_BODIES = parameters_in("header", {ENCODING: ("the compression of the body", {"enum": [*WBITS, "identity"]})})
+(MODEL_PARAMETER,) = parameters_in("path", {"name": ("the model's name", {"examples": ["gated-stable-64"]})})
 
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 
@@ -165,11 +169,27 @@ class Router(APIRouter):
         return self.post(path, response_model=None, responses=answered, **described)
 
 
-def bodies(kind: type[Body]) -> Iterator[type[Body]]:
-    """Yields the subclasses of a body type, and their subclasses."""
-    for body in kind.__subclasses__():
-        yield body
-        yield from bodies(body)
+S = TypeVar("S", bound=Struct)
+
+
+def subclasses(kind: type[S]) -> Iterator[type[S]]:
+    """Yields the subclasses of a class, and their subclasses."""
+    for inner in kind.__subclasses__():
+        yield inner
+        yield from subclasses(inner)
+
+
+@cache
+def field_texts(module: str) -> dict[tuple[str, str], str]:
+    """Returns the texts below the fields of a module's classes, by the names of the class and the field."""
+    texts: dict[tuple[str, str], str] = {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for kind in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
+        for pair in pairwise(kind.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
+                    texts[kind.name, name] = " ".join(text.split())
+    return texts
 
 
 def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -185,7 +205,12 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
         [(kind, "serialization") for kind in manifests], ref_template=REFERENCE.format(name="{model}")
     )
     schemas |= described[1]["$defs"]
-    for body in bodies(Body):
+    for kind in chain(subclasses(Body), subclasses(Result)):
+        for base in reversed(kind.__mro__[: kind.__mro__.index(Struct)]):
+            for name, field in schemas.get(kind.__name__, {}).get("properties", {}).items():
+                if (text := field_texts(base.__module__).get((base.__name__, name))) is not None:
+                    field["description"] = text
+    for body in subclasses(Body):
         if body.__name__ in schemas:
             schemas[body.__name__] |= body.several()
             properties = schemas[body.__name__]["properties"]
@@ -211,12 +236,12 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["summary"] = operation["description"].partition(".")[0].replace("\n", " ").replace("`", "")
-            parameters = operation.setdefault("parameters", [])
-            parameters[:] = [MODEL_PARAMETER if parameter["name"] == "name" else parameter for parameter in parameters]
-            for parameter in parameters:
+            read = operation.setdefault("parameters", [])
+            read[:] = [MODEL_PARAMETER if parameter["name"] == "name" else parameter for parameter in read]
+            for parameter in read:
                 if "examples" in parameter["schema"]:
                     parameter["example"] = parameter["schema"]["examples"][0]  # Swagger UI writes it into its forms
-            parameters += (OF_BODIES if "requestBody" in operation else []) + OF_ALL
+            read += (OF_BODIES if "requestBody" in operation else []) + OF_ALL
     return document
 
 

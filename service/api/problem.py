@@ -7,18 +7,24 @@ A failure at one of Wane's own routes is a problem document (RFC 9457, applicati
      "request_id": "...", "position": 12}
 
 Every failure at these routes has this format, including an unknown path, an unknown method and an unexpected error.
-OpenAI's routes have their own format (`openai_error.py`). Under /v2, failures have the format of the Open Inference
-Protocol, whose clients read the text in `error`. That protocol has no status 422, so an error with status 422 in a
-problem document has status 400 under /v2.
+Under /v2, failures have the format of the Open Inference Protocol, whose clients read the text in `error`.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
+
+OpenAI's clients use their format to select an exception, and to retry only requests that may succeed. `param` is the
+name of the invalid field in OpenAI's API.
+
+    {"error": {"message": "...", "type": "invalid_request_error", "param": "max_tokens", "code": "invalid_request"}}
+
+The other two formats have no status 422: an error with status 422 in a problem document has status 400 in them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from http import HTTPStatus
@@ -26,11 +32,11 @@ from typing import Annotated, TypedDict, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Scope
 
 from wane.service.api.exchange import context
-from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
+from wane.service.api.schemas.completions import ErrorDocument
+from wane.service.errors import BodyTimeout, InvalidRequest, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
 from wane.service.observability.logs import SERVICE
 from wane.service.types.answer import Failed
 from wane.service.types.common import says
@@ -55,6 +61,22 @@ PROBLEM_TYPE = "application/problem+json"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
 NOWHERE = "not found; /docs lists the paths"
 UNEXPECTED = "the server failed to handle the request; the server's log has the error under this request id"
+
+CODES = {"unauthorized": "invalid_api_key", "unknown_model": "model_not_found"}
+"""Maps Wane's error codes to OpenAI's error codes."""
+
+FIELDS = {"input": "prompt", "tokens": "prompt", "top_logprobs": "logprobs"}
+"""Maps the engine's field names to OpenAI's field names."""
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+"""OpenAI's error types, by status. For every other status, the type is `invalid_request_error` below 500, and
+`server_error` from 500 on."""
+
+NEVER_RETRY = {"x-should-retry": "false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +157,6 @@ def problem(failure: Failure, request_id: str) -> Response:
 
 def inference_error(failure: Failure, request_id: str) -> Response:
     """Returns the failure in the format of the Open Inference Protocol."""
-    status = HTTPStatus.BAD_REQUEST if failure.status == HTTPStatus.UNPROCESSABLE_ENTITY else failure.status
     document = {
         "error": failure.detail,
         "code": failure.code,
@@ -143,7 +164,58 @@ def inference_error(failure: Failure, request_id: str) -> Response:
         "request_id": request_id,
         **failure.extra,
     }
-    return Response(json.dumps(document), status, failure.headers, "application/json")
+    return Response(json.dumps(document), status_of(failure), failure.headers, "application/json")
+
+
+def openai_response(failure: Failure, request_id: str) -> Response:  # noqa: ARG001
+    """Returns the response to a failure in OpenAI's format. The body has no request id, because the header
+    `x-request-id` has it."""
+    return Response(json.dumps(document_of(failure)), status_of(failure), headers_of(failure), "application/json")
+
+
+def problem_with_error(failure: Failure, request_id: str) -> Response:
+    """Returns a problem document with the additional member `error`, which is the failure in OpenAI's format. It is the
+    answer to a failure at one of Wane's own routes that OpenAI's clients call, too."""
+    document = failure.body(request_id) | document_of(failure)
+    return Response(json.dumps(document), failure.status, headers_of(failure), PROBLEM_TYPE)
+
+
+def status_of(failure: Failure) -> int:
+    """Returns the status of a failure in OpenAI's format and in the Open Inference Protocol's."""
+    return HTTPStatus.BAD_REQUEST if failure.status == HTTPStatus.UNPROCESSABLE_ENTITY else failure.status
+
+
+def headers_of(failure: Failure) -> dict[str, str]:
+    """Returns the response headers of a failure. OpenAI's clients retry a request after a 409, unless a response header
+    tells them not to."""
+    return {**failure.headers, **NEVER_RETRY} if failure.status == HTTPStatus.CONFLICT else failure.headers
+
+
+def document_of(failure: Failure) -> ErrorDocument:
+    """Returns a failure as a document in OpenAI's format."""
+    status = status_of(failure)
+    field = failure.extra.get("field")
+    param = str(field) if field is not None else "model" if failure.code == "unknown_model" else None
+    other = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return {
+        "error": {
+            "message": failure.detail,
+            "type": TYPES.get(status, other),
+            "param": param,
+            "code": CODES.get(failure.code, failure.code),
+        }
+    }
+
+
+def renamed(error: InvalidRequest) -> InvalidRequest:
+    """Returns the error with OpenAI's name of the invalid field instead of the engine's name, in the message, too."""
+    field = error.field or ""
+    top = field.partition("[")[0]
+    name = FIELDS.get(top)
+    if name is None:
+        return error
+    message = name + error.message.removeprefix(top) if error.message.startswith(top) else error.message
+    return InvalidRequest(message, name + field.removeprefix(top))
 
 
 Shape = Callable[[Failure, str], Response]
@@ -153,27 +225,19 @@ Shape = Callable[[Failure, str], Response]
 class Envelopes:
     """Converts an exception to a response in the format of the request path's protocol."""
 
-    def __init__(self, shapes: Sequence[tuple[BaseRoute, Shape]], others: Mapping[str, Shape]) -> None:
-        """`shapes` has a pair for each route: the route, and the function that builds the responses to failures at the
-        route's path, for every method. `others` has such a function for each path prefix, and is used for paths without
-        a route. The first matching prefix applies. The last prefix is empty, so it matches every path."""
-        self._shapes = [
-            (route.path_regex, shape) for route, shape in shapes if isinstance(route, Route | WebSocketRoute)
-        ]
-        self._others = others
+    def __init__(self, shapes: Sequence[tuple[re.Pattern[str], Shape]]) -> None:
+        """`shapes` has pairs of a pattern of paths and the function that builds the responses to failures at these
+        paths, for every method. The first pattern that matches the whole path applies. The last matches every path."""
+        self._shapes = shapes
 
     def __call__(self, scope: Scope, error: Exception) -> Response:
         """Returns the response to a failure. Adds the failure's code to the access log."""
         request_context = context(scope)
         failure = described(scope, error)
         request_context.fields["error"] = failure.code
-        return self._shape(scope["path"].removeprefix(scope.get("root_path", "")))(failure, request_context.request_id)
-
-    def _shape(self, path: str) -> Shape:
-        for pattern, shape in self._shapes:
-            if pattern.fullmatch(path):
-                return shape
-        return next(shape for prefix, shape in self._others.items() if path.startswith(prefix))
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        shape = next(shape for pattern, shape in self._shapes if pattern.fullmatch(path))
+        return shape(failure, request_context.request_id)
 
 
 def described(scope: Scope, error: Exception) -> Failure:

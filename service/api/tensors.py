@@ -5,6 +5,13 @@ A body with binary tensors begins with a JSON header. The length of the JSON hea
 header. A tensor is binary if its `parameters` have a `binary_data_size`. Numbers are little-endian. A BYTES value is
 encoded as its length in 4 bytes, followed by its bytes.
 
+All models have the same inputs and outputs. Only two sizes differ between models: V is the size of the vocabulary, and
+K is the number of tokens in `top_ids` (see `listed`).
+
+    inputs    tokens INT64 [-1, -1] | text BYTES [-1] | events BYTES [-1, -1];  lengths INT64 [-1]
+    outputs   top_ids INT64 [-1, K], top_logprobs FP32 [-1, K], logits FP32 [-1, V], token_logprobs FP32 [-1, -1],
+              error_bound FP32 [-1], top1_proved BOOL [-1], position INT64 [-1]
+
 Every size in a request is compared with the number of received bytes before memory of that size is allocated. Each
 error names the invalid tensor or header.
 """
@@ -13,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +31,10 @@ from starlette.responses import Response
 
 from wane.service.api.encode import VALUES_AT_ONCE, json_bytes, reply_in_pieces
 from wane.service.api.schemas.inference import InputTensor
+from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest, truncate_repr
+from wane.service.settings import Settings
+from wane.service.types.cost import Cost
 
 HEADER_LENGTH = "inference-header-content-length"
 BINARY_TYPE = (b"content-type", b"application/octet-stream")
@@ -44,6 +54,47 @@ class TensorSpec(NamedTuple):
 
     datatype: Datatype
     shape: tuple[int, ...]
+
+
+TOKENS, TEXT, EVENTS, LENGTHS = "tokens", "text", "events", "lengths"
+INPUTS: Mapping[str, TensorSpec] = {
+    TOKENS: TensorSpec("INT64", (-1, -1)),
+    TEXT: TensorSpec("BYTES", (-1,)),
+    EVENTS: TensorSpec("BYTES", (-1, -1)),
+    LENGTHS: TensorSpec("INT64", (-1,)),
+}
+SOURCES = (TOKENS, TEXT, EVENTS)
+"""The names of the input tensors that hold a sequence. A request has exactly one of these inputs."""
+
+TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS = "top_ids", "top_logprobs", "logits", "token_logprobs"
+ERROR_BOUND, TOP1_PROVED, POSITION = "error_bound", "top1_proved", "position"
+DEFAULT_OUTPUTS = (TOP_IDS, TOP_LOGPROBS, ERROR_BOUND, POSITION)
+PREDICTED = frozenset({TOP_IDS, TOP_LOGPROBS, LOGITS, ERROR_BOUND, TOP1_PROVED})
+"""The outputs that need a prediction of the next token."""
+OUTPUTS = PREDICTED | {TOKEN_LOGPROBS, POSITION}
+
+MOST_LISTED = 16
+
+
+def listed(engine: Engine, settings: Settings) -> int:
+    """Returns K, the number of tokens in `top_ids`. K is the smallest of 16, the setting `top_k_limit`, and the size of
+    the vocabulary. In a vocabulary of events, `<eos>` and `<unk>` do not count, because they are never listed."""
+    vocabulary = engine.vocabulary
+    return min(MOST_LISTED, vocabulary.size - len(vocabulary.unlisted), settings.top_k_limit)
+
+
+def outputs(engine: Engine, settings: Settings) -> dict[str, TensorSpec]:
+    """Returns the output tensors of a model, by name."""
+    k = listed(engine, settings)
+    return {
+        TOP_IDS: TensorSpec("INT64", (-1, k)),
+        TOP_LOGPROBS: TensorSpec("FP32", (-1, k)),
+        LOGITS: TensorSpec("FP32", (-1, engine.vocabulary.size)),
+        TOKEN_LOGPROBS: TensorSpec("FP32", (-1, -1)),
+        ERROR_BOUND: TensorSpec("FP32", (-1,)),
+        TOP1_PROVED: TensorSpec("BOOL", (-1,)),
+        POSITION: TensorSpec("INT64", (-1,)),
+    }
 
 
 class Tensor(NamedTuple):
@@ -75,16 +126,14 @@ def divided(raw: bytes, header_length: str | None) -> tuple[bytes, memoryview]:
 # Inputs
 
 
-def read_tensors(
-    inputs: Sequence[InputTensor], binary: memoryview, specs: Mapping[str, TensorSpec]
-) -> dict[str, Tensor]:
+def read_tensors(inputs: Sequence[InputTensor], binary: memoryview) -> dict[str, Tensor]:
     """Returns the input tensors by name. `binary` is the binary part of the body. Raises InvalidRequest."""
     tensors: dict[str, Tensor] = {}
     for tensor in inputs:
         name = tensor.name
-        spec = specs.get(name)
+        spec = INPUTS.get(name)
         if spec is None:
-            there = ", ".join(specs)
+            there = ", ".join(INPUTS)
             raise InvalidRequest(f"there is no input {truncate_repr(name)}; there are {there}", "inputs")
         if name in tensors:
             raise InvalidRequest(f"input {name} is given twice", name)
@@ -212,6 +261,18 @@ def _of_json(tensor: InputTensor, spec: TensorSpec, shape: tuple[int, ...]) -> N
 
 
 # Outputs
+
+
+def of_outputs(rows: int, widths: Iterable[tuple[int, bool]]) -> Cost:
+    """Returns the cost of an inference's answer. widths: for each output, the number of its values in a row, and
+    whether they are binary."""
+    sizes = [width * (BINARY_BYTES if is_binary else JSON_BYTES) for width, is_binary in widths]
+    return Cost(rows, answer_bytes=rows * sum(sizes))
+
+
+BINARY_BYTES, JSON_BYTES = 4, 12
+"""The bytes of a float32 in an answer: in a binary tensor, and about, with a comma, in JSON."""
+
 
 Rows = NDArray[Any] | Sequence[NDArray[Any]]
 """The values of an output: an array, or its rows, which may be large and are not copied into one array."""

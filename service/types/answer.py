@@ -60,9 +60,8 @@ class Agreement(Result):
     """The agreement of the window's answer with the recurrent answer."""
 
     top1_match: Annotated[bool, says("true: the two answers have the same most probable token")]
-    top1_proved: Annotated[
-        bool, says("true: the window's run alone, without the recurrent answer, proves that the two tokens are equal")
-    ]
+    top1_proved: bool
+    """true: the window's run alone, without the recurrent answer, proves that the two tokens are equal"""
     total_variation: Annotated[float, says("the measured total variation between the two distributions, 0 to 1")]
     kl: Annotated[float, says("the measured divergence sum p log(p / q), in nats; p is the recurrent distribution")]
     max_logit_difference: Annotated[float, says("the largest difference between the two logits of a token")]
@@ -83,13 +82,9 @@ class Answer(ServedPrompt, dict=True):
 
     mode: UsedMode
     window: UsedWindow
-    predictions: Annotated[
-        tuple[Prediction, ...],
-        says(
-            "the most probable tokens, most probable first; empty before the first token of a model that reads no "
-            "start token"
-        ),
-    ]
+    predictions: tuple[Prediction, ...]
+    """the most probable tokens, most probable first; empty before the first token of a model that reads no start token
+    """
     latency: Annotated[Latency, says("how long the request took in the engine")]
     state: Source
     error_bound: ErrorBound
@@ -145,13 +140,10 @@ class Continuation(Answer, kw_only=True):
     the position after the continuation."""
 
     tokens: Annotated[tuple[int, ...], says("the ids of the continuation's tokens")]
-    logprobs: Annotated[
-        tuple[float, ...],
-        says("the natural logarithm of each token's probability, given the session's tokens and the tokens before it"),
-    ]
-    error_bounds: Annotated[
-        tuple[ErrorBound, ...], says("the error bound of the distribution that predicted each token")
-    ]
+    logprobs: tuple[float, ...]
+    """the natural logarithm of each token's probability, given the session's tokens and the tokens before it"""
+    error_bounds: tuple[ErrorBound, ...]
+    """the error bound of the distribution that predicted each token"""
 
 
 class Continuations(Served):
@@ -237,13 +229,9 @@ class SessionView(Served):
     session: SessionName
     mode: Annotated[Mode, says("the default mode of the session's steps")]
     position: Position
-    state: Annotated[
-        StateSource,
-        says(
-            "the source of the state for an answer in the session's own mode at this time: resident, rebuilt for a "
-            "session whose state is not in memory, or window"
-        ),
-    ]
+    state: StateSource
+    """the source of the state for an answer in the session's own mode at this time: resident, rebuilt for a session
+    whose state is not in memory, or window"""
     error_bound: ErrorBound
     idle_s: Annotated[float, says("the time since the session's last step, in seconds")]
     durable: Durable = None
@@ -260,9 +248,7 @@ class SessionState(Served):
     session: SessionName
     position: Position
     state: Source
-    hidden: Annotated[
-        tuple[float, ...],
-        says("the input of the output layer after `position` tokens: the exact float32 values of its units"),
-    ]
+    hidden: tuple[float, ...]
+    """the input of the output layer after `position` tokens: the exact float32 values of its units"""
     state_error_bound: StateErrorBound
     durable: Durable = None

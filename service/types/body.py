@@ -8,7 +8,7 @@ check them for every route. The OpenAPI description still shows the ranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -16,7 +16,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from wane.models.manifest import Unknown
+from wane.service.settings import Settings
 from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost, length_of
 
 HISTORY = "The game was released on"
 
@@ -54,13 +56,8 @@ def keywords(**rules: object) -> Meta:
 
 def at_most(limit: int | str) -> Meta:
     """Describes the largest length of a list, or the largest integer: a number, or the name of a setting. The engine
-    and `cost.py` check it."""
+    and `Cost.check` check it."""
     return keywords(**{AT_MOST: limit})
-
-
-def modes(of: Iterable[Mode]) -> Meta:
-    """Describes a field whose value is one of some modes."""
-    return keywords(enum=[mode.value for mode in of])
 
 
 Name = Annotated[str, Meta(max_length=64)]
@@ -182,6 +179,10 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
             if getattr(self, name) is not None and all(getattr(self, other) is None for other in others):
                 raise ValueError(f"`{name}` is given without {' or '.join(f'`{other}`' for other in others)}")
 
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        """Returns what the request costs: one row, unless a body says otherwise. A text counts as no tokens."""
+        return Cost()
+
     @classmethod
     def several(cls) -> dict[str, Any]:
         """Returns the JSON Schema keywords of the rules about several fields."""
@@ -229,6 +230,9 @@ class SequenceBody(Body, kw_only=True):
             return EventInput(self.events, self.unknown)
         return self.input if self.input is not None else self.tokens or ()
 
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        return Cost(1, length_of(self.sequence))
+
     def request(
         self, kind: type[R], tokens: tuple[int, ...], unknown: tuple[str, ...], deadline: float | None, **added: object
     ) -> R:
@@ -250,24 +254,13 @@ class RankedBody(SequenceBody, kw_only=True):
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates", "exclude")}
 
-    exclude: Annotated[
-        EventList | None,
-        at_most("max_filter_events"),
-        says("events that the answer does not list. Probabilities do not change"),
-    ] = None
-    exclude_seen: Annotated[
-        bool,
-        says(
-            "true: the answer does not list the sequence's last events, as many as the server still has. `seen_tokens` "
-            "is their number"
-        ),
-    ] = False
-    candidates: Annotated[
-        EventList | None,
-        at_most("max_filter_events"),
-        says("the only events that the answer may list. Probabilities do not change"),
-    ] = None
-    include_end: Annotated[
-        bool, says("true: the answer of a model of events may list <eos>, the end of the session")
-    ] = False
+    exclude: Annotated[EventList | None, at_most("max_filter_events")] = None
+    """events that the answer does not list. Probabilities do not change"""
+    exclude_seen: bool = False
+    """true: the answer does not list the sequence's last events, as many as the server still has. `seen_tokens` is
+    their number"""
+    candidates: Annotated[EventList | None, at_most("max_filter_events")] = None
+    """the only events that the answer may list. Probabilities do not change"""
+    include_end: bool = False
+    """true: the answer of a model of events may list <eos>, the end of the session"""
     include_unknown: IncludeUnknown = False

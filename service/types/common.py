@@ -35,7 +35,8 @@ Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 
 def says(text: str, **keywords: object) -> Meta:
-    """Describes a field for the OpenAPI description: its meaning, and further JSON Schema keywords."""
+    """Describes a field for the OpenAPI description: its meaning, and further JSON Schema keywords. A field whose
+    meaning needs more than a line has it in a text below the field instead."""
     return Meta(description=text, extra_json_schema=keywords or None)
 
 
@@ -107,13 +108,9 @@ class Served(Result):
 class ServedPrompt(Served, kw_only=True):
     """An answer from a run of the request's tokens."""
 
-    cached_tokens: Annotated[
-        int,
-        says(
-            "the number of the first tokens that did not run, because an earlier request of the same API key left the "
-            "state after them; absent: 0"
-        ),
-    ] = 0
+    cached_tokens: int = 0
+    """the number of the first tokens that did not run, because an earlier request of the same API key left the state
+    after them; absent: 0"""
 
 
 REFERENCE = "#/components/schemas/{name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     HISTORY,
     Cache,
@@ -19,9 +20,9 @@ from wane.service.types.body import (
     anchored,
     at_most,
     keywords,
-    modes,
 )
 from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost, length_of, within
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -72,52 +73,36 @@ class GenerateBody(SequenceBody, kw_only=True):
     )
 
     session: Annotated[SessionId | None, says("continue this session, without changing it")] = None
-    position: Annotated[
-        Natural | None,
-        says(
-            "only with `session`: the session's expected position; if the session has another position, the "
-            "answer is 409"
-        ),
-    ] = None
+    position: Natural | None = None
+    """only with `session`: the session's expected position; if the session has another position, the answer is 409"""
     model: Model = None
-    max_tokens: Annotated[
-        Positive, at_most("max_generated_tokens"), says("the largest number of tokens to generate")
-    ] = 16
+    max_tokens: Annotated[Positive, at_most("max_generated_tokens")] = 16
+    """the largest number of tokens to generate"""
     temperature: Annotated[float, keywords(minimum=0), says("0: always select the most probable token")] = 1.0
     top_k: Annotated[Positive | None, says("sample from the k most probable tokens only")] = None
-    top_p: Annotated[
-        Annotated[float, keywords(exclusiveMinimum=0, maximum=1)] | None,
-        says("sample from the smallest set of most probable tokens whose probabilities add up to this value"),
-    ] = None
+    top_p: Annotated[float, keywords(exclusiveMinimum=0, maximum=1)] | None = None
+    """sample from the smallest set of most probable tokens whose probabilities add up to this value"""
     seed: Annotated[Natural | None, says("requests with the same seed generate the same text")] = None
-    stop: Annotated[
-        Stop | tuple[Stop, ...],
-        at_most(MAX_STOPS),
-        says("generation stops at the first of these strings; the answer's text does not include it"),
-    ] = ()
-    presence_penalty: Annotated[
-        Penalty, says("subtracted from the log-probability of a token that was already generated")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        Penalty, says("subtracted from a token's log-probability for each time that it was generated")
-    ] = 0.0
+    stop: Annotated[Stop | tuple[Stop, ...], at_most(MAX_STOPS)] = ()
+    """generation stops at the first of these strings; the answer's text does not include it"""
+    presence_penalty: Penalty = 0.0
+    """subtracted from the log-probability of a token that was already generated"""
+    frequency_penalty: Penalty = 0.0
+    """subtracted from a token's log-probability for each time that it was generated"""
     logit_bias: LogitBias | None = None
-    top_logprobs: Annotated[
-        Annotated[Natural, at_most("top_k_limit")] | None,
-        says(
-            "the number of most probable tokens that the answer's `predictions` list for each generated token. "
-            "The generated token is always listed, too; 0: only the generated token"
-        ),
-    ] = None
-    mode: Annotated[
-        Mode,
-        modes(GENERATED_MODES),
-        says("auto: the session's own mode or, without a session, recurrent"),
-    ] = Mode.AUTO
+    top_logprobs: Annotated[Natural, at_most("top_k_limit")] | None = None
+    """the number of most probable tokens that the answer's `predictions` list for each generated token. The generated
+    token is always listed, too; 0: only the generated token"""
+    mode: Annotated[Mode, keywords(enum=[*GENERATED_MODES])] = Mode.AUTO
+    """auto: the session's own mode or, without a session, recurrent"""
     window: Window | None = None
     truncated: Truncated = False
     cache: Cache = True
     include_unknown: IncludeUnknown = False
-    stream: Annotated[
-        bool, says("answer with server-sent events: `token` for each token, then `finish` or `error`")
-    ] = False
+    stream: bool = False
+    """answer with server-sent events: `token` for each token, then `finish` or `error`"""
+
+    def cost(self, settings: Settings) -> Cost:
+        made = within(self.max_tokens, settings.max_generated_tokens)
+        listed = 0 if self.stream else made * within(self.top_logprobs, settings.top_k_limit)
+        return Cost(1, length_of(self.sequence), listed, listed_fields="max_tokens or top_logprobs")

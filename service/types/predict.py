@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     AUTO,
     HISTORY,
@@ -33,6 +34,7 @@ from wane.service.types.body import (
     keywords,
 )
 from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost, length_of, within
 
 MAX_COMPARED_MODELS = 8
 MAX_COMPARED_WINDOWS = 32
@@ -70,13 +72,11 @@ class PredictBody(RankedBody, kw_only=True):
 
     model: Model = None
     inputs: Annotated[
-        Annotated[tuple[Text | Tokens | EventsBody, ...], Meta(min_length=1)] | None,
-        at_most("max_batch_inputs"),
-        says('a batch of inputs; each is a text, a list of token ids, or `{"events": [...]}`, and gets its own answer'),
+        Annotated[tuple[Text | Tokens | EventsBody, ...], Meta(min_length=1)] | None, at_most("max_batch_inputs")
     ] = None
-    session: Annotated[
-        SessionId | None, says("the id of a session; predict its next token without appending to it")
-    ] = None
+    """a batch of inputs; each is a text, a list of token ids, or `{"events": [...]}`, and gets its own answer"""
+    session: SessionId | None = None
+    """the id of a session; predict its next token without appending to it"""
     mode: Annotated[Mode, says(AUTO)] = Mode.AUTO
     window: Window | None = None
     tolerance: Tolerance | None = None
@@ -84,6 +84,10 @@ class PredictBody(RankedBody, kw_only=True):
     truncated: Truncated = False
     prove: Prove = False
     cache: Cache = True
+
+    def cost(self, settings: Settings) -> Cost:
+        inputs = (self.sequence,) if self.inputs is None else self.inputs
+        return Cost(len(inputs), sum(map(length_of, inputs)), len(inputs) * within(self.top_k, settings.top_k_limit))
 
 
 class CompareBody(SequenceBody, kw_only=True):
@@ -94,22 +98,17 @@ class CompareBody(SequenceBody, kw_only=True):
     not_both: ClassVar[tuple[str, ...]] = ("model", "models")
 
     model: Model = None
-    models: Annotated[
-        Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_COMPARED_MODELS)] | None,
-        says("the names of several models, instead of `model`"),
-    ] = None
-    windows: Annotated[
-        tuple[Window, ...],
-        at_most(MAX_COMPARED_WINDOWS),
-        keywords(minItems=1),
-        says("the window sizes to compare, in tokens"),
-    ] = (8, 16, 32, 64)
-    repeat: Annotated[
-        Positive,
-        at_most(MAX_REPEAT),
-        says("the number of runs of recurrent mode and of each window, for the percentiles of latency"),
-    ] = 20
+    models: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_COMPARED_MODELS)] | None = None
+    """the names of several models, instead of `model`"""
+    windows: Annotated[tuple[Window, ...], at_most(MAX_COMPARED_WINDOWS), keywords(minItems=1)] = (8, 16, 32, 64)
+    """the window sizes to compare, in tokens"""
+    repeat: Annotated[Positive, at_most(MAX_REPEAT)] = 20
+    """the number of runs of recurrent mode and of each window, for the percentiles of latency"""
     cache: Cache = True
+
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        models = 1 if self.models is None else len(self.models)
+        return Cost(1, length_of(self.sequence), compared=models * (1 + len(self.windows)) - 1)
 
 
 class ScoreBody(SequenceBody, kw_only=True):
@@ -125,23 +124,20 @@ class ScoreBody(SequenceBody, kw_only=True):
     tokens: Annotated[Tokens | None, at_most("max_scored_tokens")] = None
     events: Annotated[Events | None, at_most("max_scored_tokens")] = None
     model: Model = None
-    method: Annotated[
-        ScoreMethod,
-        says("sequential: run the tokens in order; parallel: run concurrent chunks, if this is expected to be faster"),
-    ] = ScoreMethod.SEQUENTIAL
-    tolerance: Annotated[
-        Tolerance | None, says("the largest accepted error of concurrent chunks, as total variation, 0 to 1")
-    ] = None
+    method: ScoreMethod = ScoreMethod.SEQUENTIAL
+    """sequential: run the tokens in order; parallel: run concurrent chunks, if this is expected to be faster"""
+    tolerance: Tolerance | None = None
+    """the largest accepted error of concurrent chunks, as total variation, 0 to 1"""
     truncated: Truncated = False
-    top_k: Annotated[
-        Annotated[Natural, at_most("top_k_limit")] | None,
-        says(
-            "the number of most probable tokens that the answer's `predictions` list at each token's position. The "
-            "token at the position is always listed, too; 0: only this token. With this field, `method` is sequential"
-        ),
-    ] = None
+    top_k: Annotated[Natural, at_most("top_k_limit")] | None = None
+    """the number of most probable tokens that the answer's `predictions` list at each token's position. The token at
+    the position is always listed, too; 0: only this token. With this field, `method` is sequential"""
     cache: Cache = True
     include_unknown: IncludeUnknown = False
-    stream: Annotated[
-        bool, says("answer with server-sent events: `progress` and `tokens`, then `finish` or `error`")
-    ] = False
+    stream: bool = False
+    """answer with server-sent events: `progress` and `tokens`, then `finish` or `error`"""
+
+    def cost(self, settings: Settings, tokens: int | None = None) -> Cost:
+        """`tokens` is the number of tokens, or None before a text is tokenised."""
+        count = length_of(self.sequence) if tokens is None else tokens
+        return Cost(1, count, count * within(self.top_k, settings.top_k_limit))

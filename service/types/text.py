@@ -57,19 +57,14 @@ class ScoreSummary(ServedPrompt):
     """How a text was scored. Each chunk that ran in parallel started at least `warm_up` tokens before its first scored
     token. If `max_residual` is 0, the result is bit for bit that of a sequential run."""
 
-    perplexity: Annotated[
-        float | None, says("the perplexity of the tokens that have a log-probability; null if there are none")
-    ]
+    perplexity: float | None
+    """the perplexity of the tokens that have a log-probability; null if there are none"""
     chunks: Annotated[int, says("the number of chunks that ran in parallel")]
     warm_up: Annotated[int | None, says("the least number of tokens that a chunk ran before its first scored token")]
     rounds: Annotated[int, says("1 plus the number of parts of chunks that were run again")]
-    max_residual: Annotated[
-        float,
-        says(
-            "the largest difference between a unit of a chunk's start state and the same unit of the previous chunk's "
-            "end state"
-        ),
-    ]
+    max_residual: float
+    """the largest difference between a unit of a chunk's start state and the same unit of the previous chunk's end
+    state"""
     state: Source
     error_bound: Annotated[ErrorBound, says("the largest error bound of all positions; null: not certified")]
     latency: Annotated[Latency, says("how long the request took in the engine")]
@@ -101,22 +96,14 @@ class GeneratedToken(Result):
 
     token_id: TokenId
     token: Annotated[str, says("the token's text, or the event's name")]
-    text: Annotated[
-        str,
-        says(
-            "the additional text that is final after this token; empty while a character or a possible stop string is "
-            "incomplete"
-        ),
-    ]
+    text: str
+    """the additional text that is final after this token; empty while a character or a possible stop string is
+    incomplete"""
     logprob: Logprob
     bytes: TokenBytes = None
-    predictions: Annotated[
-        tuple[Prediction, ...] | None,
-        says(
-            "only with `top_logprobs`: the most probable tokens at this token's position, most probable first, and "
-            "the token itself at the end if it is not one of them; before bias and penalties"
-        ),
-    ] = None
+    predictions: tuple[Prediction, ...] | None = None
+    """only with `top_logprobs`: the most probable tokens at this token's position, most probable first, and the token
+    itself at the end if it is not one of them; before bias and penalties"""
 
 
 class Finish(ServedPrompt):
@@ -125,19 +112,14 @@ class Finish(ServedPrompt):
 
     text: Annotated[str, says("the generated text, up to the first stop string")]
     tokens: Annotated[tuple[int, ...], says("the ids of the generated tokens")]
-    finish_reason: Annotated[
-        FinishReason, says("stop: a stop string, or the end of an event sequence; length: the limit `max_tokens`")
-    ]
+    finish_reason: FinishReason
+    """stop: a stop string, or the end of an event sequence; length: the limit `max_tokens`"""
     mode: UsedMode
     window: UsedWindow
     state: Source
-    error_bound: Annotated[
-        ErrorBound,
-        says(
-            "the largest error bound of the distributions from which the tokens were sampled, each compared with the "
-            "never-interrupted model's distribution after the same tokens; null: not certified"
-        ),
-    ]
+    error_bound: ErrorBound
+    """the largest error bound of the distributions from which the tokens were sampled, each compared with the
+    never-interrupted model's distribution after the same tokens; null: not certified"""
     latency: Annotated[Latency, says("how long the request took in the engine")]
     cache_tokens: CacheTokens = None
     session: Annotated[str | None, says("only if the generation continued a session: its id")] = None
@@ -177,9 +159,8 @@ class ComparedMode(Result):
     predictions: Annotated[tuple[Prediction, ...], says("the most probable tokens, most probable first")]
     latency: Annotated[Phases, says("how long the repeated runs took")]
     error_bound: ErrorBound
-    agreement: Annotated[
-        Agreement | None, says("the agreement of the window with the recurrent answer; null for the recurrent result")
-    ]
+    agreement: Agreement | None
+    """the agreement of the window with the recurrent answer; null for the recurrent result"""
 
 
 class Comparison(Served):

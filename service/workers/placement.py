@@ -27,7 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from wane.service.api import encode
 from wane.service.api.body import LARGE_BYTES, Decoder, excess, read, reader, uncompressed
-from wane.service.api.cost import admit_body
+from wane.service.api.deps import admit
 from wane.service.api.exchange import (
     HISTORY,
     NEW_ID,
@@ -338,7 +338,7 @@ class Placement:
         """Answers a call with steps of several workers' sessions. If all parts fail, answers with the first failure.
         `whole` has the JSON of `checked`."""
         scope["app"] = self._app
-        admit_body(Request(scope), checked)
+        admit(Request(scope), checked.cost(self._app.state.settings))
         steps: _Steps = reader(_Steps).decode(whole.content.removeprefix(BOM_UTF8))
         bodies = [_Steps([steps.steps[at] for at in part], steps.format) for part in parts.values()]
         asked = [Part(whole, msgspec.json.encode(body), whole.rest) for body in bodies]

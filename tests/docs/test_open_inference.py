@@ -10,8 +10,9 @@ import pytest
 
 from tests.docs.transcript import FENCE
 from tests.service.live_server import LiveServer, live_server
-from wane.service.api import signature
+from wane.service.api.routes.inference import EXTENSIONS
 from wane.service.api.schemas.inference import InferParameters
+from wane.service.api.tensors import INPUTS, OUTPUTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "open_inference.md").read_text(encoding="utf-8")
@@ -35,5 +36,5 @@ def test_the_program_of_the_page_runs(server: LiveServer, capsys: pytest.Capture
 
 
 def test_the_page_names_every_input_output_parameter_and_extension() -> None:
-    names = {*signature.INPUTS, *signature.OUTPUTS, *signature.EXTENSIONS, *InferParameters.__struct_fields__}
+    names = {*INPUTS, *OUTPUTS, *EXTENSIONS, *InferParameters.__struct_fields__}
     assert {name for name in names if f"`{name}`" not in PAGE} == set()

@@ -34,8 +34,8 @@ from wane.models.bundle import Bundle, BundleError
 from wane.models.vocabulary import Vocabulary
 from wane.service.api.disconnect import WHOLE_BODY
 from wane.service.api.exchange import RequestContext
-from wane.service.api.infer_call import decoded_call, rows_of
-from wane.service.api.signature import EVENTS, INPUTS, LENGTHS, OUTPUTS, SOURCES
+from wane.service.api.routes.infer import decoded_call, rows_of
+from wane.service.api.tensors import EVENTS, INPUTS, LENGTHS, OUTPUTS, SOURCES
 from wane.service.app import Application, create_app
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventNames

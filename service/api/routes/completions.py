@@ -19,14 +19,12 @@ from starlette.responses import Response
 from wane.service.api import encode
 from wane.service.api.body import decode, tokens_of
 from wane.service.api.choices import Choice, Generation, Prompt, merged, started, together
-from wane.service.api.cost import of_completion
 from wane.service.api.deps import deadline, header, model_engine, note_model, owner, session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
-from wane.service.api.openai_error import document_of, renamed
-from wane.service.api.openapi import Router, answers, headers
-from wane.service.api.problem import Failure
+from wane.service.api.openapi import Router, answers, parameters_in
+from wane.service.api.problem import Failure, document_of, renamed
 from wane.service.api.routes.sessions import IDEMPOTENCY_KEY, KEY, engine_to_step
 from wane.service.api.schemas.completions import (
     MAX_TOKENS,
@@ -53,7 +51,13 @@ router = Router(tags=["openai"], responses=FAILURE)
 chat = Router(include_in_schema=False)
 
 
-@router.on_post("/v1/completions", CompletionBody, CompletionDocument, streams=True, extra=headers(KEY))
+@router.on_post(
+    "/v1/completions",
+    CompletionBody,
+    CompletionDocument,
+    streams=True,
+    extra={"parameters": parameters_in("header", KEY)},
+)
 async def complete(request: Request) -> Response:
     """Completes one or many prompts, like OpenAI's API. If `stream` is true, the answer consists of lines `data:` with
     parts of the choices, and then the line `data: [DONE]`. A failure during the stream is sent as `data: {"error":
@@ -174,7 +178,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
         else:
             read.append(await tokens_of(engine, item, until))
         total += len(read[-1].tokens)
-    of_completion(body, settings(request), total).check(settings(request))
+    body.cost(settings(request), total).check(settings(request))
     await asyncio.sleep(0)
     bias = bias_of(body.logit_bias or {})  # all samples share its arrays, even without a bias
     await asyncio.sleep(0)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from wane.service.api import docs_page
 from wane.service.api.exchange import context
 from wane.service.api.openapi import Router
 from wane.service.errors import NotFound
@@ -24,10 +23,14 @@ PAGE = "index.html"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 """The content types of the files that are served. Files with other names, such as licences, are served as plain
 text."""
-HEADERS = docs_page.HEADERS | {
+PAGE_HEADERS = {"referrer-policy": "no-referrer", "x-frame-options": "DENY"}
+"""Response headers of every page. They tell a browser never to show the page in a frame."""
+HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    **PAGE_HEADERS,
 }
+"""They tell a browser to load nothing from other sites, and to run no script but the page's own."""
 CHECKED = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # a browser asks each time whether its copy is the file's latest version

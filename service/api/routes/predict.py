@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, filter_of, tokens_of
-from wane.service.api.cost import of_score
 from wane.service.api.deps import deadline, engine_of, model_engine, note_model, owner, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
@@ -115,7 +114,7 @@ async def score(request: Request) -> Response:
     engine = await model_engine(request, body.model)
     with until_hangup(request):
         sequence = await tokens_of(engine, body.sequence, deadline(request), document=True)
-        of_score(body, settings(request), len(sequence.tokens)).check(settings(request))
+        body.cost(settings(request), len(sequence.tokens)).check(settings(request))
         added = {"skipped": sequence.skipped, "owner": owner(request).name}
         wanted = body.request(ScoreRequest, sequence.tokens, sequence.unknown, deadline(request), **added)
         if not body.stream:

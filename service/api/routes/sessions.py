@@ -28,11 +28,20 @@ from wane.service.api.body import (
     plain_steps,
     tokens_of,
 )
-from wane.service.api.cost import Cost, admit, length_of, of_continuations
-from wane.service.api.deps import deadline, header, model_engine, owner, session_engine, session_key, settings
+from wane.service.api.deps import (
+    admit,
+    deadline,
+    engine_and_key,
+    header,
+    model_engine,
+    owner,
+    session_engine,
+    session_key,
+    settings,
+)
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import HISTORY, NEW_ID, context, note_answer, registry
-from wane.service.api.openapi import Router, answers, headers
+from wane.service.api.openapi import Router, answers, parameters_in
 from wane.service.api.problem import failure_document, items
 from wane.service.api.schemas.completions import CompletionBody
 from wane.service.api.schemas.sessions import (
@@ -63,6 +72,7 @@ from wane.service.types.answer import (
     StepColumns,
 )
 from wane.service.types.body import IDEMPOTENCY, MAX_KEY_CHARACTERS, SESSION_ID, EventInput, EventsBody, anchored
+from wane.service.types.cost import Cost, length_of
 from wane.service.types.request import SLASH, ContinuationsRequest, History, Owner, StepRequest, name_within
 
 # This pattern is only for the OpenAPI description. `name_within` rejects an invalid id, because a rejection by the
@@ -75,12 +85,8 @@ IDEMPOTENCY_KEY = "idempotency-key"
 STEP_HEADER_NAMES = {POSITION.encode(), IDEMPOTENCY_KEY.encode()}
 KEY = {IDEMPOTENCY_KEY: (IDEMPOTENCY, {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})}
 """The description of the header with the idempotency key."""
-STEP_HEADERS = headers(
-    {
-        POSITION: ("has the same effect as the field `expected_position` of the body", {"pattern": anchored(DIGITS)}),
-        **KEY,
-    }
-)
+POSITION_TEXT = "has the same effect as the field `expected_position` of the body"
+STEP_HEADERS = parameters_in("header", {POSITION: (POSITION_TEXT, {"pattern": anchored(DIGITS)}), **KEY})
 
 LINKS = {
     name: {
@@ -163,8 +169,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
 @router.on_get("/{session}", SessionView)
 async def read(request: Request, session: SessionId) -> Response:
     """Returns a session's position and options. Does not extend the session's time to live."""
-    name = session_key(request, session)
-    engine = await session_engine(request, name)
+    engine, name = await engine_and_key(request, session)
     return encode.reply(await engine.get_session(name))
 
 
@@ -172,8 +177,7 @@ async def read(request: Request, session: SessionId) -> Response:
 async def state(request: Request, session: SessionId) -> Response:
     """Returns the input of the output layer after the session's tokens. Does not change the session, and does not
     extend its time to live. If the server no longer has the session's state, the server rebuilds the state."""
-    name = session_key(request, session)
-    engine = await session_engine(request, name)
+    engine, name = await engine_and_key(request, session)
     with until_hangup(request):
         hidden = await engine.session_state(name, deadline(request))
     return encode.reply(hidden)
@@ -192,7 +196,7 @@ async def delete(request: Request, session: SessionId) -> Response:
     return Response(status_code=204)
 
 
-@router.on_post("/{session}/tokens", StepBody, Answer, extra=STEP_HEADERS)
+@router.on_post("/{session}/tokens", StepBody, Answer, extra={"parameters": STEP_HEADERS})
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens to a session, and predicts the next token. With `expected_position` or `idempotency_key`, a retry
     of a step does not append its tokens again.
@@ -298,8 +302,7 @@ def position(in_header: str | None, in_body: int | None) -> int | None:
 async def rewind(request: Request, session: SessionId) -> Response:
     """Drops a session's tokens after `position`. The session's next step recomputes the state."""
     body = await decode(request, RewindBody)
-    name = session_key(request, session)
-    engine = await session_engine(request, name)
+    engine, name = await engine_and_key(request, session)
     with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
     return encode.reply(view)
@@ -319,8 +322,7 @@ async def fork(request: Request, session: SessionId) -> Response:
     Answers 200 with the new session if the client sends the same request again before its first step. Such a request
     must have `position`: without it, it is refused with 409 if this session has made a step in the meantime."""
     body = await decode(request, ForkBody)
-    name = session_key(request, session)
-    engine = await session_engine(request, name)
+    engine, name = await engine_and_key(request, session)
     if HISTORY in request.scope:
         view, history = await engine.history(name, body.position, deadline(request))
         packed = history.snapshot or b""
@@ -337,8 +339,7 @@ async def continuations(request: Request, session: SessionId) -> Response:
     """Scores each continuation as the session's next tokens, and predicts the token after it, in mode recurrent. The
     session does not change."""
     body, until = await decode(request, ContinuationsBody), deadline(request)
-    name = session_key(request, session)
-    engine = await session_engine(request, name)
+    engine, name = await engine_and_key(request, session)
     engine.check_event_count(sum(length_of(sequence) for sequence in body.continuations))
     with until_hangup(request):
         sequences, total = list[EventTokens](), 0
@@ -353,7 +354,7 @@ async def continuations(request: Request, session: SessionId) -> Response:
                 raise InvalidRequest(f"{where}: {error.message}", where) from error
             total += len(sequences[-1].tokens)
             engine.check_event_count(total)
-        of_continuations(body, settings(request), total).check(settings(request))
+        body.cost(settings(request), total).check(settings(request))
         wanted = ContinuationsRequest(
             name,
             tuple(sequence.tokens for sequence in sequences),

@@ -123,15 +123,15 @@ class Stream:
 
         Raises WebSocketDisconnect.
         """
-        exchange = MessageExchange(self.policy, self.scope)
+        exchange = MessageExchange(self.policy, self.scope, self.request_context)
         if self.policy.tracing is not None:
             CURRENT.set(exchange.traced)
         status: int | None = None
         failed: str | None = None
         try:
-            exchange.admit()
+            deadline = exchange.admit()
             with until_hangup(self.socket):
-                answer = await self.answer(message, exchange.deadline)
+                answer = await self.answer(message, deadline)
             await self.send(one_line(answer))
             status = HTTPStatus.OK
         except Abandoned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Annotated
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,24 +16,71 @@ from wane.service.api import encode
 from wane.service.api.body import decode
 from wane.service.api.deps import deadline, model_engine, settings
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.openai_error import renamed
 from wane.service.api.openapi import Router
+from wane.service.api.problem import renamed
 from wane.service.api.routes.completions import FAILURE
-from wane.service.api.schemas.tokenizer import (
-    DetokenizeBody,
-    DetokenizeDocument,
-    TokenizeBody,
-    TokenizeDocument,
-    TokenizerDocument,
-)
 from wane.service.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest
+from wane.service.settings import Settings
+from wane.service.types.body import HISTORY, Body, Model, TokenId, at_most
+from wane.service.types.common import Result, says
+from wane.service.types.cost import Cost
 
 router = Router(tags=["tokenizer"], responses=FAILURE)
 
 CLASS = "PreTrainedTokenizerFast"
 """The class of Hugging Face's library transformers that reads a bundle's tokenizer."""
+
+
+class TokenizeBody(Body, kw_only=True):
+    """Turn a text into token ids."""
+
+    examples = ({"prompt": HISTORY}, {"prompt": "<eos>", "add_special_tokens": False})
+
+    model: Model = None
+    prompt: Annotated[str, says("a text; each `<eos>` in the text becomes the id of the token <eos>")]
+    add_special_tokens: bool | None = None
+    """has no effect: the server itself feeds the start token before a sequence"""
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """Turn token ids into text."""
+
+    examples = ({"tokens": [5, 6, 7]},)
+
+    model: Model = None
+    tokens: Annotated[tuple[TokenId, ...], at_most("max_scored_tokens")]
+    """token ids"""
+
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        return Cost(1, len(self.tokens))
+
+
+class TokenizeDocument(Result):
+    """The token ids of a text."""
+
+    count: Annotated[int, says("the number of token ids")]
+    max_model_len: Annotated[int, says("the longest input that the server accepts, in tokens")]
+    tokens: Annotated[Sequence[int], says("the token ids")]
+    token_strs: Annotated[None, says("always null")]
+
+
+class DetokenizeDocument(Result):
+    """The text of the tokens."""
+
+    prompt: Annotated[str, says("the text")]
+
+
+class TokenizerDocument(Result):
+    """The tokenizer's special tokens."""
+
+    tokenizer_class: Annotated[str, says("the class of the library transformers that reads the tokenizer")]
+    eos_token: Annotated[str, says("the token <eos>")]
+    bos_token: Annotated[None, says("always null: the server itself feeds the start token")]
+    unk_token: Annotated[str | None, says("the token <unk>; null: the vocabulary has none")]
+    pad_token: Annotated[None, says("always null")]
+    model_max_length: Annotated[int, says("the longest input that the server accepts, in tokens")]
 
 
 @router.on_post("/tokenize", TokenizeBody, TokenizeDocument)

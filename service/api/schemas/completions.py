@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from msgspec import UNSET, UnsetType
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     HISTORY,
     Body,
@@ -20,6 +21,7 @@ from wane.service.types.body import (
     keywords,
 )
 from wane.service.types.common import Result, says
+from wane.service.types.cost import Cost, length_of, within
 from wane.service.types.generate import MAX_STOPS, LogitBias, Penalty, Stop
 
 MAX_TOKENS = 16
@@ -43,9 +45,8 @@ PROMPT = {
 class StreamOptions(Body, kw_only=True):
     """Options of a streamed answer."""
 
-    include_usage: Annotated[
-        bool | None, says("true: the stream ends with a chunk that has the usage and no choices")
-    ] = None
+    include_usage: bool | None = None
+    """true: the stream ends with a chunk that has the usage and no choices"""
 
 
 def with_value(name: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -89,24 +90,16 @@ class CompletionBody(Body, kw_only=True):
     ] = None
     temperature: Annotated[Annotated[float, keywords(minimum=0)] | None, says("default: 1")] = None
     top_p: Annotated[Annotated[float, keywords(exclusiveMinimum=0, maximum=1)] | None, says("default: 1")] = None
-    n: Annotated[
-        Annotated[Positive, at_most("max_batch_inputs")] | None,
-        says("the number of samples of each prompt; default: 1"),
-    ] = None
+    n: Annotated[Positive, at_most("max_batch_inputs")] | None = None
+    """the number of samples of each prompt; default: 1"""
     stream: Annotated[bool | None, says("true: answer with server-sent events")] = None
     stream_options: Annotated[StreamOptions | None, says("only with `stream`")] = None
-    logprobs: Annotated[
-        Annotated[Natural, at_most("top_k_limit")] | None,
-        says(
-            "the number of most probable tokens that the answer lists for each token of a choice; the token "
-            "itself is always listed, too"
-        ),
-    ] = None
+    logprobs: Annotated[Natural, at_most("top_k_limit")] | None = None
+    """the number of most probable tokens that the answer lists for each token of a choice; the token itself is always
+    listed, too"""
     echo: Annotated[bool | None, says("true: the text of each choice begins with the prompt")] = None
-    stop: Annotated[
-        Annotated[Stop | tuple[Stop, ...], at_most(MAX_STOPS)] | None,
-        says("the text ends before the first of these strings"),
-    ] = None
+    stop: Annotated[Stop | tuple[Stop, ...], at_most(MAX_STOPS)] | None = None
+    """the text ends before the first of these strings"""
     seed: Annotated[Integer | None, says("requests with the same seed generate the same samples")] = None
     presence_penalty: Annotated[Penalty | None, says("default: 0")] = None
     frequency_penalty: Annotated[Penalty | None, says("default: 0")] = None
@@ -115,25 +108,30 @@ class CompletionBody(Body, kw_only=True):
     suffix: Annotated[Annotated[str, keywords(maxLength=0)] | None, says("not supported: absent or empty")] = None
     best_of: Annotated[Positive | None, says("not supported: absent, 1, or the value of `n`")] = None
     include_unknown: IncludeUnknown | None = None
-    session: Annotated[
-        SessionId | None,
-        says(
-            "not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "
-            "The completion is not appended. The request must also have `expected_position` or the header "
-            "`Idempotency-Key`"
-        ),
-    ] = None
-    expected_position: Annotated[
-        Natural | None,
-        says(
-            "only with `session`: the session's position before the prompt; 0 creates the session if it does not exist"
-        ),
-    ] = None
+    session: SessionId | None = None
+    """not part of OpenAI's API: appends the prompt to this session, and completes the whole session. The completion is
+    not appended. The request must also have `expected_position` or the header `Idempotency-Key`"""
+    expected_position: Natural | None = None
+    """only with `session`: the session's position before the prompt; 0 creates the session if it does not exist"""
 
     @property
     def create(self) -> bool:
         """Whether the prompt's step may create the session."""
         return self.expected_position == 0
+
+    def cost(self, settings: Settings, tokens: int | None = None) -> Cost:
+        """`tokens` is the number of tokens of all prompts, or None before texts are tokenised."""
+        prompt = self.prompt
+        prompts = 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+        samples = 1 if self.n is None else self.n
+        if tokens is None:
+            tokens = length_of(prompt) if prompts == 1 else sum(map(length_of, prompt))
+        made = within(MAX_TOKENS if self.max_tokens is None else self.max_tokens, settings.max_generated_tokens)
+        each = max(1, within(self.logprobs, settings.top_k_limit))
+        echoed = tokens * samples * each if self.echo else 0
+        listed = 0 if self.stream or self.logprobs is None else prompts * samples * made * each
+        field = "prompt" if prompts > settings.max_batch_inputs else "n"
+        return Cost(prompts * samples, tokens * samples, echoed + listed, field, "n, max_tokens or logprobs")
 
 
 class LogprobsDocument(Result):
@@ -143,14 +141,10 @@ class LogprobsDocument(Result):
         list[str],
         says("the tokens' texts; a token that alone is not valid UTF-8 is written as its bytes: `bytes:\\xe2\\x80`"),
     ]
-    token_logprobs: Annotated[
-        list[float | None],
-        says("the tokens' log-probabilities; null for the first token of a prompt without a start token"),
-    ]
-    top_logprobs: Annotated[
-        list[dict[str, float] | None],
-        says("the most probable tokens at each position, with their log-probabilities; null where there is none"),
-    ]
+    token_logprobs: list[float | None]
+    """the tokens' log-probabilities; null for the first token of a prompt without a start token"""
+    top_logprobs: list[dict[str, float] | None]
+    """the most probable tokens at each position, with their log-probabilities; null where there is none"""
     text_offset: Annotated[list[int], says("the position of each token in the text, in characters")]
 
 
@@ -160,10 +154,8 @@ class ChoiceDocument(Result):
     index: Annotated[int, says("the choice's place among those of all prompts: by prompt, then by sample")]
     text: Annotated[str, says("the generated text, after the prompt if `echo` is true")]
     logprobs: Annotated[LogprobsDocument | None, says("only with `logprobs`: the log-probabilities of the tokens")]
-    finish_reason: Annotated[
-        Literal["stop", "length"] | None,
-        says("stop: a stop string, or the end of an event sequence; length: the limit `max_tokens`"),
-    ]
+    finish_reason: Literal["stop", "length"] | None
+    """stop: a stop string, or the end of an event sequence; length: the limit `max_tokens`"""
 
 
 class UsageDocument(Result):
@@ -173,9 +165,8 @@ class UsageDocument(Result):
     prompt_tokens: Annotated[int, says("the number of tokens of all prompts")]
     completion_tokens: Annotated[int, says("the number of generated tokens")]
     total_tokens: Annotated[int, says("the sum of the two")]
-    prompt_tokens_details: Annotated[
-        dict[Literal["cached_tokens"], int], says("`cached_tokens`: the number of the prompts' tokens that did not run")
-    ]
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
+    """`cached_tokens`: the number of the prompts' tokens that did not run"""
 
 
 class CompletionDocument(Result):
@@ -185,25 +176,19 @@ class CompletionDocument(Result):
     object: Annotated[Literal["text_completion"], says("always text_completion, as in OpenAI's API")]
     created: Annotated[int, says("when the request was answered, in seconds since 1970")]
     model: Annotated[str, says("the model's name")]
-    system_fingerprint: Annotated[
-        str, says("a digest of the model's version and files, the server's version and the device")
-    ]
+    system_fingerprint: str
+    """a digest of the model's version and files, the server's version and the device"""
     choices: Annotated[list[ChoiceDocument], says("the samples, ordered by prompt, then by sample")]
-    usage: Annotated[
-        UsageDocument | UnsetType | None,
-        says("the numbers of tokens. In a stream, only with `include_usage`, and null in all chunks but the last"),
-    ] = UNSET
-    unknown: Annotated[
-        list[str] | None, says("only if there are any: the names of the prompts' events that the vocabulary lacks")
-    ] = None
+    usage: UsageDocument | UnsetType | None = UNSET
+    """the numbers of tokens. In a stream, only with `include_usage`, and null in all chunks but the last"""
+    unknown: list[str] | None = None
+    """only if there are any: the names of the prompts' events that the vocabulary lacks"""
     session: Annotated[str | None, says("only with `session`: the session's id")] = None
     position: Annotated[int | None, says("only with `session`: the number of its tokens")] = None
-    replayed: Annotated[
-        bool | None, says("only with `session`. true: the request is a retry, and its prompt was not appended again")
-    ] = None
-    error_bound: Annotated[
-        float | UnsetType | None, says("only with `session`: the error bound of the answer, as in /v1/generate")
-    ] = UNSET
+    replayed: bool | None = None
+    """only with `session`. true: the request is a retry, and its prompt was not appended again"""
+    error_bound: float | UnsetType | None = UNSET
+    """only with `session`: the error bound of the answer, as in /v1/generate"""
 
 
 class ErrorFacts(TypedDict):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 from msgspec import field
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     Body,
     IncludeUnknown,
@@ -15,7 +16,8 @@ from wane.service.types.body import (
     Window,
     keywords,
 )
-from wane.service.types.common import Mode, Result, says
+from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost
 
 LARGEST_ID = 2**64 - 1
 BINARY_DATA = {"type": ["boolean", "null"], "description": "overrides the request's `binary_data_output`"}
@@ -48,9 +50,8 @@ class InputTensor(Body, kw_only=True):
             additionalProperties=False,
         ),
     ] = field(default_factory=dict)
-    data: Annotated[
-        Annotated[list[Any], DATA] | None, says("the values in row-major order, flat or nested like the shape")
-    ] = None
+    data: Annotated[list[Any], DATA] | None = None
+    """the values in row-major order, flat or nested like the shape"""
 
 
 class OutputTensor(Body, kw_only=True):
@@ -70,43 +71,31 @@ class OutputTensor(Body, kw_only=True):
 class InferParameters(Body, kw_only=True):
     """The parameters of an inference. `PredictBody` describes the parameters that /v1/predict has, too."""
 
-    mode: Annotated[
-        Mode | None, says("the mode, as in /v1/predict; default: auto, or the mode of the sequence's session")
-    ] = None
+    mode: Mode | None = None
+    """the mode, as in /v1/predict; default: auto, or the mode of the sequence's session"""
     window: Window | None = None
     tolerance: Tolerance | None = None
     truncated: Annotated[bool | None, says("true: the tokens are the end of a longer sequence")] = None
-    expected_position: Annotated[
-        Natural | None, says("the sequence's position before the request; a repeated request gets the same answer")
-    ] = None
+    expected_position: Natural | None = None
+    """the sequence's position before the request; a repeated request gets the same answer"""
     unknown: UnknownEvents | None = None
     include_unknown: IncludeUnknown | None = None
     priority: Annotated[Natural | None, says("must be valid, but has no effect: all requests wait in one queue")] = None
-    timeout: Annotated[
-        Natural | None, says("timeout of the request in microseconds; 0: only the server's timeout applies")
-    ] = None
-    sequence_id: Annotated[
-        SequenceId | None, says("id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence")
-    ] = None
-    sequence_start: Annotated[
-        bool | None, says("true: start the sequence at position 0, and drop an existing sequence with this id")
-    ] = None
+    timeout: Natural | None = None
+    """timeout of the request in microseconds; 0: only the server's timeout applies"""
+    sequence_id: SequenceId | None = None
+    """id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence"""
+    sequence_start: bool | None = None
+    """true: start the sequence at position 0, and drop an existing sequence with this id"""
     sequence_end: Annotated[bool | None, says("true: delete the sequence after the answer")] = None
-    fork_of: Annotated[
-        SequenceId | None,
-        says(
-            "with `sequence_start`: the id of the sequence whose tokens the new sequence starts from, up to "
-            "`expected_position`, by default all"
-        ),
-    ] = None
-    continuations: Annotated[
-        bool | None,
-        says("true: each row is a continuation of the sequence, which does not change; see /v1/sessions"),
-    ] = None
+    fork_of: SequenceId | None = None
+    """with `sequence_start`: the id of the sequence whose tokens the new sequence starts from, up to
+    `expected_position`, by default all"""
+    continuations: bool | None = None
+    """true: each row is a continuation of the sequence, which does not change; see /v1/sessions"""
     content_type: Annotated[str | None, says("ignored")] = None
-    binary_data_output: Annotated[
-        bool | None, says("true: the values of all outputs are binary, unless an output has its own `binary_data`")
-    ] = None
+    binary_data_output: bool | None = None
+    """true: the values of all outputs are binary, unless an output has its own `binary_data`"""
 
 
 class InferBody(Body, kw_only=True):
@@ -130,10 +119,14 @@ class InferBody(Body, kw_only=True):
     parameters: Annotated[InferParameters, says("options of the inference", default={})] = field(
         default_factory=InferParameters
     )
-    inputs: Annotated[
-        list[InputTensor], says("exactly one of tokens, text and events; also lengths, if rows have different lengths")
-    ]
+    inputs: list[InputTensor]
+    """exactly one of tokens, text and events; also lengths, if rows have different lengths"""
     outputs: Annotated[list[OutputTensor] | None, says("default: top_ids, top_logprobs, error_bound, position")] = None
+
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        rows = [tensor.shape[0] for tensor in self.inputs if tensor.shape and type(tensor.shape[0]) is int]
+        field = next((tensor.name for tensor in self.inputs), "inputs")
+        return Cost(max(rows, default=1), rows_field=field)
 
 
 class OutputTensorDocument(TypedDict):
@@ -171,143 +164,3 @@ class InferenceDocument(TypedDict):
         ]
     ]
     outputs: Annotated[list[OutputTensorDocument], says("the requested outputs, in the order of the request")]
-
-
-class ServerDocument(Result):
-    """The server."""
-
-    name: Annotated[str, says("the server's name")]
-    version: Annotated[str, says("the server's version")]
-    extensions: Annotated[tuple[str, ...], says("the protocol extensions that the server supports")]
-
-
-class ServerReadyDocument(Result):
-    """The answer to a readiness probe while the server is ready."""
-
-    ready: Annotated[bool, says("true; `/readyz` describes when the server is ready")]
-
-
-class TensorDocument(Result):
-    """An input or output tensor of a model."""
-
-    name: Annotated[str, says("the tensor's name")]
-    datatype: Annotated[str, says("the type of the values")]
-    shape: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
-
-
-class ModelMetadataDocument(Result):
-    """A model's name, version, inputs and outputs. Models differ only in the sizes of their outputs."""
-
-    name: Annotated[str, says("the model's name")]
-    versions: Annotated[list[str], says("the versions that are served")]
-    platform: Annotated[str, says("the software that runs the model")]
-    inputs: Annotated[list[TensorDocument], says("the inputs that a request may have")]
-    outputs: Annotated[list[TensorDocument], says("the outputs that a request may ask for")]
-
-
-class ConfiguredOutputDocument(Result):
-    """An output in a model's configuration."""
-
-    name: Annotated[str, says("the tensor's name")]
-    data_type: Annotated[str, says("the type of the values, in Triton's notation")]
-    dims: Annotated[tuple[int, ...], says("the size of each dimension; -1: any size")]
-
-
-class ConfiguredInputDocument(ConfiguredOutputDocument):
-    """An input in a model's configuration."""
-
-    optional: Annotated[bool, says("true: a request need not have the input")]
-
-
-class InstanceGroupDocument(Result):
-    """The kind of device that the model runs on, and the number of model instances."""
-
-    name: Annotated[str, says("the model's name")]
-    kind: Annotated[str, says("KIND_CPU or KIND_GPU")]
-    count: Annotated[int, says("the number of instances of the model")]
-
-
-class ControlDocument(Result):
-    """A control signal of sequences, and its values for false and true."""
-
-    kind: Annotated[str, says("the control signal")]
-    fp32_false_true: Annotated[list[float] | None, says("the values for false and true")] = None
-    data_type: Annotated[str | None, says("the type of the value, if it is neither true nor false")] = None
-
-
-class ControlInputDocument(Result):
-    """The parameter of a request that carries a control signal of sequences."""
-
-    name: Annotated[str, says("the parameter of a request")]
-    control: Annotated[list[ControlDocument], says("the control signals that the parameter carries")]
-
-
-class SequenceBatchingDocument(Result):
-    """The sequences of a model."""
-
-    max_sequence_idle_microseconds: Annotated[int, says("how long an idle sequence is kept, in microseconds")]
-    control_input: Annotated[list[ControlInputDocument], says("the control signals of sequences")]
-
-
-class ModelConfigDocument(Result):
-    """Triton's model configuration."""
-
-    name: Annotated[str, says("the model's name")]
-    platform: Annotated[str, says("the software that runs the model")]
-    backend: Annotated[str, says("the software that runs the model")]
-    version_policy: Annotated[
-        dict[Literal["specific"], dict[Literal["versions"], list[int]]], says("the versions that are served")
-    ]
-    max_batch_size: Annotated[int, says("0, because `dims` includes the batch dimension")]
-    input: Annotated[list[ConfiguredInputDocument], says("the inputs that a request may have")]
-    output: Annotated[list[ConfiguredOutputDocument], says("the outputs that a request may ask for")]
-    instance_group: Annotated[list[InstanceGroupDocument], says("the device that the model runs on")]
-    sequence_batching: Annotated[SequenceBatchingDocument, says("the sequences of the model")]
-    parameters: Annotated[
-        dict[str, dict[Literal["string_value"], str]], says("facts of the model and its server, each as a text")
-    ]
-
-
-class TimedDocument(Result):
-    """The number and the duration of requests."""
-
-    count: Annotated[int, says("the number of requests")]
-    ns: Annotated[int, says("the sum of their durations, in nanoseconds")]
-
-    def add(self, seconds: float) -> None:
-        """Counts one request with this duration."""
-        self.count += 1
-        self.ns += round(1e9 * seconds)
-
-
-class InferStatisticsDocument(Result):
-    """The number and the duration of requests by outcome, and of the successful requests by phase."""
-
-    success: Annotated[TimedDocument, says("the answered requests")]
-    fail: Annotated[TimedDocument, says("the failed requests")]
-    queue: Annotated[TimedDocument, says("the time in the queue")]
-    compute_input: Annotated[TimedDocument, says("the time of decoding the input")]
-    compute_infer: Annotated[TimedDocument, says("the time of the runs")]
-    compute_output: Annotated[TimedDocument, says("the time of encoding the output")]
-    cache_hit: Annotated[TimedDocument, says("0: the server has no response cache")]
-    cache_miss: Annotated[TimedDocument, says("0: the server has no response cache")]
-
-
-class ModelStatisticsDocument(Result):
-    """Statistics of the requests to `infer` since the model version was loaded."""
-
-    name: Annotated[str, says("the model's name")]
-    version: Annotated[str, says("the version of the model's bundle")]
-    last_inference: Annotated[
-        int, says("when the last request was answered, in milliseconds since 1970; 0: there was none")
-    ]
-    inference_count: Annotated[int, says("the number of sequences")]
-    execution_count: Annotated[int, says("the number of requests")]
-    inference_stats: Annotated[InferStatisticsDocument, says("the number and the duration of requests")]
-    batch_stats: Annotated[list[dict[str, int]], says("empty")]
-
-
-class StatisticsDocument(Result):
-    """The inference statistics of one model or of all models."""
-
-    model_stats: Annotated[list[ModelStatisticsDocument], says("the statistics of each model version")]

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
+from wane.service.settings import Settings
 from wane.service.types.body import (
     HISTORY,
     IDEMPOTENCY,
@@ -30,6 +31,7 @@ from wane.service.types.body import (
     present,
 )
 from wane.service.types.common import Mode, says
+from wane.service.types.cost import Cost, length_of, within
 from wane.service.types.request import MAX_POSITION, History
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
@@ -56,35 +58,26 @@ class SessionBody(Body, kw_only=True):
     model: Model = None
     session: Annotated[SessionId | None, says("the session's id; default: a new id")] = None
     mode: Annotated[Mode | None, says("the default mode of the session's steps")] = None
-    history: Annotated[
-        Tokens | None,
-        at_most("max_input_tokens"),
-        says(
-            "token ids: the last tokens before `position`. If there are `position` of them, they are the whole "
-            "sequence, and the start token is fed before them. If there are fewer, they are the end of a longer "
-            "sequence (see `truncated` in /v1/predict)"
-        ),
-    ] = None
+    history: Annotated[Tokens | None, at_most("max_input_tokens")] = None
+    """token ids: the last tokens before `position`. If there are `position` of them, they are the whole sequence, and
+    the start token is fed before them. If there are fewer, they are the end of a longer sequence (see `truncated` in
+    /v1/predict)"""
     input: Annotated[Text | None, says("the history as a text")] = None
-    events: Annotated[
-        Events | None,
-        at_most("max_input_tokens"),
-        says("the history as events, for a model of events; a skipped event does not count in `position`"),
-    ] = None
+    events: Annotated[Events | None, at_most("max_input_tokens")] = None
+    """the history as events, for a model of events; a skipped event does not count in `position`"""
     unknown: UnknownEvents | None = None
-    position: Annotated[
-        Annotated[Natural, at_most(MAX_POSITION)] | None,
-        says(
-            "the session's number of tokens so far, without the start token <eos>; required with `history`, "
-            "`input` or `events`"
-        ),
-    ] = None
+    position: Annotated[Natural, at_most(MAX_POSITION)] | None = None
+    """the session's number of tokens so far, without the start token <eos>; required with `history`, `input` or
+    `events`"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = next((name for name in self.not_both if getattr(self, name) is not None), None)
         if self.position is None and name is not None:
             raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
+
+    def cost(self, settings: Settings) -> Cost:  # noqa: ARG002
+        return Cost(1, len(self.history or self.events or ()))
 
 
 class StepBody(RankedBody, kw_only=True):
@@ -96,31 +89,18 @@ class StepBody(RankedBody, kw_only=True):
         {"tokens": [5], "create": True},
     )
 
-    expected_position: Annotated[
-        Natural | None,
-        says(
-            "the session's expected position before the step. If the session has another position, the answer "
-            "is 409. The header x-wane-position has the same effect"
-        ),
-    ] = None
+    expected_position: Natural | None = None
+    """the session's expected position before the step. If the session has another position, the answer is 409. The
+    header x-wane-position has the same effect"""
     top_k: TopK = 5
     mode: Annotated[Mode | None, says("default: the session's mode")] = None
     prove: Prove = False
     cache: Cache = True
-    create: Annotated[
-        bool,
-        says(
-            "create the session if it does not exist and `expected_position` is 0 or absent; the answer then "
-            "has `created`"
-        ),
-    ] = False
-    model: Annotated[
-        Name | None,
-        says(
-            "the model of a session that the step creates; default: the first model in /v1/models. An existing "
-            "session must have this model"
-        ),
-    ] = None
+    create: bool = False
+    """create the session if it does not exist and `expected_position` is 0 or absent; the answer then has `created`"""
+    model: Name | None = None
+    """the model of a session that the step creates; default: the first model in /v1/models. An existing session must
+    have this model"""
 
 
 class SessionStepBody(StepBody, kw_only=True):
@@ -146,17 +126,17 @@ class StepsBody(Body, kw_only=True):
         {"steps": [{"session": "demo", "tokens": [5], "top_k": 1}], "format": "columns"},
     )
 
-    steps: Annotated[
-        tuple[SessionStepBody, ...], Meta(min_length=1), at_most("max_batch_inputs"), says("the steps, in order")
-    ]
-    format: Annotated[
-        StepsFormat,
-        says(
-            "documents: an answer for each step, in the format of a single step's answer; columns: one list for each "
-            "field, which takes about a quarter of the bytes. Columns omit `probability`, which is exp(logprob), and "
-            "`token`, which the model's vocabulary has for each token_id"
-        ),
-    ] = StepsFormat.DOCUMENTS
+    steps: Annotated[tuple[SessionStepBody, ...], Meta(min_length=1), at_most("max_batch_inputs")]
+    """the steps, in order"""
+    format: StepsFormat = StepsFormat.DOCUMENTS
+    """documents: an answer for each step, in the format of a single step's answer; columns: one list for each field,
+    which takes about a quarter of the bytes. Columns omit `probability`, which is exp(logprob), and `token`, which the
+    model's vocabulary has for each token_id"""
+
+    def cost(self, settings: Settings) -> Cost:
+        tokens = sum(length_of(step.sequence) for step in self.steps)
+        listed = sum(within(step.top_k, settings.top_k_limit) for step in self.steps)
+        return Cost(len(self.steps), tokens, listed, "steps")
 
 
 class StreamBody(StepBody, kw_only=True):
@@ -196,10 +176,8 @@ class ForkBody(Body, kw_only=True):
     examples = ({"session": "what-if"}, {"position": 1}, {})
 
     session: Annotated[SessionId | None, says("the new session's id; default: a new id")] = None
-    position: Annotated[
-        Natural | None,
-        says("the number of tokens to take over; the server must still have the last of these tokens; default: all"),
-    ] = None
+    position: Natural | None = None
+    """the number of tokens to take over; the server must still have the last of these tokens; default: all"""
 
 
 class ContinuationsBody(Body, kw_only=True):
@@ -208,18 +186,18 @@ class ContinuationsBody(Body, kw_only=True):
 
     examples = ({"continuations": [[5, 6], [7]]}, {"continuations": [HISTORY, "The film"], "top_k": 1})
 
-    continuations: Annotated[
-        tuple[Text | Tokens | EventsBody, ...],
-        Meta(min_length=1),
-        at_most("max_batch_inputs"),
-        says(
-            'each is a text, a list of token ids, or `{"events": [...]}`; together they have at most as many tokens as '
-            "one input"
-        ),
-    ]
+    continuations: Annotated[tuple[Text | Tokens | EventsBody, ...], Meta(min_length=1), at_most("max_batch_inputs")]
+    """each is a text, a list of token ids, or `{"events": [...]}`; together they have at most as many tokens as one
+    input"""
     unknown: UnknownEvents | None = None
     top_k: TopK = 5
     cache: Cache = True
+
+    def cost(self, settings: Settings, tokens: int | None = None) -> Cost:
+        """`tokens` is the number of tokens of all continuations, or None before texts are tokenised."""
+        count = len(self.continuations)
+        tokens = sum(map(length_of, self.continuations)) if tokens is None else tokens
+        return Cost(count, tokens, count * within(self.top_k, settings.top_k_limit) + 2 * tokens, "continuations")
 
 
 class RewindBody(Body, kw_only=True):
@@ -227,6 +205,5 @@ class RewindBody(Body, kw_only=True):
 
     examples = ({"position": 1},)
 
-    position: Annotated[
-        Natural, says("the number of tokens to keep; the server must still have the last of these tokens")
-    ]
+    position: Natural
+    """the number of tokens to keep; the server must still have the last of these tokens"""

@@ -23,8 +23,8 @@ from wane.service.api import body as decoding
 from wane.service.api import faults
 from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
 from wane.service.api.exchange import RequestContext
+from wane.service.api.routes.inference import UnloadBody
 from wane.service.api.schemas.completions import CompletionBody
-from wane.service.api.schemas.models import UnloadBody
 from wane.service.api.schemas.sessions import RewindBody, StepsBody, StreamBody
 from wane.service.errors import DeadlineExceeded, InvalidRequest, NotJson, TooLarge, WaneError, truncate_repr
 from wane.service.settings import Settings

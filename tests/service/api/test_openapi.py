@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from tests.service.problems import is_inference_protocol
 from wane.service import types
-from wane.service.api import schemas
+from wane.service.api import routes, schemas
 from wane.service.api.encode import json_bytes
 from wane.service.api.schemas.sessions import StepBody
 from wane.service.engine import stats
@@ -72,7 +72,7 @@ def assert_as_described(name: str, document: object, openapi: dict[str, Any]) ->
 
 DECLARED = [
     import_module(module.name)
-    for package in (types, schemas)
+    for package in (types, schemas, routes)
     for module in iter_modules(package.__path__, f"{package.__name__}.")
 ]
 RESULTS: dict[str, Any] = {}

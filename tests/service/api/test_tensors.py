@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from wane.service.api.schemas.inference import InputTensor
-from wane.service.api.signature import INPUTS
 from wane.service.api.tensors import (
     HEADER_LENGTH,
     OutputFormat,
@@ -41,7 +40,7 @@ def binary(size: Any, **given: Any) -> InputTensor:
 
 
 def read(*inputs: InputTensor, body: bytes = b"") -> dict[str, Tensor]:
-    return read_tensors(inputs, memoryview(body), INPUTS)
+    return read_tensors(inputs, memoryview(body))
 
 
 def values(found: Tensor) -> list[Any]:
