@@ -33,7 +33,7 @@ from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.deadline import until
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens
+from wane.service.engine.event_names import EventTokens, as_array
 from wane.service.errors import (
     Abandoned,
     BodyTimeout,
@@ -356,11 +356,12 @@ async def tokens_of(
         engine.check_event_count(len(sequence.events), document=document)
         return await engine.events.read(sequence.events, sequence.unknown)
     if not isinstance(sequence, str):
-        return EventTokens(sequence)
+        is_long = len(sequence) >= HEAVY_TOKENS
+        return EventTokens(await asyncio.to_thread(as_array, sequence) if is_long else as_array(sequence))
     tokens = await engine.encode(sequence, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
-    return EventTokens(tokens)
+    return EventTokens(as_array(tokens))
 
 
 async def filter_of(engine: Engine, body: RankedBody) -> Filter:

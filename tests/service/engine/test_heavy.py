@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ import pytest
 
 from tests.service.engine_harness import MakeHarness, name_vocabulary
 from wane.service.api import encode
-from wane.service.api.body import filter_of
+from wane.service.api.body import filter_of, tokens_of
 from wane.service.api.encode import SENT_WHOLE_BYTES, LongReply, Reply
 from wane.service.api.tensors import OutputFormat, reply
 from wane.service.batching.turns import HEAVY_TOKENS
@@ -22,6 +23,7 @@ from wane.service.engine.engine import LONG_DOCUMENT
 from wane.service.engine.logits import Sampler
 from wane.service.engine.pending import BEGUN_AT_ONCE, step_many
 from wane.service.net.connection import CONNECTION
+from wane.service.types.body import EventInput
 from wane.service.types.predict import PredictBody
 from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest
 
@@ -76,6 +78,17 @@ async def test_a_long_filter_is_converted_on_another_thread(
     found = await filter_of(harness.engine, PredictBody(tokens=(5,), candidates=tuple(NAMES)))
     assert found.candidates is not None and len(found.candidates) == len(NAMES)
     assert is_aside()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "events"])
+async def test_the_garbage_collector_does_not_visit_the_tokens_of_a_request(
+    make_harness: MakeHarness, kind: str
+) -> None:
+    engine = make_harness(vocabulary=None if kind == "bpe" else name_vocabulary("events", NAMES)).engine
+    other = "a text" if kind == "bpe" else EventInput(NAMES, None)
+    for sequence in (tuple([5] * 1000), tuple([5] * HEAVY_TOKENS), other):
+        found = await tokens_of(engine, sequence, None)
+        assert len(found.tokens) > 1 and len(gc.get_referents(found.tokens)) <= 1  # its type
 
 
 async def test_the_steps_of_one_call_begin_in_several_turns() -> None:
