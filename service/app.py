@@ -11,6 +11,7 @@ from http import HTTPStatus
 from itertools import chain
 from typing import Any
 
+import anyio
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -164,6 +165,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        anyio.get_cancelled_exc_class()  # loads anyio's asyncio backend; the first streamed answer would otherwise
         loading = asyncio.create_task(load())
         watching = asyncio.create_task(keys.watch())
         yield

@@ -13,6 +13,7 @@ must be. The path has the notation of the engine's messages, such as `steps[0].t
 from __future__ import annotations
 
 import asyncio
+import gc
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.deadline import until
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens
+from wane.service.engine.event_names import EventTokens, as_array
 from wane.service.errors import (
     Abandoned,
     BodyTimeout,
@@ -171,7 +172,9 @@ class Decoder:
         if over is not None:
             limits = ", ".join(f"{name} is {getattr(self._settings, name)}" for name in OF_VALUES)
             raise TooLarge(f"the body has more than {over}, and the settings allow no request with more: {limits}")
-        return self.decode_now(data, model)
+        body = self.decode_now(data, model)
+        gc.collect(0)  # it visits each value of a new body once: here, and not on the event loop's thread
+        return body
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
         """Decodes JSON as `model` on the calling thread. Raises NotJson, InvalidRequest."""
@@ -355,11 +358,12 @@ async def tokens_of(
         engine.check_event_count(len(sequence.events), document=document)
         return await engine.events.read(sequence.events, sequence.unknown)
     if not isinstance(sequence, str):
-        return EventTokens(sequence)
+        is_long = len(sequence) >= HEAVY_TOKENS
+        return EventTokens(await asyncio.to_thread(as_array, sequence) if is_long else as_array(sequence))
     tokens = await engine.encode(sequence, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
-    return EventTokens(tokens)
+    return EventTokens(as_array(tokens))
 
 
 async def filter_of(engine: Engine, body: RankedBody) -> Filter:

@@ -34,7 +34,7 @@ class Prompt:
     """One prompt of a request. `text` and `score` are None unless the answer repeats the prompt (`echo`). `score` is
     also None if no log-probabilities are requested."""
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     text: str | None = None
     score: Score | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,9 +31,18 @@ class EventTokens(NamedTuple):
     events in the request's list, ascending. A skipped event has no token.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     unknown: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
+
+
+def as_array(tokens: Sequence[int]) -> Sequence[int]:
+    """Returns token ids as an array of 64-bit integers: numpy reads it without converting each id, and the garbage
+    collector does not visit the ids. Returns `tokens` if an id has more bits: no vocabulary has it."""
+    try:
+        return array("q", tokens)
+    except OverflowError:
+        return tokens
 
 
 class EventNames:
@@ -120,9 +130,9 @@ class EventNames:
             policy = "refuse" if (body.unknown or self._unknown) == "refuse" else "skip"
             allowed = self._find(body.candidates, policy, "candidates", is_input=False)
         return Filter(
-            excluded.tokens,
+            tuple(excluded.tokens),
             body.exclude_seen,
-            None if allowed is None else allowed.tokens,
+            None if allowed is None else tuple(allowed.tokens),
             body.include_end,
             excluded.unknown + (() if allowed is None else allowed.unknown),
             body.include_unknown,
@@ -136,7 +146,7 @@ class EventNames:
         end = self._vocabulary.eos_id if is_input else None
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is 'token', but the vocabulary of {self._model} has no {UNK}", "unknown")
-        tokens: list[int] = []
+        tokens = array("q")
         names: list[str] = []
         skipped: list[int] = []
         for place, event in enumerate(events):
@@ -165,4 +175,4 @@ class EventNames:
                 tokens.append(unk_id)
             else:
                 skipped.append(place)
-        return EventTokens(tuple(tokens), tuple(names), tuple(skipped))
+        return EventTokens(tokens, tuple(names), tuple(skipped))

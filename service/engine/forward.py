@@ -279,7 +279,8 @@ def sequence(start_tokens: Sequence[int], tokens: Sequence[int], *, truncated: b
     """Returns the model's input, int64: the s start tokens (`Manifest.start_tokens`), then the n tokens. If
     `truncated`, the tokens are the end of a longer sequence, and the input has no start tokens. If n = 0, the input is
     always the start tokens."""
-    return np.array(tokens if truncated and tokens else [*start_tokens, *tokens], np.int64)
+    ids = np.array(tokens, np.int64)
+    return ids if truncated and tokens else np.concatenate([np.array(start_tokens, np.int64), ids])
 
 
 def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:

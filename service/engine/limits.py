@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.engine.logits import FORBID, FORCE
@@ -21,6 +23,8 @@ class Limits:
         self._manifest = manifest
         self._settings = settings
         self._size = manifest.vocabulary.size
+        self._is_reserved = np.zeros(self._size, np.bool_)
+        self._is_reserved[[*vocabulary.reserved]] = True
         limit = settings.max_window
         self.max_window = manifest.max_window if limit is None else min(limit, manifest.max_window)
         self.window = min(manifest.window, self.max_window)
@@ -34,7 +38,8 @@ class Limits:
         if len(tokens) == 1 and 0 <= tokens[0] < size and tokens[0] not in reserved:
             return
         self.length(len(tokens), document=document)
-        if not tokens or (min(tokens) >= 0 and max(tokens) < size and (not reserved or reserved.isdisjoint(tokens))):
+        ids = np.asarray(tokens)
+        if not tokens or (ids.min() >= 0 and ids.max() < size and not self._is_reserved[ids].any()):
             return
         index, token = next(
             (at, token) for at, token in enumerate(tokens) if not 0 <= token < size or token in reserved

@@ -20,6 +20,9 @@ from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import GenerateRequest, PredictRequest
 
+WORK_OF_A_TOKEN = 4
+"""Beginning the run of a long input takes about as long for each of its tokens as reading the logits of 4 tokens."""
+
 
 class Predictor:
     """Answers predictions and generations without a session. Every prompt runs from the zero state, or from the state
@@ -56,7 +59,8 @@ class Predictor:
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """Predicts the token after the request's tokens."""
-        await self._answer_builder.turns.take(len(request.filter.exclude) + len(request.filter.candidates or ()))
+        named = len(request.filter.exclude) + len(request.filter.candidates or ())
+        await self._answer_builder.turns.take(named + WORK_OF_A_TOKEN * len(request.tokens))
         ranking = self._answer_builder.rankings.of(request.filter, request.tokens)
         if not self._runs(request):
             empty_mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode

@@ -558,10 +558,7 @@ class SessionSteps:
     def _ranking(self, wanted: Filter, input_ids: NDArray[np.int64], position: int) -> Ranking:
         """Returns the ranking for the filter `wanted`. `input_ids` is the kept part of the session's model input, and
         `position` is the session's position."""
-        known: list[int] = []
-        if wanted.exclude_seen:
-            known = input_ids[max(len(input_ids) - position, 0) :].tolist()
-        return self._answer_builder.rankings.of(wanted, known)
+        return self._answer_builder.rankings.of(wanted, input_ids[max(len(input_ids) - position, 0) :])
 
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """Returns the state to continue from, or None, and whether the answer's state counts as rebuilt.

@@ -234,7 +234,7 @@ class SequenceBody(Body, kw_only=True):
         return Cost(1, length_of(self.sequence))
 
     def request(
-        self, kind: type[R], tokens: tuple[int, ...], unknown: tuple[str, ...], deadline: float | None, **added: object
+        self, kind: type[R], tokens: Sequence[int], unknown: tuple[str, ...], deadline: float | None, **added: object
     ) -> R:
         """Returns the engine's request of the class `kind`, which inherits this body's fields. `tokens` replace the
         text or the events, and `unknown` are the names of the events that the vocabulary lacks."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple, Self
 from unicodedata import is_normalized
@@ -111,7 +111,7 @@ class PredictRequest(PredictBody):
     (`Forward.prompt`) the request may use and leaves. If it is None, the request uses and leaves none.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()  # type: ignore[assignment]
     deadline: float | None = None
     logits: bool = False
     filter: Filter = NO_FILTER
@@ -136,7 +136,7 @@ class History:
     empty if it has none.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     position: int
     snapshot: bytes | None = None
 
@@ -162,7 +162,7 @@ class StepRequest(Struct):
     does not exist, the step creates it for `creator`, in mode auto. If `creator` is None, such a step fails."""
 
     session: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     mode: Mode | None = None
     expected_position: int | None = None
     idempotency_key: str | None = None
@@ -203,7 +203,7 @@ class ContinuationsRequest(Struct):
     `PredictRequest` describes the other fields."""
 
     session: str
-    continuations: tuple[tuple[int, ...], ...]
+    continuations: tuple[Sequence[int], ...]
     unknown_names: tuple[tuple[str, ...], ...]
     top_k: int = 5
     deadline: float | None = None
@@ -224,7 +224,7 @@ class ScoreRequest(ScoreBody):
     last to predictions of its `owner`. `PredictRequest` describes `unknown_names`.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()  # type: ignore[assignment]
     deadline: float | None = None
     unknown_names: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
@@ -277,7 +277,7 @@ class GenerateRequest(GenerateBody):
     `PredictRequest` describes `unknown_names` and `owner`.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()  # type: ignore[assignment]
     stop: tuple[str, ...] = ()
     bias: Bias | None = None
     sample: int = 0
@@ -315,7 +315,7 @@ class CompareRequest(CompareBody):
     """Measure recurrent mode and windows of several sizes. Recurrent mode and each window predict the token after
     `tokens`, `repeat` times. `PredictRequest` describes `unknown_names`."""
 
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()  # type: ignore[assignment]
     deadline: float | None = None
     unknown_names: tuple[str, ...] = ()
 
@@ -380,7 +380,7 @@ def _check_mode(body: Body, mode: Mode) -> None:
             )
 
 
-def _some_tokens(tokens: tuple[int, ...], unknown: tuple[str, ...]) -> None:
+def _some_tokens(tokens: Sequence[int], unknown: tuple[str, ...]) -> None:
     if not tokens and not unknown:
         raise InvalidRequest("the input is empty: give at least one token", "tokens")
 

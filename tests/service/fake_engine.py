@@ -215,7 +215,7 @@ class FakeEngine:
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)
-        return Score(**asdict(self._summary()), tokens=request.tokens, logprobs=(-1.0,) * len(request.tokens))
+        return Score(**asdict(self._summary()), tokens=tuple(request.tokens), logprobs=(-1.0,) * len(request.tokens))
 
     def _summary(self) -> ScoreSummary:
         return ScoreSummary(*self.identity, 2.718281828, 1, None, 1, 0.0, StateSource.FULL, 0.0, LATENCY)
@@ -231,7 +231,7 @@ class FakeEngine:
                     raise self.failure_after_first_token
                 if index and self.wait_after_first_token is not None:
                     await self.wait_after_first_token.wait()
-                yield ScoredTokens(index, request.tokens[index : index + 1], (-1.0,))
+                yield ScoredTokens(index, (request.tokens[index],), (-1.0,))
                 yield ScoreProgress(index + 1, len(request.tokens))
         finally:
             self.closed.set()

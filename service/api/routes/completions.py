@@ -295,7 +295,7 @@ def check(request: Request, body: CompletionBody, prompts: int, samples: int) ->
 
 
 async def prompt_of(
-    engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None, whose: str
+    engine: Engine, body: CompletionBody, tokens: Sequence[int], until: float | None, whose: str
 ) -> Prompt:
     """Returns a prompt. If the answer repeats the prompt, decodes the prompt's text. If the request also asks for
     log-probabilities, scores the prompt's tokens."""

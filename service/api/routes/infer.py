@@ -59,7 +59,7 @@ from wane.service.api.tensors import (
 )
 from wane.service.deadline import TOO_LATE
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens
+from wane.service.engine.event_names import EventTokens, as_array
 from wane.service.errors import DeadlineExceeded, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer
@@ -418,7 +418,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
     for index in range(shape[0]):
         where = f"{name}[{index}]"
         if not isinstance(values, list):
-            row = EventTokens(tuple(values[index, : None if lengths is None else lengths[index]].tolist()))
+            row = EventTokens(array("q", values[index, : None if lengths is None else lengths[index]].tobytes()))
             engine.check_tokens(row.tokens, where, document=document)
         elif name == EVENTS:
             start = index * shape[1]
@@ -431,7 +431,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
                 raise InvalidRequest(error.message, EVENTS) from error
         else:
             try:
-                row = EventTokens(await engine.encode(values[index], asked.deadline, document=document))
+                row = EventTokens(as_array(await engine.encode(values[index], asked.deadline, document=document)))
             except InvalidRequest as error:
                 raise InvalidRequest(f"{where}: {error.message}", name) from error
             if not row.tokens:

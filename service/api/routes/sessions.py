@@ -56,7 +56,7 @@ from wane.service.api.schemas.sessions import (
     StepsFormat,
 )
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens
+from wane.service.engine.event_names import EventTokens, as_array
 from wane.service.engine.pending import step_many
 from wane.service.engine.steps.rows import StepRow
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, as_result, truncate_repr
@@ -158,7 +158,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
     of the history's events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
     if body.position is None:
         return None, ()
-    read = EventTokens(body.history or ())
+    read = EventTokens(as_array(body.history or ()))
     if body.input is not None:
         read = await tokens_of(engine, body.input, until)
     elif body.events is not None:
@@ -327,7 +327,7 @@ async def fork(request: Request, session: SessionId) -> Response:
         view, history = await engine.history(name, body.position, deadline(request))
         packed = history.snapshot or b""
         return encode.reply(
-            CopiedSession(body.session, engine.name, view.mode, history.tokens, history.position, packed)
+            CopiedSession(body.session, engine.name, view.mode, tuple(history.tokens), history.position, packed)
         )
     with until_hangup(request):
         view = await engine.fork(name, _new_id(request, body), body.position, owner(request), deadline(request))

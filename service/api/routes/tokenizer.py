@@ -110,7 +110,7 @@ def event_tokens(engine: Engine, prompt: str) -> tuple[int, ...]:
     names = [name for line in prompt.replace(EOS, f"\n{EOS}\n").split("\n") if (name := line.strip())]
     engine.check_event_count(len(names), document=True)
     unknown: Unknown = "refuse" if engine.vocabulary.unk_id is None else "token"
-    return engine.events.tokens(names, unknown, "prompt", is_input=False).tokens
+    return tuple(engine.events.tokens(names, unknown, "prompt", is_input=False).tokens)
 
 
 @router.on_post("/detokenize", DetokenizeBody, DetokenizeDocument)

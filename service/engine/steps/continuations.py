@@ -72,7 +72,7 @@ class Continuer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, tokens: tuple[int, ...], unknown: tuple[str, ...]) -> Continuation:
+    async def _one(self, tokens: Sequence[int], unknown: tuple[str, ...]) -> Continuation:
         request, start, builder, ids = self._request, self._start, self._builder, np.array(tokens, np.int64)
         ticket, count, forward = self._ticket.beside(), len(ids), builder.forward
         ticket.started_s = self._ticket.started_s
@@ -100,7 +100,7 @@ class Continuer:
         )
         await builder.take_turn(plan, asked, part)
         answer = builder.answer(plan, ids, part, None, asked, ticket, sampled=False)
-        found = Continuation(**asdict(answer), tokens=tokens, logprobs=scored[0], error_bounds=scored[1])
+        found = Continuation(**asdict(answer), tokens=tuple(tokens), logprobs=scored[0], error_bounds=scored[1])
         return found.with_details(answer.logits, scored[0])
 
     def _scored(self, ids: NDArray[np.int64], scanned: NDArray[np.float64], norms: list[Norms]) -> Scored:

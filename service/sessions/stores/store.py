@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import getrandbits
@@ -60,7 +59,7 @@ def digest(data: bytes) -> bytes:
 def of_tokens(tokens: Sequence[int]) -> bytes:
     if len(tokens) == 1:
         return tokens[0].to_bytes(8, "little", signed=True)  # short, so its own digest
-    return digest(struct.pack(f"<{len(tokens)}q", *tokens))
+    return digest(np.asarray(tokens, "<i8").tobytes())
 
 
 def of_key(key: str | None) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -118,6 +119,18 @@ async def refuse_rows() -> None:
                 await asyncio.sleep(0)
             assert not live_objects(WaneError)
     await harness.engine.close()
+
+
+async def start_a_server() -> None:
+    """Starts a server. It has then imported what the first streamed answer would import."""
+    harness = EngineHarness()
+    async with served(harness):
+        assert "anyio._backends._asyncio" in sys.modules
+    await harness.engine.close()
+
+
+def test_the_server_imports_the_backend_of_anyio_when_it_starts() -> None:
+    alone(start_a_server)
 
 
 @pytest.mark.parametrize(

@@ -109,4 +109,4 @@ async def test_a_repeated_member_counts_for_the_last_time(
 ) -> None:
     assert (await client.post(PREDICT, content=body)).status_code == 200
     (asked,) = engine.asked
-    assert isinstance(asked, PredictRequest) and asked.tokens == (6,)
+    assert isinstance(asked, PredictRequest) and [*asked.tokens] == [6]

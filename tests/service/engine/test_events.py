@@ -17,7 +17,7 @@ from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name
 from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
 from wane.service.batching.turns import HEAVY_TOKENS
-from wane.service.engine.event_names import EventTokens
+from wane.service.engine.event_names import EventTokens, as_array
 from wane.service.engine.steps.answers import StepAnswer
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
 from wane.service.sessions.stores.memory import MemoryStore
@@ -295,8 +295,8 @@ async def test_a_lead_over_the_excluded_tokens_is_not_needed(make_harness: MakeH
 def test_names_become_tokens(harness: EngineHarness) -> None:
     names = harness.engine.events
     found = names.tokens(["item 3", "nope", "item 4", "<unk>"])
-    assert found == ((5, 6), ("nope", "<unk>"), (1, 3))
-    assert names.tokens(["item 3", "nope"], "token") == ((5, UNK), ("nope",), ())
+    assert found == (as_array((5, 6)), ("nope", "<unk>"), (1, 3))
+    assert names.tokens(["item 3", "nope"], "token") == (as_array((5, UNK)), ("nope",), ())
     with pytest.raises(InvalidRequest, match=r"events\[1\] is 'nope', which the vocabulary of fake lacks"):
         names.tokens(["item 3", "nope"], "refuse")
     with pytest.raises(InvalidRequest, match="the input is empty: give at least one event"):
@@ -318,7 +318,7 @@ async def test_a_long_list_of_names_is_read_like_a_short_one(harness: EngineHarn
 
 def test_reserved_names_are_not_events(harness: EngineHarness) -> None:
     for name in ("<eos>", "<unk>"):
-        assert harness.engine.events.tokens([name, NAMES[0]], "skip") == EventTokens((2,), (name,), (0,))
+        assert harness.engine.events.tokens([name, NAMES[0]], "skip") == EventTokens(as_array((2,)), (name,), (0,))
 
 
 def test_a_text_without_a_known_event_is_refused(harness: EngineHarness) -> None:
@@ -331,7 +331,7 @@ def test_a_text_without_a_known_event_is_refused(harness: EngineHarness) -> None
 
 def test_an_integer_is_a_name(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=["17", "-4", "x"]))
-    assert harness.engine.events.tokens([17, -4, "17", "x"]).tokens == (2, 3, 2, 4)
+    assert harness.engine.events.tokens([17, -4, "17", "x"]).tokens == as_array((2, 3, 2, 4))
     with pytest.raises(InvalidRequest, match=r"events\[0\] is '18'"):
         harness.engine.events.tokens([18])  # without `unknown` in the manifest, unknown events are refused
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,16 +15,18 @@ import pytest
 
 from tests.service.engine_harness import MakeHarness, name_vocabulary
 from wane.service.api import encode
-from wane.service.api.body import filter_of
+from wane.service.api.body import filter_of, tokens_of
 from wane.service.api.encode import SENT_WHOLE_BYTES, LongReply, Reply
 from wane.service.api.tensors import OutputFormat, reply
-from wane.service.batching.turns import HEAVY_TOKENS
+from wane.service.batching.turns import HEAVY_TOKENS, TOKENS_A_TURN
 from wane.service.engine.engine import LONG_DOCUMENT
-from wane.service.engine.logits import Sampler
+from wane.service.engine.logits import Rankings, Sampler
 from wane.service.engine.pending import BEGUN_AT_ONCE, step_many
+from wane.service.engine.predict import WORK_OF_A_TOKEN
 from wane.service.net.connection import CONNECTION
+from wane.service.types.body import EventInput
 from wane.service.types.predict import PredictBody
-from wane.service.types.request import GenerateRequest, ScoreRequest, StepRequest
+from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 
 NAMES = [f"item {index}" for index in range(HEAVY_TOKENS)]
 
@@ -76,6 +79,41 @@ async def test_a_long_filter_is_converted_on_another_thread(
     found = await filter_of(harness.engine, PredictBody(tokens=(5,), candidates=tuple(NAMES)))
     assert found.candidates is not None and len(found.candidates) == len(NAMES)
     assert is_aside()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "events"])
+async def test_the_garbage_collector_does_not_visit_the_tokens_of_a_request(
+    make_harness: MakeHarness, kind: str
+) -> None:
+    engine = make_harness(vocabulary=None if kind == "bpe" else name_vocabulary("events", NAMES)).engine
+    other = "a text" if kind == "bpe" else EventInput(NAMES, None)
+    for sequence in (tuple([5] * 1000), tuple([5] * HEAVY_TOKENS), other):
+        found = await tokens_of(engine, sequence, None)
+        assert len(found.tokens) > 1 and len(gc.get_referents(found.tokens)) <= 1  # its type
+
+
+async def test_predictions_from_many_tokens_begin_in_several_turns(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness()
+    turn, turns, of = 0, list[int](), Rankings.of
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    def noted(*arguments: Any) -> Any:
+        turns.append(turn)
+        return of(*arguments)
+
+    monkeypatch.setattr(Rankings, "of", noted)
+    counting = asyncio.create_task(count())
+    answers = await harness.engine.predict_many([PredictRequest((5,) * 1000)] * 64)
+    counting.cancel()
+    assert len(answers) == len(turns) == 64
+    assert max(map(turns.count, turns)) <= 2 * TOKENS_A_TURN // (WORK_OF_A_TOKEN * 1000)
 
 
 async def test_the_steps_of_one_call_begin_in_several_turns() -> None:
