@@ -355,8 +355,7 @@ async def tokens_of(
         engine.check_event_count(len(sequence.events), document=document)
         return await engine.events.read(sequence.events, sequence.unknown)
     if not isinstance(sequence, str):
-        is_long = len(sequence) >= HEAVY_TOKENS
-        return EventTokens(await asyncio.to_thread(as_array, sequence) if is_long else as_array(sequence))
+        return EventTokens(as_array(sequence))
     tokens = await engine.encode(sequence, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
