@@ -386,10 +386,7 @@ class AnswerBuilder:
             return False
         if result.mixed is not None:
             return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
-        if not plan.ranking.is_of_all:
-            found = plan.ranking.largest(result, 2)
-            return self.margin.proves_among(plan.ranking, found, result.logits, result.hidden, bound.runs)
-        return self.margin.proves_of_row(result.row, bound.runs)
+        return self.margin.proves(plan.ranking, plan.ranking.largest(result, 2), result, bound.runs)
 
     def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:

@@ -107,11 +107,6 @@ class Ranking:
         excluded[kept] = is_kept
         return excluded
 
-    @property
-    def is_of_all(self) -> bool:
-        """Whether every token may be listed."""
-        return self._first_excluded is None and self._candidates is None
-
     @cached_property
     def ids(self) -> NDArray[np.int64] | None:
         """The ids of the tokens that may be listed: int64, ascending. None if every token may be listed."""

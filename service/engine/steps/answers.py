@@ -421,8 +421,7 @@ class StepAnswers:
         for row, ranking in rankings.items():
             if (error := found.runs[row]) < math.inf:
                 first = Largest(listed[0][row][:2], logits[row, :2].tolist(), [], [])
-                of_row, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-                proved[row] = self.builder.margin.proves_among(ranking, first, of_row, hidden, error)
+                proved[row] = self.builder.margin.proves(ranking, first, RunResult(Row(outputs, row)), error)
         return Listed(*listed, proved, found)
 
     def _largest_of_mixtures(
