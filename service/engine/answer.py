@@ -136,9 +136,10 @@ class AnswerBuilder:
         stats: Stats,
         prover: Executor,
         cache: CacheMixture | None = None,
+        direction: DirectionProof | None = None,
     ) -> None:
-        """`prover` runs the gradient proofs on a thread of its own, because they would block the event loop. `cache` is
-        the model's cache, if it has one."""
+        """`prover` runs the gradient proofs of `direction` on a thread of its own, because they would block the event
+        loop. `cache` is the model's cache, if it has one."""
         self.manifest = manifest
         self.certificate = manifest.certificate
         self.identity = identity
@@ -146,11 +147,11 @@ class AnswerBuilder:
         self.margin = margin
         self.forward = forward
         self.stats = stats
-        self._prover = prover
+        self.prover = prover
         self.rankings = Rankings(vocabulary)
         self.turns = Turns()
         self.cache = cache
-        self.direction: DirectionProof | None = None
+        self.direction = direction
         self.sampler: Sampler | None = None
 
     def work(self, plan: AnswerPlan, top_k: int = 0) -> int:
@@ -240,7 +241,7 @@ class AnswerBuilder:
         weight, added = (1.0, None) if mixed is None else (mixed.weight, mixed.added)
         ticket.answering = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(
-            self._prover, direction.search, trace, first, weight, added, plan.ranking.ids
+            self.prover, direction.search, trace, first, weight, added, plan.ranking.ids
         )
         found = result.bound(bound._replace(variation=variation))
         assert found is not None, "the mixture has no bound although its network has one: this is a bug"

@@ -10,11 +10,11 @@ from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
-from wane.service.engine.forward import Forward, RunResult, sequence, tail
+from wane.service.engine.forward import RunResult, sequence, tail
 from wane.service.errors import InvalidRequest
-from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.pool import ZERO
 from wane.service.types.answer import Agreement, Prediction
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import CompareRequest, Latency
 from wane.service.types.text import ComparedMode, Comparison, Percentiles, Phases
 
@@ -29,23 +29,15 @@ def seconds(cost_model: CostModel, request: CompareRequest) -> float:
     return cost_model.full(len(request.tokens)) + request.repeat * each_s
 
 
-async def compare(
-    forward: Forward,
-    pool: StatePool,
-    answer_builder: AnswerBuilder,
-    start_tokens: Sequence[int],
-    request: CompareRequest,
-    identity: Identity,
-    ticket: Ticket,
-    share: Share,
-) -> Comparison:
+async def compare(request: CompareRequest, answer_builder: AnswerBuilder, ticket: Ticket, share: Share) -> Comparison:
     """Runs the modes in turn, `repeat` times each, so that other load on the machine affects all modes equally. Reports
     progress to `share`. Then runs the gradient proof on each answer of a window, as for a request with `prove: true`.
-    The latencies do not include the time of the proofs. `start_tokens`: see `Manifest.start_tokens`.
+    The latencies do not include the time of the proofs.
 
     Raises InvalidRequest if the request has no token.
     """
-    input_ids = sequence(start_tokens, request.tokens)
+    forward, pool = answer_builder.forward, answer_builder.forward.pool
+    input_ids = sequence(answer_builder.manifest.start_tokens, request.tokens)
     if not request.tokens:
         raise InvalidRequest(NOTHING_TO_COMPARE, "events")
     position = len(request.tokens)
@@ -74,8 +66,8 @@ async def compare(
             share.progress((repeat + 1) / request.repeat)
 
     async def part(index: int, plan: AnswerPlan) -> ModeResult:
-        found = answer_builder.part(plan, results[index], latencies[index][0], input_ids, recurrent=index == 0)
-        return await answer_builder.search(plan, found, ticket)
+        made = answer_builder.part(plan, results[index], latencies[index][0], input_ids, recurrent=index == 0)
+        return await answer_builder.search(plan, made, ticket)
 
     ranking = answer_builder.rankings.default
 
@@ -85,8 +77,8 @@ async def compare(
         recurrent = None if window is None else await part(0, plan)
 
         def read() -> tuple[tuple[Prediction, ...], Agreement | None]:
-            found = answer_builder.predictions(own.result, PREDICTIONS, ranking)
-            return found, None if recurrent is None else answer_builder.apart(plan, recurrent, own)
+            predictions = answer_builder.predictions(own.result, PREDICTIONS, ranking)
+            return predictions, None if recurrent is None else answer_builder.apart(plan, recurrent, own)
 
         predictions, pair = await answer_builder.turns.run(len(own.result.network_logits), read)
         return ComparedMode(
@@ -106,7 +98,7 @@ async def compare(
     cache = answer_builder.cache if request.cache else None
     cache_tokens = None if cache is None else min(cache.length, position)
     return Comparison(
-        *identity,
+        *answer_builder.identity,
         tokens=position,
         repeat=request.repeat,
         recurrent=await line(0, None),

@@ -45,11 +45,10 @@ from wane.service.engine.steps.continuations import Continuer
 from wane.service.engine.steps.rows import StepRow
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.engine.top_places import TopPlaces
 from wane.service.errors import InvalidRequest, Unavailable, as_result
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
-from wane.service.runners.runner import HIDDENS, NORMS, RADIUS, Runner
+from wane.service.runners.runner import NORMS, RADIUS, Runner
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.codec import model_fingerprint
@@ -158,7 +157,14 @@ class Engine:
         parallel = ChunkedRunner(manifest, self.batcher, pool, self._throughput)
         self._cost_model.parallel_cost = parallel.seconds
         keeps_prefixes = settings.prefix_states == "on" and bool(manifest.state)
-        self.forward = Forward(self.batcher, pool, parallel, keeps=keeps_prefixes)
+        self.forward = Forward(
+            self.batcher,
+            pool,
+            parallel,
+            self._cost_model,
+            keeps=keeps_prefixes,
+            has_radius_output=RADIUS in runner.outputs("window"),
+        )
         empty = TokenHistory.start(vocabulary.eos_id, vocabulary.size)
         self.sessions = Sessions(
             store,
@@ -180,12 +186,9 @@ class Engine:
             self._live = LiveAccuracy(settings.live_accuracy, pool.capacity, metrics, name, self.version)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self.answer_builder = AnswerBuilder(
-            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
+            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache, direction
         )
-        has_hiddens = HIDDENS in runner.outputs("scan")
-        places = TopPlaces(self.batcher, self.answer_builder, has_hiddens=has_hiddens)
-        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, self.forward, cache)
-        self.answer_builder.direction = direction
+        self.scorer = Scorer(self.answer_builder)
         self.shadow: Shadow | None = None
         if shadow_runner is not None:
             self.shadow = Shadow(
@@ -198,10 +201,7 @@ class Engine:
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
             self.answer_builder.sampler = self.shadow
-        has_radius_output = RADIUS in runner.outputs("window")
-        self.predictor = Predictor(
-            self._limits, self.answer_builder, self._cost_model, has_radius_output=has_radius_output
-        )
+        self.predictor = Predictor(self._limits, self.answer_builder)
         self.has_state = pool.has_state
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, empty, clock, cache)
@@ -217,9 +217,7 @@ class Engine:
             queue_columns=self.batcher.queue_columns,
         )
         self.batcher.columns = self.columns
-        self.steps = SessionSteps(
-            self._limits, self.columns, self._cost_model, metrics, self._live, has_radius_output=has_radius_output
-        )
+        self.steps = SessionSteps(self._limits, self.columns, metrics, self._live)
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._checks_invariants = settings.check_invariants
@@ -482,7 +480,7 @@ class Engine:
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))
-            items = self.scorer.score(request, self.identity, Ticket(request.deadline), share)
+            items = self.scorer.score(request, Ticket(request.deadline), share)
             scoring = await Stream.begin(items, share, request.deadline, stack)
         self._stats.answered("score", Mode.RECURRENT)
         return scoring
@@ -492,20 +490,10 @@ class Engine:
         await self._check_tokens(request.tokens)
         for index, window in enumerate(request.windows):
             self._limits.of_window(window, f"windows[{index}]")
-        ticket = Ticket(request.deadline)
         expected_s = compare.seconds(self._cost_model, request)
         with self.admission.admitted(), self.backlog.share(expected_s, request.deadline) as share:
             async with until(request.deadline):
-                compared = await compare.compare(
-                    self.forward,
-                    self.state_cache,
-                    self.answer_builder,
-                    self.manifest.start_tokens,
-                    request,
-                    self.identity,
-                    ticket,
-                    share,
-                )
+                compared = await compare.compare(request, self.answer_builder, Ticket(request.deadline), share)
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
@@ -593,7 +581,7 @@ class Engine:
         """Returns the session that a request has created or found."""
         if created and self._live is not None:
             self._live.forget(record.session)
-        view = self.steps.view(record, self.identity)
+        view = self.steps.view(record)
         return NewSession(**asdict(view)) if created else view
 
     async def history(
@@ -603,18 +591,18 @@ class Engine:
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
                 record, history = await self.sessions.history(session, position)
-            return self.steps.view(record, self.identity), history
+            return self.steps.view(record), history
 
     async def get_session(self, session: str) -> SessionView:
         """Returns a session without resetting its idle time. Raises UnknownSession."""
-        return self.steps.view(await self.sessions.read(session), self.identity)
+        return self.steps.view(await self.sessions.read(session))
 
     async def session_state(self, session: str, deadline: float | None = None) -> SessionState:
         """Returns the output layer's input after a session's tokens, without changing the session or its idle time.
         Raises UnknownSession."""
         with self.admission.admitted():
             async with until(deadline):
-                return await self.steps.state(session, self.identity, Ticket(deadline))
+                return await self.steps.state(session, Ticket(deadline))
 
     async def continuations(self, request: ContinuationsRequest) -> Continuations:
         """Scores each of the continuations of a session, and predicts the token after it. The session does not change.
@@ -645,7 +633,7 @@ class Engine:
         """See `Sessions.rewind`. Waits for the end of the session's step in flight."""
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
-                return self.steps.view(await self.sessions.rewind(session, position), self.identity)
+                return self.steps.view(await self.sessions.rewind(session, position))
 
     # Life cycle
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from wane.models.cache_mixture import CacheMixture, TopTokens
 from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
+from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.engine.bounds import Bound, of_mixture
@@ -165,12 +166,24 @@ class Forward:
     """Runs sequences of one model with its batcher and its state pool. Sequences are int64 arrays. `read`, `write` and
     `slot` are slots of the pool. `binding`: see `Work`."""
 
-    def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner, *, keeps: bool = False) -> None:
-        """`keeps` says whether the states of prompts are kept for later prompts."""
+    def __init__(
+        self,
+        batcher: Batcher,
+        pool: StatePool,
+        parallel: ChunkedRunner,
+        cost_model: CostModel,
+        *,
+        keeps: bool,
+        has_radius_output: bool,
+    ) -> None:
+        """`keeps` says whether the states of prompts are kept for later prompts. `has_radius_output` says whether the
+        `window` graph outputs the `radius` of its run: see `bounds.bound`."""
         self._keeps = keeps
         self._batcher = batcher
         self.pool = pool
         self.parallel = parallel
+        self.cost_model = cost_model
+        self.has_radius_output = has_radius_output
 
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
@@ -268,6 +281,11 @@ class Forward:
         path = self.path(tokens, owner)
         if path is not None:
             self.pool.prefixes.keep(path, path.length, slot)
+
+    async def heads(self, hiddens: NDArray[np.float32], ticket: Ticket) -> list[RunResult]:
+        """Returns the output for each of n inputs of the output layer, float32 (n, H)."""
+        works = [Work("head", hidden=hidden) for hidden in hiddens]
+        return [RunResult(row) for row in await self._batcher.submit_all(works, ticket)]
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
         """Returns the output for the state in `slot`, without running a token."""

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
@@ -25,16 +24,12 @@ class Predictor:
     """Answers predictions and generations without a session. Every prompt runs from the zero state, or from the state
     of its beginning that an earlier request of the same owner has left."""
 
-    def __init__(
-        self, limits: Limits, answer_builder: AnswerBuilder, cost_model: CostModel, *, has_radius_output: bool
-    ) -> None:
-        """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
+    def __init__(self, limits: Limits, answer_builder: AnswerBuilder) -> None:
         self._manifest = answer_builder.manifest
         self._limits = limits
         self._forward = answer_builder.forward
         self._answer_builder = answer_builder
-        self._cost_model = cost_model
-        self._has_radius_output = has_radius_output
+        self._cost_model = self._forward.cost_model
 
     def seconds(self, request: PredictRequest) -> float:
         """Returns the expected seconds of a prediction's runs."""
@@ -131,7 +126,7 @@ class Predictor:
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=request.tolerance,
-            has_radius_output=self._has_radius_output,
+            has_radius_output=self._forward.has_radius_output,
             cost=lambda k: self._cost_model.full(1 + position) if k is None else self._cost_model.window(k),
         )
 

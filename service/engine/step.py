@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerPlan, ModeResult
@@ -33,7 +32,7 @@ from wane.service.sessions.sessions import Commit, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord, is_first
 from wane.service.state.pool import ZERO, CachedState
 from wane.service.types.answer import Answer, SessionState, SessionView
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, PredictRequest, StepRequest, id_of
 
 RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
@@ -49,14 +48,10 @@ class SessionSteps:
         self,
         limits: Limits,
         columns: StepColumns,
-        cost_model: CostModel,
         metrics: Metrics,
-        live: LiveAccuracy | None = None,
-        *,
-        has_radius_output: bool,
+        live: LiveAccuracy | None,
     ) -> None:
-        """`live` counts the accuracy of the answers; None without the setting `live_accuracy`. `has_radius_output` says
-        whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
+        """`live` counts the accuracy of the answers; None without the setting `live_accuracy`."""
         self._answer_builder = columns.answers.builder
         self._manifest = manifest = self._answer_builder.manifest
         self._forward = self._answer_builder.forward
@@ -65,9 +60,8 @@ class SessionSteps:
         self._columns = columns
         self._sessions = columns.sessions
         self._resident = columns.resident
-        self._cost_model = cost_model
+        self._cost_model = self._forward.cost_model
         self._live = live
-        self._has_radius_output = has_radius_output
         self.share_found = 1.0
         self._replayed = metrics.steps_replayed.labels(manifest.name)
 
@@ -175,7 +169,7 @@ class SessionSteps:
         slot = held.enter_context(self._pool.lease())
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
-    async def state(self, session: str, identity: Identity, ticket: Ticket) -> SessionState:
+    async def state(self, session: str, ticket: Ticket) -> SessionState:
         """Returns the output layer's input after the session's tokens, from a run in the session's own mode. Does not
         change the session. Raises UnknownSession. Raises InvalidRequest if the model has a zero start and the session
         has no token."""
@@ -192,7 +186,7 @@ class SessionSteps:
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
         return SessionState(
-            *identity,
+            *self._answer_builder.identity,
             session=id_of(session),
             position=record.position,
             state=plan.state,
@@ -207,7 +201,7 @@ class SessionSteps:
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
-    def view(self, record: SessionRecord, identity: Identity) -> SessionView:
+    def view(self, record: SessionRecord) -> SessionView:
         """Returns the session as its owner sees it."""
         resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
@@ -225,7 +219,7 @@ class SessionSteps:
             unknown = cache.unknown(len(record.tail), record.position)
             found = found._replace(variation=min(found.variation + unknown, 1.0))
         return SessionView(
-            *identity,
+            *self._answer_builder.identity,
             session=id_of(record.session),
             mode=record.mode,
             position=record.position,
@@ -424,7 +418,7 @@ class SessionSteps:
         mixes = request.cache and self._answer_builder.cache is not None
         # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
         # outputs a radius, or if the answer is a mixture with a cache, in which the network's weight is below 1.
-        if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
+        if not mixes and (not self._forward.has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
