@@ -248,17 +248,13 @@ class Stats:
         for one in made:
             by_mode[one.mode].append(one)
             requests[one.operation, one.mode] += one.requests
-        for mode, ones in by_mode.items():
-            self._of(mode).made(ones)
+        for mode, counted in by_mode.items():
+            if mode not in self._modes:
+                self._modes[mode] = ModeStats(self._metrics, self._model, mode)
+            self._modes[mode].made(counted)
         for (operation, mode), count in requests.items():
             if count:
                 self.answered(operation, mode, count)
-
-    def _of(self, mode: Mode) -> ModeStats:
-        found = self._modes.get(mode)
-        if found is None:
-            found = self._modes[mode] = ModeStats(self._metrics, self._model, mode)
-        return found
 
     def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
         """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
