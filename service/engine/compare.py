@@ -8,6 +8,7 @@ import numpy as np
 
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
+from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import RunResult, sequence, tail
@@ -81,6 +82,8 @@ async def compare(request: CompareRequest, answer_builder: AnswerBuilder, ticket
             return predictions, None if recurrent is None else answer_builder.apart(plan, recurrent, own)
 
         predictions, pair = await answer_builder.turns.run(len(own.result.network_logits), read)
+        if pair is not None:
+            answer_builder.stats.compared(pair, Source.BOTH)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
@@ -92,7 +95,7 @@ async def compare(request: CompareRequest, answer_builder: AnswerBuilder, ticket
                 total=_percentiles([latency.total_ms for latency in latencies[index]]),
             ),
             error_bound=None if own.bound is None else own.bound.variation,
-            agreement=None if pair is None else answer_builder.counted(pair),
+            agreement=pair,
         )
 
     cache = answer_builder.cache if request.cache else None

@@ -55,12 +55,9 @@ class Predictor:
         ranking = self._answer_builder.rankings.of(request.filter, request.tokens)
         if not self._runs(request):
             empty_mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode
+            k = None if empty_mode is Mode.RECURRENT else request.window or self._limits.window
             return self._answer_builder.nothing(
-                empty_mode,
-                None if empty_mode is Mode.RECURRENT else request.window or self._limits.window,
-                StateSource.WINDOW if empty_mode is Mode.WINDOW else StateSource.FULL,
-                request,
-                ticket,
+                AnswerPlan(empty_mode, 0, k, StateSource.FULL, 0, ranking), request, ticket
             )
         if request.mode is Mode.AUTO:
             ways = self._ways(request)
@@ -84,8 +81,8 @@ class Predictor:
                 break
             if window is not None and mode is Mode.WINDOW and not (proving or meets(window.bound, request.tolerance)):
                 window, proving = await self._answer_builder.search(plan, window, ticket), True
-            found = recurrent or window
-            if found is not None and meets(found.bound, request.tolerance):
+            answered = recurrent or window
+            if answered is not None and meets(answered.bound, request.tolerance):
                 break
         await self._answer_builder.take_turn(plan, request, recurrent or window)
         return self._answer_builder.answer(plan, input_ids, recurrent, window, request, ticket, searched=proving)
@@ -95,9 +92,7 @@ class Predictor:
     ) -> ModeResult:
         owner = self._owner(request, input_ids, traced=request.prove)
         result, cached = await self._forward.prompt(input_ids, owner, ticket)
-        await self._answer_builder.take_turn(plan)
-        part = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-        part = await self._answer_builder.search(plan, part, ticket) if request.prove else part
+        part = await self._answer_builder.made(plan, result, input_ids, ticket, prove=request.prove)
         return part._replace(cached=max(cached - (len(input_ids) - len(request.tokens)), 0))
 
     @staticmethod

@@ -115,9 +115,9 @@ class SessionSteps:
                     token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:
                         token_logprobs = await self._replayed_logprobs(record, request, ticket) if replayed else ()
-                    answer = await self._answer_again(
-                        record, mode, request, ticket, token_logprobs=token_logprobs, replayed=replayed
-                    )
+                    answer = await self._answer_again(record, mode, request, ticket)
+                    answer.replayed = replayed
+                    answer.with_details(answer.logits, token_logprobs)
                     # A step that creates its session is stored with the session, so no append has followed.
                     of_first = replayed and record.last is not None and is_first(record.revision)
                     if kind is StepKind.FIRST or (request.creator is not None and of_first):
@@ -271,8 +271,7 @@ class SessionSteps:
                 if rebuilt:
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
-                    await builder.take_turn(plan)
-                    recurrent = builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
+                    recurrent = await builder.made(plan, result, input_ids, ticket)
             if plan.window is not None:
                 window = await builder.window(plan, input_ids, ticket, prove=False, binding=True)
             committed = await self._sessions.commit(
@@ -297,18 +296,10 @@ class SessionSteps:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
         await builder.take_turn(plan, request, recurrent or window)
-        answer = builder.answer(
-            plan,
-            input_ids,
-            recurrent,
-            window,
-            request,
-            ticket,
-            replayed=False,
-            durable=committed.durable,
-            token_logprobs=token_logprobs,
-        )
+        answer = builder.answer(plan, input_ids, recurrent, window, request, ticket)
+        answer.replayed, answer.durable = False, committed.durable
         answer.created = True if kind is StepKind.FIRST else None
+        answer.with_details(answer.logits, token_logprobs)
         if self._live is not None and not ticket.abandoned:
             self._live.answered(record.session, position, answer)
         return answer
@@ -347,42 +338,22 @@ class SessionSteps:
                 return None
 
     async def _answer_again(
-        self,
-        record: SessionRecord,
-        mode: Mode,
-        request: PredictRequest | StepRequest,
-        ticket: Ticket,
-        *,
-        token_logprobs: tuple[float | None, ...] | None = None,
-        replayed: bool | None = None,
+        self, record: SessionRecord, mode: Mode, request: PredictRequest | StepRequest, ticket: Ticket
     ) -> Answer:
         """Answers with the session's next-token prediction, without appending. See `_run_again`. Returns an answer
         without predictions if the model has a zero start and the session has no token."""
-        if not len(self._input_ids(record)):
+        builder = self._answer_builder
+        input_ids = self._input_ids(record)
+        if not len(input_ids):
             window = request.window if isinstance(request, PredictRequest) else None
-            k = None if mode is Mode.RECURRENT else window or self._limits.window
-            return self._answer_builder.nothing(
-                mode,
-                k,
-                StateSource.WINDOW if mode is Mode.WINDOW else StateSource.RESIDENT,
-                request,
-                ticket,
-                replayed=replayed,
-                durable=record.durable,
-            )
-        plan, input_ids, recurrent, part = await self._run_again(record, mode, request, ticket)
-        await self._answer_builder.take_turn(plan, request, recurrent or part)
-        return self._answer_builder.answer(
-            plan,
-            input_ids,
-            recurrent,
-            part,
-            request,
-            ticket,
-            replayed=replayed,
-            durable=record.durable,
-            token_logprobs=token_logprobs,
-        )
+            ranking = self._ranking(request.filter, input_ids, 0)
+            answer = builder.nothing(self._plan(mode, 0, window, 0, False, 0, ranking), request, ticket)
+        else:
+            plan, input_ids, recurrent, part = await self._run_again(record, mode, request, ticket)
+            await builder.take_turn(plan, request, recurrent or part)
+            answer = builder.answer(plan, input_ids, recurrent, part, request, ticket)
+        answer.durable = record.durable
+        return answer
 
     async def _run_again(
         self,
@@ -424,10 +395,7 @@ class SessionSteps:
         if mode is not Mode.WINDOW:
             with ExitStack() as held:
                 result, _ = await self._catch_up(record, base, rebuilt, context_ids, dropped_tokens, ticket, held)
-            await self._answer_builder.take_turn(plan)
-            recurrent = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-            if request.prove:
-                recurrent = await self._answer_builder.search(plan, recurrent, ticket)
+            recurrent = await self._answer_builder.made(plan, result, input_ids, ticket, prove=request.prove)
         part: ModeResult | None = None
         if plan.window is not None:
             part = await self._answer_builder.window(plan, input_ids, ticket, prove=request.prove)

@@ -291,18 +291,9 @@ class StepAnswers:
         request, stored, builder = row.as_request(), row.stored, self.builder
 
         def answer(part: ModeResult) -> Answer:
-            made = builder.answer(
-                plan,
-                input_ids,
-                part,
-                None,
-                request,
-                ticket,
-                replayed=False,
-                durable=durable,
-                token_logprobs=row.token_logprobs,
-                sampled=sampled,
-            )
+            made = builder.answer(plan, input_ids, part, None, request, ticket, sampled=sampled)
+            made.replayed, made.durable = False, durable
+            made.with_details(made.logits, row.token_logprobs)
             if stored is not None and stored.kind is StepKind.FIRST:
                 made.created = True
             if row.waiting is None:  # otherwise the general procedure counts the step

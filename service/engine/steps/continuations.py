@@ -88,8 +88,7 @@ class Continuer:
             work = count * (TOKENS_OF_A_SCORE + builder.work(plan))
             scored = await builder.turns.run(work, partial(self._scored, ids, scanned, norms))
         await builder.turns.take(TOKENS_OF_AN_ANSWER)
-        await builder.take_turn(plan)
-        part = builder.part(plan, result, ticket.latency(), np.concatenate([self._history, ids]), recurrent=True)
+        part = await builder.made(plan, result, np.concatenate([self._history, ids]), ticket)
         asked = PredictRequest(
             session=start.session,
             top_k=request.top_k,
