@@ -53,21 +53,6 @@ class AnswerPlan(NamedTuple):
     ranking: Ranking
     cache: bool = True
 
-    @classmethod
-    def of_prompt(
-        cls, mode: Mode, tokens: int, window: int | None, ranking: Ranking, *, truncated: bool, cache: bool = True
-    ) -> AnswerPlan:
-        """Plans the answer to a request without a session. `tokens` is the number of the request's tokens. They are a
-        whole sequence or, if `truncated`, the end of a longer sequence.
-
-        The position of a truncated sequence is unknown. It is set to `tokens` + 1, so that no window counts as the
-        whole sequence. The window of a truncated sequence is shortened to `tokens` tokens if it is longer.
-        """
-        if not truncated:
-            return cls(mode, tokens, window, StateSource.FULL, tokens, ranking, cache)
-        k = None if window is None else min(window, tokens)
-        return cls(mode, tokens + 1, k, StateSource.FULL, tokens, ranking, cache)
-
     @property
     def state(self) -> StateSource:
         """The source of the answer's state."""

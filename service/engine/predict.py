@@ -63,14 +63,17 @@ class Predictor:
             ways = self._ways(request)
         else:
             ways = (None if request.mode is Mode.RECURRENT else request.window or self._limits.window,)
-        input_ids = self._sequence(request)
+        input_ids, tokens = self._sequence(request), len(request.tokens)
+        # The position of a truncated sequence is unknown. It is set to one more than the number of its tokens, so that
+        # no window counts as the whole sequence.
+        position = tokens + request.truncated
         for k in ways:
             mode, proving = request.mode, request.prove
             if mode is Mode.AUTO:
                 mode = Mode.RECURRENT if k is None else Mode.WINDOW
-            plan = AnswerPlan.of_prompt(
-                mode, len(request.tokens), k, ranking, truncated=request.truncated, cache=request.cache
-            )
+            if request.truncated and k is not None:
+                k = min(k, tokens)
+            plan = AnswerPlan(mode, position, k, StateSource.FULL, tokens, ranking, request.cache)
             recurrent: ModeResult | None = None
             window: ModeResult | None = None
             if mode is not Mode.WINDOW:
