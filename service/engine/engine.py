@@ -375,7 +375,7 @@ class Engine:
             if len(request.tokens) <= PIECE_TOKENS:
                 answer = await self.steps.step(request, ticket, is_locked=is_locked)
             else:
-                with self.backlog.share(self.steps.seconds(request), request.deadline) as share:
+                with self.backlog.share(self._cost_model.full(len(request.tokens)), request.deadline) as share:
                     answer = await self.steps.step(request, ticket)
                     if not answer.replayed:
                         share.progress(1)
@@ -425,24 +425,24 @@ class Engine:
             if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
         all_s, done_s = sum(expected.values()), 0.0
-        deadline = min((one.deadline for one in requests if one.deadline is not None), default=None)
+        deadline = min((request.deadline for request in requests if request.deadline is not None), default=None)
         with self.backlog.share(all_s, deadline) as share, ExitStack() as submitted:
             pending: list[tuple[int, Pending[Answer]]] = []
             for index in expected:
                 ticket = Ticket(requests[index].deadline)
-                one = Pending.of(self._predict_checked(requests[index], ticket), ticket)
-                submitted.callback(one.cancel)
-                pending.append((index, one))
+                prediction = Pending.of(self._predict_checked(requests[index], ticket), ticket)
+                submitted.callback(prediction.cancel)
+                pending.append((index, prediction))
                 if len(pending) % BEGUN_AT_ONCE == 0:
                     await asyncio.sleep(0)
-            for index, one in pending:
-                outcome = results[index] = await outcome_of(one)
+            for index, prediction in pending:
+                outcome = results[index] = await outcome_of(prediction)
                 if all_s and not isinstance(outcome, Exception):
                     done_s += expected[index]
                     share.progress(done_s / all_s)
-        found = [result for result in results if result is not None]
+        answers = [result for result in results if result is not None]
         results.clear()  # an error of a check has a traceback that holds this frame
-        return found
+        return answers
 
     async def score(self, request: ScoreRequest) -> Score:
         """Returns one log-probability for each token or skipped event of the request. It is None for a token that has
@@ -516,7 +516,7 @@ class Engine:
         TooLarge if it exceeds a limit. Raises Overloaded if long requests among them would miss their deadline
         together."""
         await self._check_generation(requests[0])
-        long = [one_s for one in requests if (one_s := self.predictor.generation_seconds(one)) >= LONG_S]
+        long = [each_s for each_s in map(self.predictor.generation_seconds, requests) if each_s >= LONG_S]
         if len(long) > 1:
             self.backlog.check(Share(None, sum(long), requests[0].deadline))
 

@@ -18,7 +18,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, expected, meets
-from wane.service.engine.forward import PIECE_TOKENS, RunResult, tail
+from wane.service.engine.forward import RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import SKIPPED, LiveAccuracy
@@ -195,12 +195,6 @@ class SessionSteps:
             durable=record.durable,
         )
 
-    def seconds(self, request: StepRequest) -> float:
-        """Returns the expected seconds of a step's runs. Returns 0 for a step of at most PIECE_TOKENS tokens, which the
-        backlog does not count."""
-        tokens = len(request.tokens)
-        return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
-
     def view(self, record: SessionRecord) -> SessionView:
         """Returns the session as its owner sees it."""
         resident = self._sessions.cached(record, behind=True, use=False)
@@ -213,18 +207,18 @@ class SessionSteps:
         norms, has_run = None, record.position or self._manifest.start_tokens
         if has_run and self._manifest.certificate.readout and resident and resident.position == record.position:
             norms = self._sessions.norms(resident)
-        found = plan.bound_of(self._manifest.certificate, mode is not Mode.WINDOW, None, norms)
+        bound = plan.bound_of(self._manifest.certificate, mode is not Mode.WINDOW, None, norms)
         cache = self._answer_builder.cache
-        if found is not None and cache is not None:
+        if bound is not None and cache is not None:
             unknown = cache.unknown(len(record.tail), record.position)
-            found = found._replace(variation=min(found.variation + unknown, 1.0))
+            bound = bound._replace(variation=min(bound.variation + unknown, 1.0))
         return SessionView(
             *self._answer_builder.identity,
             session=id_of(record.session),
             mode=record.mode,
             position=record.position,
             state=plan.state,
-            error_bound=None if found is None else found.variation,
+            error_bound=None if bound is None else bound.variation,
             idle_s=record.idle_s,
             durable=record.durable,
         )
@@ -254,15 +248,12 @@ class SessionSteps:
         window: ModeResult | None = None
         read = ZERO if base is None else base.slot
         write: int | None = None
-        token_logprobs: tuple[float | None, ...] | None = None
         self._pool.retain(read)
         try:
-            if request.token_logprobs:
-                before_ids = self._input_ids(record)
-                token_logprobs = await self._token_logprobs(before_ids, record.position, base, request, ticket)
+            token_logprobs = await self._own_logprobs(record, base, request, ticket)
             if mode is not Mode.WINDOW or keeps:
                 write = self._pool.acquire()
-                self._record_hit(record, found=not rebuilt)
+                self._record_hit(record, is_resident=not rebuilt)
                 if base is None:
                     result = await self._forward.full(context_ids, ticket, write=write, binding=True)
                 else:
@@ -318,12 +309,9 @@ class SessionSteps:
         has not read, except the last, as a sequence, and the last token as a row."""
         with ExitStack() as held:
             held.enter_context(self._pool.hold(base.slot))
-            token_logprobs: tuple[float | None, ...] | None = None
-            if request.token_logprobs:
-                before_ids = self._input_ids(record)
-                token_logprobs = await self._token_logprobs(before_ids, record.position, base, request, ticket)
+            token_logprobs = await self._own_logprobs(record, base, request, ticket)
             read, write = base.slot, held.enter_context(self._pool.lease())
-            self._record_hit(record, found=not rebuilt)
+            self._record_hit(record, is_resident=not rebuilt)
             earlier_ids = self._unseen(record, base, request)[:-1]
             if len(earlier_ids):
                 read = held.enter_context(self._pool.lease())
@@ -417,7 +405,7 @@ class SessionSteps:
         """Runs the tokens that the state `base` has not read or, without a state, `context_ids`. Returns the result at
         the session's position, and the slot of the state there, until `held` is closed. This state is then resident.
         `dropped_tokens`: the number of the session's first tokens that it has not read."""
-        self._record_hit(record, found=not rebuilt)
+        self._record_hit(record, is_resident=not rebuilt)
         if base is not None and base.position == record.position:
             slot = base.slot
             held.enter_context(self._pool.hold(slot))
@@ -448,6 +436,15 @@ class SessionSteps:
                 "token_logprobs",
             )
         return await self._token_logprobs(before_ids, record.position - len(request.tokens), None, request, ticket)
+
+    async def _own_logprobs(
+        self, record: SessionRecord, base: CachedState | None, request: StepRequest, ticket: Ticket
+    ) -> tuple[float | None, ...] | None:
+        """Returns the log-probability of each token of a step that is not appended yet; None if it does not ask for
+        them. See `_token_logprobs`."""
+        if not request.token_logprobs:
+            return None
+        return await self._token_logprobs(self._input_ids(record), record.position, base, request, ticket)
 
     async def _token_logprobs(
         self,
@@ -497,7 +494,7 @@ class SessionSteps:
 
         `input_ids` holds the sequence up to `position`, without its first `dropped_tokens` tokens.
         """
-        found = self._share_found()
+        share = self._share_found()
         k = routing.rebuilt_from(
             self._manifest.certificate,
             position,
@@ -505,7 +502,7 @@ class SessionSteps:
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=tolerance,
-            used=min(found / max(1 - found, 1 / MOST_USES), MOST_USES),
+            used=min(share / max(1 - share, 1 / MOST_USES), MOST_USES),
             cost=lambda k: self._cost_model.full(len(input_ids)) if k is None else self._cost_model.window(k),
         )
         return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
@@ -550,12 +547,12 @@ class SessionSteps:
         self._sessions.state_replays.inc()
         return record.tail.ids()[-missed:]  # without the start token
 
-    def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
-        """Updates `share_found`. `found` says whether the needed state was resident. The state of an empty session does
-        not count."""
+    def _record_hit(self, record: SessionRecord, *, is_resident: bool) -> None:
+        """Updates `share_found`. `is_resident` says whether the needed state was resident. The state of an empty
+        session does not count."""
         if record.position:
             before = self._share_found()
-            self.share_found = before + REBUILD_EMA_ALPHA * (found - before)
+            self.share_found = before + REBUILD_EMA_ALPHA * (is_resident - before)
 
     def _share_found(self) -> float:
         """Returns the share of needed states that were resident. The states of steps in columns are included."""
@@ -595,9 +592,9 @@ class SessionSteps:
         return AnswerPlan(mode, position, k, origin, position - dropped_tokens, ranking, cache)
 
 
-def _check(found: Bound | None, tolerance: float | None) -> None:
+def _check(bound: Bound | None, tolerance: float | None) -> None:
     """Raises InvalidRequest if the bound of a session's answer does not meet the tolerance."""
-    if tolerance is None or meets(found, tolerance):
+    if tolerance is None or meets(bound, tolerance):
         return
-    has = "no error bound" if found is None else f"an error bound of {found.variation:g}"
+    has = "no error bound" if bound is None else f"an error bound of {bound.variation:g}"
     raise InvalidRequest(f"tolerance is {tolerance:g}, but the session's answer has {has}", "tolerance")
