@@ -41,7 +41,7 @@ from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.steps.answers import StepAnswers
 from wane.service.engine.steps.columns import StepColumns
-from wane.service.engine.steps.continuations import Continuer
+from wane.service.engine.steps.continuations import continuations_of
 from wane.service.engine.steps.rows import StepRow
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
@@ -619,7 +619,7 @@ class Engine:
                 begun = GenerateRequest(mode=Mode.RECURRENT, session=request.session)
                 source, first = await self.steps.begin(begun, request.session, ticket, held)
                 assert isinstance(source, RecurrentSource), "mode recurrent began a window: this is a bug"
-                results = await Continuer(request, source, first, self.answer_builder, ticket).run()
+                results = await continuations_of(request, source, first, self.answer_builder, ticket)
             share.progress(1)
         self._stats.answered("continuations", Mode.RECURRENT)
         return Continuations(*self.identity, id_of(request.session), source.start.position, results)
