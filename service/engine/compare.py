@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -48,13 +49,10 @@ async def compare(request: CompareRequest, answer_builder: AnswerBuilder, ticket
             before = leased
             await forward.full(input_ids[:-1], ticket, write=before)
 
-        def of_window(k: int) -> Callable[[], Awaitable[RunResult]]:
-            return lambda: forward.window(tail(input_ids, position, k), ticket)
-
-        runs = [
-            lambda: forward.append(input_ids[-1:], ticket, read=before, write=after),
-            *map(of_window, request.windows),
+        runs: list[Callable[[], Awaitable[RunResult]]] = [
+            partial(forward.append, input_ids[-1:], ticket, read=before, write=after)
         ]
+        runs += [partial(forward.window, tail(input_ids, position, k), ticket) for k in request.windows]
         latencies: list[list[Latency]] = [[] for _ in runs]
         results: list[RunResult] = []
         for repeat in range(request.repeat):
