@@ -116,11 +116,14 @@ class Prover:
             "smaller": smaller,
             "variation": total_variation(self.certificate.head_diameter, smaller + self._rounding),
             "same": (logits.argmax(axis=1) == never.argmax(axis=1)).astype(np.float64),
-            "curve": np.array([float(self._margin.proves(x, h, curve + self._rounding)) for x, h, _ in rows]),
-            "request": np.array([float(self._margin.proves(x, h, e + self._rounding)) for x, h, e in rows]),
+            "curve": np.array([self._has_no_rival(x, h, curve) for x, h, _ in rows]),
+            "request": np.array([self._has_no_rival(x, h, error) for x, h, error in rows]),
             "direction": direction.astype(np.float64),
             "direction_variation": self._direction.variation(bound),
         }
+
+    def _has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> float:
+        return float(self._margin.has_no_rival(logits, hidden, error + self._rounding, int(logits.argmax())))
 
 
 def _softmax(logits: Values) -> Values:

@@ -119,7 +119,6 @@ class AgreementStatistics:
     bound_violations: int = 0
 
     def add(self, agreement: Agreement) -> None:
-        """Adds one compared pair of answers."""
         self.compared += 1
         self.top1_matches += agreement.top1_match
         self.top1_proved += agreement.top1_proved

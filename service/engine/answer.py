@@ -53,21 +53,6 @@ class AnswerPlan(NamedTuple):
     ranking: Ranking
     cache: bool = True
 
-    @classmethod
-    def of_prompt(
-        cls, mode: Mode, tokens: int, window: int | None, ranking: Ranking, *, truncated: bool, cache: bool = True
-    ) -> AnswerPlan:
-        """Plans the answer to a request without a session. `tokens` is the number of the request's tokens. They are a
-        whole sequence or, if `truncated`, the end of a longer sequence.
-
-        The position of a truncated sequence is unknown. It is set to `tokens` + 1, so that no window counts as the
-        whole sequence. The window of a truncated sequence is shortened to `tokens` tokens if it is longer.
-        """
-        if not truncated:
-            return cls(mode, tokens, window, StateSource.FULL, tokens, ranking, cache)
-        k = None if window is None else min(window, tokens)
-        return cls(mode, tokens + 1, k, StateSource.FULL, tokens, ranking, cache)
-
     @property
     def state(self) -> StateSource:
         """The source of the answer's state."""
@@ -136,9 +121,10 @@ class AnswerBuilder:
         stats: Stats,
         prover: Executor,
         cache: CacheMixture | None = None,
+        direction: DirectionProof | None = None,
     ) -> None:
-        """`prover` runs the gradient proofs on a thread of its own, because they would block the event loop. `cache` is
-        the model's cache, if it has one."""
+        """`prover` runs the gradient proofs of `direction` on a thread of its own, because they would block the event
+        loop. `cache` is the model's cache, if it has one."""
         self.manifest = manifest
         self.certificate = manifest.certificate
         self.identity = identity
@@ -146,11 +132,11 @@ class AnswerBuilder:
         self.margin = margin
         self.forward = forward
         self.stats = stats
-        self._prover = prover
+        self.prover = prover
         self.rankings = Rankings(vocabulary)
         self.turns = Turns()
         self.cache = cache
-        self.direction: DirectionProof | None = None
+        self.direction = direction
         self.sampler: Sampler | None = None
 
     def work(self, plan: AnswerPlan, top_k: int = 0) -> int:
@@ -195,6 +181,23 @@ class AnswerBuilder:
             result = result.mix(self.cache, history, plan.position)
         return ModeResult(result, result.bound(found), latency)
 
+    async def made(
+        self,
+        plan: AnswerPlan,
+        result: RunResult,
+        input_ids: NDArray[np.int64],
+        ticket: Ticket,
+        *,
+        recurrent: bool = True,
+        since: Ticket | None = None,
+        prove: bool = False,
+    ) -> ModeResult:
+        """Like `part`, but waits for a turn of the event loop first. If `prove`, calls `search`. `since`: see
+        `Ticket.latency`."""
+        await self.take_turn(plan)
+        part = self.part(plan, result, ticket.latency(since=since), input_ids, recurrent=recurrent)
+        return await self.search(plan, part, ticket) if prove else part
+
     async def window(
         self,
         plan: AnswerPlan,
@@ -212,9 +215,7 @@ class AnswerBuilder:
         assert plan.window is not None, "the plan of a window part has no k: this is a bug"
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self.forward.window(tail(input_ids, plan.position, plan.window), ticket, binding=binding)
-        await self.take_turn(plan)
-        part = self.part(plan, result, ticket.latency(since=mark), input_ids, recurrent=False)
-        return await self.search(plan, part, ticket) if prove else part
+        return await self.made(plan, result, input_ids, ticket, recurrent=False, since=mark, prove=prove)
 
     async def search(self, plan: AnswerPlan, part: ModeResult, ticket: Ticket) -> ModeResult:
         """Runs the gradient proof on a part. Returns the part with the smaller of the old and the new bound on the
@@ -240,7 +241,7 @@ class AnswerBuilder:
         weight, added = (1.0, None) if mixed is None else (mixed.weight, mixed.added)
         ticket.answering = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(
-            self._prover, direction.search, trace, first, weight, added, plan.ranking.ids
+            self.prover, direction.search, trace, first, weight, added, plan.ranking.ids
         )
         found = result.bound(bound._replace(variation=variation))
         assert found is not None, "the mixture has no bound although its network has one: this is a bug"
@@ -256,29 +257,26 @@ class AnswerBuilder:
         ticket: Ticket,
         *,
         searched: bool = False,
-        replayed: bool | None = None,
-        durable: bool | None = None,
-        token_logprobs: tuple[float | None, ...] | None = None,
         sampled: bool | None = None,
     ) -> Answer:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
         predictions come from the recurrent part. The caller has called `take_turn`.
 
-        `input_ids`: see `part`. `searched` says whether `search` ran on the
-        parts although the request does not set `prove`. If it ran, the answer's latency includes the time of the
-        search. `token_logprobs` are the log-probabilities of the session's latest tokens, if the request asked for
-        them. `sampled` says whether the shadow repeats the answer. If it is None, the sampler decides.
+        `input_ids`: see `part`. `searched` says whether `search` ran on the parts although the request does not set
+        `prove`. If it ran, the answer's latency includes the time of the search. `sampled` says whether the shadow
+        repeats the answer. If it is None, the sampler decides.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
         prove, top_k, session = request.prove or searched, request.top_k, request.session
-        found = self.predictions(answered.result, top_k, plan.ranking)
+        predictions = self.predictions(answered.result, top_k, plan.ranking)
         pair: Agreement | None = None
         modes: dict[str, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = self.counted(self.apart(plan, recurrent, window))
+            pair = self.apart(plan, recurrent, window)
+            self.stats.compared(pair, Source.BOTH)
             modes = {
-                Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
+                Mode.RECURRENT: ModeAnswer(predictions, recurrent.latency),
                 Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k, plan.ranking), window.latency),
             }
             for mode, part in modes.items():
@@ -295,7 +293,7 @@ class AnswerBuilder:
         answer = Answer(
             *self.identity,
             mode=plan.mode,
-            predictions=found,
+            predictions=predictions,
             latency=ticket.latency() if prove or modes is not None else answered.latency,
             state=plan.state,
             error_bound=None if bound is None else bound.variation,
@@ -306,63 +304,44 @@ class AnswerBuilder:
             agreement=pair,
             session=None if session is None else id_of(session),
             position=None if session is None else plan.position,
-            replayed=replayed,
-            durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
             unknown=request.unknown_names + request.filter.unknown or None,
             seen_tokens=plan.ranking.seen_tokens,
             cached_tokens=answered.cached,
         )
-        if request.logits or token_logprobs is not None:
+        if request.logits:
             # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.
-            answer.with_details(answered.result.logits.copy() if request.logits else None, token_logprobs)
+            answer.with_details(answered.result.logits.copy(), None)
         return answer
 
-    def nothing(
-        self,
-        mode: Mode,
-        window: int | None,
-        state: StateSource,
-        request: Predicting,
-        ticket: Ticket,
-        *,
-        replayed: bool | None = None,
-        durable: bool | None = None,
-    ) -> Answer:
+    def nothing(self, plan: AnswerPlan, request: Predicting, ticket: Ticket) -> Answer:
         """Returns the answer of a model with a zero start before the sequence's first token: an answer without
         predictions. Runs no graph."""
         session = request.session
         modes: dict[str, ModeAnswer] | None = None
-        if mode is Mode.BOTH:
-            modes = {one: ModeAnswer((), ticket.latency()) for one in (Mode.RECURRENT, Mode.WINDOW)}
+        if plan.mode is Mode.BOTH:
+            modes = {mode: ModeAnswer((), ticket.latency()) for mode in (Mode.RECURRENT, Mode.WINDOW)}
         return Answer(
             *self.identity,
-            mode=mode,
-            window=window,
+            mode=plan.mode,
+            window=plan.window,
             predictions=(),
             latency=ticket.latency(),
-            state=state,
+            state=plan.state,
             error_bound=None,
             state_error_bound=None,
             top1_proved=False,
             modes=modes,
             session=None if session is None else id_of(session),
             position=None if session is None else 0,
-            replayed=replayed,
-            durable=durable,
             cache_tokens=0 if request.cache and self.cache is not None else None,
             unknown=request.unknown_names + request.filter.unknown or None,
-            seen_tokens=0 if request.filter.exclude_seen else None,
+            seen_tokens=plan.ranking.seen_tokens,
         )
 
     def predictions(self, result: RunResult, top_k: int, ranking: Ranking) -> tuple[Prediction, ...]:
         """Returns the `top_k` most probable tokens of a result, among the tokens that `ranking` may list."""
         return listed(ranking.largest(result, top_k), top_k, self.vocabulary)
-
-    def counted(self, pair: Agreement) -> Agreement:
-        """Counts the result of `apart` in the statistics, and returns it."""
-        self.stats.compared(pair, Source.BOTH)
-        return pair
 
     def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
         """Compares the recurrent part and the window part of an answer. May be called on any thread."""
@@ -386,10 +365,7 @@ class AnswerBuilder:
             return False
         if result.mixed is not None:
             return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
-        if not plan.ranking.is_of_all:
-            found = plan.ranking.largest(result, 2)
-            return self.margin.proves_among(plan.ranking, found, result.logits, result.hidden, bound.runs)
-        return self.margin.proves_of_row(result.row, bound.runs)
+        return self.margin.proves(plan.ranking, plan.ranking.largest(result, 2), result, bound.runs)
 
     def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:

@@ -112,7 +112,7 @@ class Backlog:
             yield Share(None, seconds, deadline)
             return
         share = Share(self, seconds, deadline)
-        if any(one.takes_turns and one.deadline > self._clock() for one in self.shares):
+        if any(other.takes_turns and other.deadline > self._clock() for other in self.shares):
             self.check(share)
         self.shares.append(share)
         share.resume()

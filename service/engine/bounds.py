@@ -98,12 +98,12 @@ class StepBounds(NamedTuple):
     runs: list[float]
 
     @classmethod
-    def of(cls, found: Sequence[Bound | None]) -> StepBounds:
+    def of(cls, bounds: Sequence[Bound | None]) -> StepBounds:
         """Returns the bounds of B answers as columns."""
         return cls(
-            [None if one is None else one.state for one in found],
-            [None if one is None else one.variation for one in found],
-            [math.inf if one is None or one.runs is None else one.runs for one in found],
+            [None if bound is None else bound.state for bound in bounds],
+            [None if bound is None else bound.variation for bound in bounds],
+            [math.inf if bound is None or bound.runs is None else bound.runs for bound in bounds],
         )
 
 
@@ -112,16 +112,16 @@ def of_steps(certificate: Certificate, known: Sequence[int], norms: NDArray[np.f
     sequence, 0 for a state that has read it. `norms`: (B, columns)."""
     assert certificate.readout is not None, "the certificate has no readout: this is a bug"
     if len(norms) <= FEW_ROWS:
-        found = [certificate.readout.between(row) for row in norms.tolist()]
+        roundings = [certificate.readout.between(row) for row in norms.tolist()]
     else:
-        found = certificate.readout.between_all(norms).tolist()
+        roundings = certificate.readout.between_all(norms).tolist()
     if not any(known):
-        exact: list[float | None] = [0.0] * len(found)
-        return StepBounds(exact, exact, found)
+        exact: list[float | None] = [0.0] * len(roundings)
+        return StepBounds(exact, exact, roundings)
     return StepBounds.of(
         [
             _after(certificate, k, k + 1, None, rounding) if k else Bound(0.0, 0.0, rounding)
-            for k, rounding in zip(known, found, strict=True)
+            for k, rounding in zip(known, roundings, strict=True)
         ]
     )
 
@@ -149,10 +149,12 @@ def _after(certificate: Certificate, k: int, position: int, radius: float | None
     return Bound(state, _variation(certificate, state), state)
 
 
-def of_mixture(found: Bound | None, weight: float, unknown: float) -> Bound | None:
-    """Returns the bound of a mixture with a cache, given the bound `found` of its network. `weight` is the network's
+def of_mixture(of_network: Bound | None, weight: float, unknown: float) -> Bound | None:
+    """Returns the bound of a mixture with a cache, given that of its network. `weight` is the network's
     weight in the mixture. `unknown` is the total variation that tokens missing from the cache can add."""
-    return None if found is None else found._replace(variation=variation_of_mixture(found.variation, weight, unknown))
+    if of_network is None:
+        return None
+    return of_network._replace(variation=variation_of_mixture(of_network.variation, weight, unknown))
 
 
 def variation_of_mixture(variation: float, weight: float, unknown: float) -> float:
@@ -166,10 +168,10 @@ def _variation(certificate: Certificate, state: float) -> float:
 
 def largest(variations: Sequence[float | None]) -> float | None:
     """Returns the largest of the bounds; None if any of the bounds is None."""
-    known = [one for one in variations if one is not None]
+    known = [variation for variation in variations if variation is not None]
     return max(known) if len(known) == len(variations) else None
 
 
-def meets(found: Bound | None, tolerance: float) -> bool:
+def meets(bound: Bound | None, tolerance: float) -> bool:
     """Returns whether a bound is within the tolerance. False for None."""
-    return found is not None and found.variation <= tolerance
+    return bound is not None and bound.variation <= tolerance

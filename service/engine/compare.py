@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
+from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
-from wane.service.engine.forward import Forward, RunResult, sequence, tail
+from wane.service.engine.forward import RunResult, sequence, tail
 from wane.service.errors import InvalidRequest
-from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.pool import ZERO
 from wane.service.types.answer import Agreement, Prediction
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import CompareRequest, Latency
 from wane.service.types.text import ComparedMode, Comparison, Percentiles, Phases
 
@@ -29,23 +31,15 @@ def seconds(cost_model: CostModel, request: CompareRequest) -> float:
     return cost_model.full(len(request.tokens)) + request.repeat * each_s
 
 
-async def compare(
-    forward: Forward,
-    pool: StatePool,
-    answer_builder: AnswerBuilder,
-    start_tokens: Sequence[int],
-    request: CompareRequest,
-    identity: Identity,
-    ticket: Ticket,
-    share: Share,
-) -> Comparison:
+async def compare(request: CompareRequest, answer_builder: AnswerBuilder, ticket: Ticket, share: Share) -> Comparison:
     """Runs the modes in turn, `repeat` times each, so that other load on the machine affects all modes equally. Reports
     progress to `share`. Then runs the gradient proof on each answer of a window, as for a request with `prove: true`.
-    The latencies do not include the time of the proofs. `start_tokens`: see `Manifest.start_tokens`.
+    The latencies do not include the time of the proofs.
 
     Raises InvalidRequest if the request has no token.
     """
-    input_ids = sequence(start_tokens, request.tokens)
+    forward, pool = answer_builder.forward, answer_builder.forward.pool
+    input_ids = sequence(answer_builder.manifest.start_tokens, request.tokens)
     if not request.tokens:
         raise InvalidRequest(NOTHING_TO_COMPARE, "events")
     position = len(request.tokens)
@@ -55,13 +49,10 @@ async def compare(
             before = leased
             await forward.full(input_ids[:-1], ticket, write=before)
 
-        def of_window(k: int) -> Callable[[], Awaitable[RunResult]]:
-            return lambda: forward.window(tail(input_ids, position, k), ticket)
-
-        runs = [
-            lambda: forward.append(input_ids[-1:], ticket, read=before, write=after),
-            *map(of_window, request.windows),
+        runs: list[Callable[[], Awaitable[RunResult]]] = [
+            partial(forward.append, input_ids[-1:], ticket, read=before, write=after)
         ]
+        runs += [partial(forward.window, tail(input_ids, position, k), ticket) for k in request.windows]
         latencies: list[list[Latency]] = [[] for _ in runs]
         results: list[RunResult] = []
         for repeat in range(request.repeat):
@@ -74,8 +65,8 @@ async def compare(
             share.progress((repeat + 1) / request.repeat)
 
     async def part(index: int, plan: AnswerPlan) -> ModeResult:
-        found = answer_builder.part(plan, results[index], latencies[index][0], input_ids, recurrent=index == 0)
-        return await answer_builder.search(plan, found, ticket)
+        made = answer_builder.part(plan, results[index], latencies[index][0], input_ids, recurrent=index == 0)
+        return await answer_builder.search(plan, made, ticket)
 
     ranking = answer_builder.rankings.default
 
@@ -85,10 +76,12 @@ async def compare(
         recurrent = None if window is None else await part(0, plan)
 
         def read() -> tuple[tuple[Prediction, ...], Agreement | None]:
-            found = answer_builder.predictions(own.result, PREDICTIONS, ranking)
-            return found, None if recurrent is None else answer_builder.apart(plan, recurrent, own)
+            predictions = answer_builder.predictions(own.result, PREDICTIONS, ranking)
+            return predictions, None if recurrent is None else answer_builder.apart(plan, recurrent, own)
 
         predictions, pair = await answer_builder.turns.run(len(own.result.network_logits), read)
+        if pair is not None:
+            answer_builder.stats.compared(pair, Source.BOTH)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
@@ -100,13 +93,13 @@ async def compare(
                 total=_percentiles([latency.total_ms for latency in latencies[index]]),
             ),
             error_bound=None if own.bound is None else own.bound.variation,
-            agreement=None if pair is None else answer_builder.counted(pair),
+            agreement=pair,
         )
 
     cache = answer_builder.cache if request.cache else None
     cache_tokens = None if cache is None else min(cache.length, position)
     return Comparison(
-        *identity,
+        *answer_builder.identity,
         tokens=position,
         repeat=request.repeat,
         recurrent=await line(0, None),

@@ -41,15 +41,14 @@ from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.steps.answers import StepAnswers
 from wane.service.engine.steps.columns import StepColumns
-from wane.service.engine.steps.continuations import Continuer
+from wane.service.engine.steps.continuations import continuations_of
 from wane.service.engine.steps.rows import StepRow
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.engine.top_places import TopPlaces
 from wane.service.errors import InvalidRequest, Unavailable, as_result
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
-from wane.service.runners.runner import HIDDENS, NORMS, RADIUS, Runner
+from wane.service.runners.runner import NORMS, RADIUS, Runner
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.store import SessionRecord, Store, TokenHistory
@@ -157,7 +156,14 @@ class Engine:
         parallel = ChunkedRunner(manifest, self.batcher, pool, self._throughput)
         self._cost_model.parallel_cost = parallel.seconds
         keeps_prefixes = settings.prefix_states == "on" and bool(manifest.state)
-        self.forward = Forward(self.batcher, pool, parallel, keeps=keeps_prefixes)
+        self.forward = Forward(
+            self.batcher,
+            pool,
+            parallel,
+            self._cost_model,
+            keeps=keeps_prefixes,
+            has_radius_output=RADIUS in runner.outputs("window"),
+        )
         empty = TokenHistory.start(vocabulary.eos_id, vocabulary.size)
         self.sessions = Sessions(store, pool, metrics, settings, manifest, self.tokenizer, empty, bits, clock)
         self._stats = Stats(metrics, name)
@@ -166,12 +172,9 @@ class Engine:
             self._live = LiveAccuracy(settings.live_accuracy, pool.capacity, metrics, name, self.version)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self.answer_builder = AnswerBuilder(
-            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache
+            manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache, direction
         )
-        has_hiddens = HIDDENS in runner.outputs("scan")
-        places = TopPlaces(self.batcher, self.answer_builder, has_hiddens=has_hiddens)
-        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, self.forward, cache)
-        self.answer_builder.direction = direction
+        self.scorer = Scorer(self.answer_builder)
         self.shadow: Shadow | None = None
         if shadow_runner is not None:
             self.shadow = Shadow(
@@ -184,10 +187,7 @@ class Engine:
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
             self.answer_builder.sampler = self.shadow
-        has_radius_output = RADIUS in runner.outputs("window")
-        self.predictor = Predictor(
-            self._limits, self.answer_builder, self._cost_model, has_radius_output=has_radius_output
-        )
+        self.predictor = Predictor(self._limits, self.answer_builder)
         self.has_state = pool.order.__contains__
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, empty, clock, cache)
@@ -203,9 +203,7 @@ class Engine:
             queue_columns=self.batcher.queue_columns,
         )
         self.batcher.columns = self.columns
-        self.steps = SessionSteps(
-            self._limits, self.columns, self._cost_model, metrics, self._live, has_radius_output=has_radius_output
-        )
+        self.steps = SessionSteps(self._limits, self.columns, metrics, self._live)
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._checks_invariants = settings.check_invariants
@@ -363,7 +361,7 @@ class Engine:
             if len(request.tokens) <= PIECE_TOKENS:
                 answer = await self.steps.step(request, ticket, is_locked=is_locked)
             else:
-                with self.backlog.share(self.steps.seconds(request), request.deadline) as share:
+                with self.backlog.share(self._cost_model.full(len(request.tokens)), request.deadline) as share:
                     answer = await self.steps.step(request, ticket)
                     if not answer.replayed:
                         share.progress(1)
@@ -413,24 +411,24 @@ class Engine:
             if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
         all_s, done_s = sum(expected.values()), 0.0
-        deadline = min((one.deadline for one in requests if one.deadline is not None), default=None)
+        deadline = min((request.deadline for request in requests if request.deadline is not None), default=None)
         with self.backlog.share(all_s, deadline) as share, ExitStack() as submitted:
             pending: list[tuple[int, Pending[Answer]]] = []
             for index in expected:
                 ticket = Ticket(requests[index].deadline)
-                one = Pending.of(self._predict_checked(requests[index], ticket), ticket)
-                submitted.callback(one.cancel)
-                pending.append((index, one))
+                prediction = Pending.of(self._predict_checked(requests[index], ticket), ticket)
+                submitted.callback(prediction.cancel)
+                pending.append((index, prediction))
                 if len(pending) % BEGUN_AT_ONCE == 0:
                     await asyncio.sleep(0)
-            for index, one in pending:
-                outcome = results[index] = await outcome_of(one)
+            for index, prediction in pending:
+                outcome = results[index] = await outcome_of(prediction)
                 if all_s and not isinstance(outcome, Exception):
                     done_s += expected[index]
                     share.progress(done_s / all_s)
-        found = [result for result in results if result is not None]
+        answers = [result for result in results if result is not None]
         results.clear()  # an error of a check has a traceback that holds this frame
-        return found
+        return answers
 
     async def score(self, request: ScoreRequest) -> Score:
         """Returns one log-probability for each token or skipped event of the request. It is None for a token that has
@@ -468,7 +466,7 @@ class Engine:
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))
-            items = self.scorer.score(request, self.identity, Ticket(request.deadline), share)
+            items = self.scorer.score(request, Ticket(request.deadline), share)
             scoring = await Stream.begin(items, share, request.deadline, stack)
         self._stats.answered("score", Mode.RECURRENT)
         return scoring
@@ -478,20 +476,10 @@ class Engine:
         await self._check_tokens(request.tokens)
         for index, window in enumerate(request.windows):
             self._limits.of_window(window, f"windows[{index}]")
-        ticket = Ticket(request.deadline)
         expected_s = compare.seconds(self._cost_model, request)
         with self.admission.admitted(), self.backlog.share(expected_s, request.deadline) as share:
             async with until(request.deadline):
-                compared = await compare.compare(
-                    self.forward,
-                    self.state_cache,
-                    self.answer_builder,
-                    self.manifest.start_tokens,
-                    request,
-                    self.identity,
-                    ticket,
-                    share,
-                )
+                compared = await compare.compare(request, self.answer_builder, Ticket(request.deadline), share)
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
@@ -514,7 +502,7 @@ class Engine:
         TooLarge if it exceeds a limit. Raises Overloaded if long requests among them would miss their deadline
         together."""
         await self._check_generation(requests[0])
-        long = [one_s for one in requests if (one_s := self.predictor.generation_seconds(one)) >= LONG_S]
+        long = [each_s for each_s in map(self.predictor.generation_seconds, requests) if each_s >= LONG_S]
         if len(long) > 1:
             self.backlog.check(Share(None, sum(long), requests[0].deadline))
 
@@ -579,7 +567,7 @@ class Engine:
         """Returns the session that a request has created or found."""
         if created and self._live is not None:
             self._live.forget(record.session)
-        view = self.steps.view(record, self.identity)
+        view = self.steps.view(record)
         return NewSession(**asdict(view)) if created else view
 
     async def history(
@@ -589,18 +577,18 @@ class Engine:
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
                 record, history = await self.sessions.history(session, position)
-            return self.steps.view(record, self.identity), history
+            return self.steps.view(record), history
 
     async def get_session(self, session: str) -> SessionView:
         """Returns a session without resetting its idle time. Raises UnknownSession."""
-        return self.steps.view(await self.sessions.read(session), self.identity)
+        return self.steps.view(await self.sessions.read(session))
 
     async def session_state(self, session: str, deadline: float | None = None) -> SessionState:
         """Returns the output layer's input after a session's tokens, without changing the session or its idle time.
         Raises UnknownSession."""
         with self.admission.admitted():
             async with until(deadline):
-                return await self.steps.state(session, self.identity, Ticket(deadline))
+                return await self.steps.state(session, Ticket(deadline))
 
     async def continuations(self, request: ContinuationsRequest) -> Continuations:
         """Scores each of the continuations of a session, and predicts the token after it. The session does not change.
@@ -617,7 +605,7 @@ class Engine:
                 begun = GenerateRequest(mode=Mode.RECURRENT, session=request.session)
                 source, first = await self.steps.begin(begun, request.session, ticket, held)
                 assert isinstance(source, RecurrentSource), "mode recurrent began a window: this is a bug"
-                results = await Continuer(request, source, first, self.answer_builder, ticket).run()
+                results = await continuations_of(request, source, first, self.answer_builder, ticket)
             share.progress(1)
         self._stats.answered("continuations", Mode.RECURRENT)
         return Continuations(*self.identity, id_of(request.session), source.start.position, results)
@@ -631,7 +619,7 @@ class Engine:
         """See `Sessions.rewind`. Waits for the end of the session's step in flight."""
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
-                return self.steps.view(await self.sessions.rewind(session, position), self.identity)
+                return self.steps.view(await self.sessions.rewind(session, position))
 
     # Life cycle
 

@@ -9,9 +9,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import CacheMixture, TopTokens
+from wane.models.cache_mixture import CacheMixture
 from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
+from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.engine.bounds import Bound, of_mixture
@@ -43,10 +44,10 @@ class Mixed:
         self._cache = cache
         self._logits = logits
         self._row = row
-        self._found = cache.of(np.asarray(history, np.int64))
-        self.weight = self._found.network.item(0)
+        self._shares = cache.of(np.asarray(history, np.int64))
+        self.weight = self._shares.network.item(0)
         """The weight of the network's distribution."""
-        self.tokens = self._found.tokens.item(0)
+        self.tokens = self._shares.tokens.item(0)
         """Number of tokens in the cache."""
         self.unknown = cache.unknown(self.tokens, known)
         """The largest total variation that tokens missing from the cache can add."""
@@ -54,41 +55,26 @@ class Mixed:
     @cached_property
     def added(self) -> NDArray[np.float64]:
         """The cache's part of each token's probability in the mixture: float64 (V)."""
-        added: NDArray[np.float64] = self._cache.added(self._found)[0]
+        added: NDArray[np.float64] = self._cache.added(self._shares)[0]
         return added
 
     @cached_property
     def log_probabilities(self) -> NDArray[np.float32]:
         """The log-probabilities of the mixture at temperature 1: float32 (V)."""
-        found: NDArray[np.float32] = self._cache.log_probabilities(self._logits[None], self._found)[0].astype(
-            np.float32
-        )
-        return found
-
-    def top(self, count: int) -> TopTokens | None:
-        """Returns the `count` most probable tokens of the mixture. Returns None if the graph outputs fewer than `count`
-        of the network's most probable tokens."""
-        ids = self._row.output(TOP_IDS)
-        if ids is None or count > len(ids):
-            return None
-        return self._cache.top(self._logits[None], self.log_sum_exp, ids[None], self._found, count)
-
-    @property
-    def log_sum_exp(self) -> NDArray[np.float64]:
-        """The log-sum-exp of the network's logits: float64 (1)."""
-        found = self._row.output(LOG_SUM_EXP)
-        assert found is not None, "a graph outputs the most probable tokens, but not the log-sum-exp: this is a bug"
-        sums: NDArray[np.float64] = found.astype(np.float64).reshape(1)
-        return sums
+        return self._cache.log_probabilities(self._logits[None], self._shares)[0].astype(np.float32)
 
     def largest(self, count: int) -> Largest | None:
-        """Like `top`, but returns the tokens as `Largest`, and may return more than `count` tokens."""
-        found = self.top(min(max(count, FEW), self._cache.vocabulary_size))
-        if found is None:
+        """Returns at least the `count` most probable tokens of the mixture. Returns None if the graph outputs too few
+        of the network's most probable tokens."""
+        count = min(max(count, FEW), self._cache.vocabulary_size)
+        ids, sums = self._row.output(TOP_IDS), self._row.output(LOG_SUM_EXP)
+        if ids is None or sums is None or count > len(ids):
             return None
-        probabilities = found.probabilities[0]
+        sums = sums.astype(np.float64).reshape(1)
+        top = self._cache.top(self._logits[None], sums, ids[None], self._shares, count)
+        probabilities = top.probabilities[0]
         logprobs = np.log(probabilities).tolist()
-        return Largest(found.ids[0].tolist(), logprobs, logprobs, probabilities.tolist())
+        return Largest(top.ids[0].tolist(), logprobs, logprobs, probabilities.tolist())
 
 
 class RunResult:
@@ -149,11 +135,8 @@ class RunResult:
         """The log-sum-exp of `logits`; None if the graph does not output it."""
         if self.mixed is not None:
             return 0.0  # the logits of a mixture are log-probabilities, whose log-sum-exp is 0
-        found = self.row.output(LOG_SUM_EXP)
-        if found is None:
-            return None
-        value: float = found.item()
-        return value
+        log_sum_exp = self.row.output(LOG_SUM_EXP)
+        return None if log_sum_exp is None else float(log_sum_exp.item())
 
     @property
     def hidden(self) -> NDArray[np.float32]:
@@ -165,12 +148,24 @@ class Forward:
     """Runs sequences of one model with its batcher and its state pool. Sequences are int64 arrays. `read`, `write` and
     `slot` are slots of the pool. `binding`: see `Work`."""
 
-    def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner, *, keeps: bool = False) -> None:
-        """`keeps` says whether the states of prompts are kept for later prompts."""
+    def __init__(
+        self,
+        batcher: Batcher,
+        pool: StatePool,
+        parallel: ChunkedRunner,
+        cost_model: CostModel,
+        *,
+        keeps: bool,
+        has_radius_output: bool,
+    ) -> None:
+        """`keeps` says whether the states of prompts are kept for later prompts. `has_radius_output` says whether the
+        `window` graph outputs the `radius` of its run: see `bounds.bound`."""
         self._keeps = keeps
         self._batcher = batcher
         self.pool = pool
         self.parallel = parallel
+        self.cost_model = cost_model
+        self.has_radius_output = has_radius_output
 
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
@@ -268,6 +263,11 @@ class Forward:
         path = self.path(tokens, owner)
         if path is not None:
             self.pool.prefixes.keep(path, path.length, slot)
+
+    async def heads(self, hiddens: NDArray[np.float32], ticket: Ticket) -> list[RunResult]:
+        """Returns the output for each of n inputs of the output layer, float32 (n, H)."""
+        works = [Work("head", hidden=hidden) for hidden in hiddens]
+        return [RunResult(row) for row in await self._batcher.submit_all(works, ticket)]
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
         """Returns the output for the state in `slot`, without running a token."""

@@ -20,7 +20,7 @@ from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
-from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
+from wane.service.engine.logits import Sampler, log_softmax, most_probable
 from wane.service.types.answer import Prediction
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import GenerateRequest, id_of
@@ -209,11 +209,8 @@ async def generate(
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`."""
     vocabulary, cache = builder.vocabulary, builder.cache if request.cache else None
-    preferences: Preferences | None = None
     never_drawn = vocabulary.never_drawn(include_unknown=request.include_unknown)
-    if request.presence_penalty or request.frequency_penalty or request.bias is not None or never_drawn:
-        preferences = Preferences(vocabulary.size, request, never_drawn)
-    sampler = Sampler(request, preferences)
+    sampler = Sampler(request, vocabulary.size, never_drawn)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
     source, result = await begin()
@@ -223,7 +220,7 @@ async def generate(
     def draw(result: RunResult, position: int) -> tuple[RunResult, int, float, tuple[Prediction, ...] | None]:
         mixed = result.mix(cache, list(recent), position)
         logprobs = log_softmax(mixed.logits)
-        token, places = sampler.choose(logprobs), None
+        token, places = sampler.draw(logprobs), None
         if request.top_logprobs is not None:
             places = most_probable(logprobs, request.top_logprobs, token, vocabulary, never_drawn)
         return mixed, token, float(logprobs[token]), places

@@ -106,7 +106,7 @@ class LiveAccuracy:
 
     def answered(self, session: str, position: int, answer: Answer) -> None:
         """Like `keep`, for one answer."""
-        self.keep([(session, position, [one.token_id for one in answer.predictions[: self.k]])])
+        self.keep([(session, position, [prediction.token_id for prediction in answer.predictions[: self.k]])])
 
     def forget(self, session: str) -> None:
         """Drops what is kept of a session whose id now names another session."""
@@ -122,14 +122,13 @@ class LiveAccuracy:
 
     def count(self) -> None:
         """Adds the latest counts to the metrics."""
-        found = _document(self._ranks, self._counted)
+        counts = _document(self._ranks, self._counted)
         self._counted = list(self._ranks)
-        added = found["judged"], found["hits"], found["reciprocal_ranks"], found["unjudged"]
+        added = counts["judged"], counts["hits"], counts["reciprocal_ranks"], counts["unjudged"]
         for counter, value in zip(self._metrics, added, strict=True):
             counter.inc(value)
 
     def document(self) -> LiveReport:
-        """Returns the counts."""
         return {
             "k": self.k,
             "since_start": _document(self._ranks, [0] * len(self._ranks)),
@@ -139,6 +138,6 @@ class LiveAccuracy:
 
 def _document(ranks: Sequence[int], before: Sequence[int]) -> LiveCounts:
     """Returns the difference of two lists of counts as a document. See `LiveAccuracy`."""
-    missed, *found, unjudged = (count - earlier for count, earlier in zip(ranks, before, strict=True))
-    reciprocal_ranks = sum(count / rank for rank, count in enumerate(found, 1))
-    return live_counts(missed + sum(found), sum(found), reciprocal_ranks, unjudged)
+    missed, *hits, unjudged = (count - earlier for count, earlier in zip(ranks, before, strict=True))
+    reciprocal_ranks = sum(count / rank for rank, count in enumerate(hits, 1))
+    return live_counts(missed + sum(hits), sum(hits), reciprocal_ranks, unjudged)

@@ -7,6 +7,7 @@ does not change the probabilities of the listed tokens. They are those of the wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import compress
@@ -106,11 +107,6 @@ class Ranking:
         excluded[self._seen] = True
         excluded[kept] = is_kept
         return excluded
-
-    @property
-    def is_of_all(self) -> bool:
-        """Whether every token may be listed."""
-        return self._first_excluded is None and self._candidates is None
 
     @cached_property
     def ids(self) -> NDArray[np.int64] | None:
@@ -282,71 +278,38 @@ drawn.
 """
 
 
-class Preferences:
-    """Changes log-probabilities before a token is drawn. Adds a bias to each token, and subtracts penalties from the
-    tokens that were drawn before.
+class Sampler:
+    """Draws tokens. Samplers with the same parameters, including a seed, draw the same tokens from the same logits.
 
-    `presence` is subtracted once from every token that was drawn before. `frequency` is subtracted once for each time
-    that the token was drawn. If any token's bias is FORCE or more, only tokens with such a bias are drawn. Tokens with
-    a bias of FORBID or less are never drawn.
+    Before a token is drawn, its bias is added to its log-probability, and penalties are subtracted if the token was
+    drawn before: `presence_penalty` once, and `frequency_penalty` once for each time. If any token's bias is FORCE or
+    more, only tokens with such a bias are drawn. Tokens with a bias of FORBID or less are never drawn.
     """
 
-    def __init__(self, size: int, request: GenerateRequest, never_drawn: frozenset[int]) -> None:
-        """`size` is the number of tokens in the vocabulary. `request` has the bias and the penalties. Its bias and
-        `never_drawn`, tokens that are never drawn, must not forbid every token together."""
-        self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
-        self._drawn: dict[int, int] = {}
-        bias = request.bias or Bias({})
-        if bias.added is None or len(bias.added) != size:
-            is_forced = bias.values >= FORCE
-            bias.added = np.full(size, -np.inf if is_forced.any() else 0.0)
-            if is_forced.any():
-                bias.added[bias.ids[is_forced]] = 0.0
-            else:
-                bias.added[bias.ids] = np.where(bias.values <= FORBID, -np.inf, bias.values)
-            bias.added[[*never_drawn]] = -np.inf
-        self._bias = bias.added
-
-    def apply(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the values to draw from: float64 (V), -inf for a token that is never drawn."""
-        preferred: NDArray[np.float64] = logprobs + self._bias
-        for token, times in self._drawn.items():
-            preferred[token] -= self._presence + self._frequency * times
-        return preferred
-
-    def note(self, token: int) -> None:
-        """Counts a token that was drawn."""
-        if self._presence or self._frequency:
-            self._drawn[token] = self._drawn.get(token, 0) + 1
-
-
-class Sampler:
-    """Draws tokens. Samplers with the same parameters, including a seed, draw the same tokens from the same logits."""
-
-    def __init__(self, request: GenerateRequest, preferences: Preferences | None = None) -> None:
+    def __init__(self, request: GenerateRequest, size: int, never_drawn: frozenset[int]) -> None:
         """`request` has the parameters. A `temperature` of 0 always draws the most probable token. top_k or top_p
         excludes no tokens if it is None. `sample` is the index of this sample among several samples with the same seed.
-        Different indices give different random numbers."""
+        Different indices give different random numbers. `size` is the number of tokens in the vocabulary. The bias and
+        the tokens `never_drawn` must not forbid every token together."""
         self._request = request
         seed, sample = request.seed, request.sample
         self._random = np.random.default_rng([seed, sample] if sample and seed is not None else seed)
-        self._preferences = preferences
+        self._has_penalties = bool(request.presence_penalty or request.frequency_penalty)
+        self._drawn = Counter[int]()
+        self._bias: NDArray[np.float64] | None = None
+        if self._has_penalties or request.bias is not None or never_drawn:
+            self._bias = _bias_of_each(request.bias or Bias({}), size, never_drawn)
 
-    def draw(self, logits: NDArray[np.float32]) -> tuple[int, float]:
-        """Draws a token. Returns the token and its log-probability at temperature 1, without bias, penalties, top-k and
-        top-p."""
-        logprobs = log_softmax(logits)
-        token = self.choose(logprobs)
-        return token, float(logprobs[token])
-
-    def choose(self, logprobs: NDArray[np.float64]) -> int:
+    def draw(self, logprobs: NDArray[np.float64]) -> int:
         """Draws a token. `logprobs` are the tokens' log-probabilities at temperature 1, float64 (V)."""
-        preferences = self._preferences
-        if preferences is not None:
-            logprobs = preferences.apply(logprobs)
-        token = int(logprobs.argmax()) if self._request.temperature == 0 else self._sample(logprobs)
-        if preferences is not None:
-            preferences.note(token)
+        request = self._request
+        if self._bias is not None:
+            logprobs = logprobs + self._bias
+            for token, times in self._drawn.items():
+                logprobs[token] -= request.presence_penalty + request.frequency_penalty * times
+        token = int(logprobs.argmax()) if request.temperature == 0 else self._sample(logprobs)
+        if self._has_penalties:
+            self._drawn[token] += 1
         return token
 
     def _sample(self, logprobs: NDArray[np.float64]) -> int:
@@ -356,7 +319,7 @@ class Sampler:
         with np.errstate(over="ignore"):
             scaled = (logprobs - logprobs.max()) / self._request.temperature
         order = np.argsort(-scaled, kind="stable")[: self._request.top_k]
-        if self._preferences is not None:
+        if self._bias is not None:
             order = order[np.isfinite(scaled[order])]  # without the tokens that are never drawn
         weights = np.exp(scaled[order])
         weights /= weights.sum()
@@ -368,3 +331,17 @@ class Sampler:
             order, cumulative = order[:keep], cumulative[:keep]
         drawn = self._random.random() * cumulative[-1]
         return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), len(order) - 1)])
+
+
+def _bias_of_each(bias: Bias, size: int, never_drawn: frozenset[int]) -> NDArray[np.float64]:
+    """Returns what is added to the log-probability of each token of the vocabulary: float64 (V), -inf for a token that
+    is never drawn. All samples of a request share the array."""
+    if bias.added is None or len(bias.added) != size:
+        is_forced = bias.values >= FORCE
+        bias.added = np.full(size, -np.inf if is_forced.any() else 0.0)
+        if is_forced.any():
+            bias.added[bias.ids[is_forced]] = 0.0
+        else:
+            bias.added[bias.ids] = np.where(bias.values <= FORBID, -np.inf, bias.values)
+        bias.added[[*never_drawn]] = -np.inf
+    return bias.added

@@ -147,13 +147,13 @@ async def step_many(
                 pending.append((indexes[0], submit(requests[indexes[0]])))
             else:
                 chains.append(asyncio.create_task(step_in_order(indexes)))
-        for index, one in pending:
-            results[index] = await outcome_of(one)
+        for index, step in pending:
+            results[index] = await outcome_of(step)
         for chain in chains:
             await chain
     except BaseException:
-        for _, one in pending:
-            one.cancel()
+        for _, step in pending:
+            step.cancel()
         for chain in chains:
             chain.cancel()
         raise

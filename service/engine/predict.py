@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
@@ -28,16 +27,12 @@ class Predictor:
     """Answers predictions and generations without a session. Every prompt runs from the zero state, or from the state
     of its beginning that an earlier request of the same owner has left."""
 
-    def __init__(
-        self, limits: Limits, answer_builder: AnswerBuilder, cost_model: CostModel, *, has_radius_output: bool
-    ) -> None:
-        """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
+    def __init__(self, limits: Limits, answer_builder: AnswerBuilder) -> None:
         self._manifest = answer_builder.manifest
         self._limits = limits
         self._forward = answer_builder.forward
         self._answer_builder = answer_builder
-        self._cost_model = cost_model
-        self._has_radius_output = has_radius_output
+        self._cost_model = self._forward.cost_model
 
     def seconds(self, request: PredictRequest) -> float:
         """Returns the expected seconds of a prediction's runs."""
@@ -64,25 +59,25 @@ class Predictor:
         ranking = self._answer_builder.rankings.of(request.filter, request.tokens)
         if not self._runs(request):
             empty_mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode
+            k = None if empty_mode is Mode.RECURRENT else request.window or self._limits.window
             return self._answer_builder.nothing(
-                empty_mode,
-                None if empty_mode is Mode.RECURRENT else request.window or self._limits.window,
-                StateSource.WINDOW if empty_mode is Mode.WINDOW else StateSource.FULL,
-                request,
-                ticket,
+                AnswerPlan(empty_mode, 0, k, StateSource.FULL, 0, ranking), request, ticket
             )
         if request.mode is Mode.AUTO:
             ways = self._ways(request)
         else:
             ways = (None if request.mode is Mode.RECURRENT else request.window or self._limits.window,)
-        input_ids = self._sequence(request)
+        input_ids, tokens = self._sequence(request), len(request.tokens)
+        # The position of a truncated sequence is unknown. It is set to one more than the number of its tokens, so that
+        # no window counts as the whole sequence.
+        position = tokens + request.truncated
         for k in ways:
             mode, proving = request.mode, request.prove
             if mode is Mode.AUTO:
                 mode = Mode.RECURRENT if k is None else Mode.WINDOW
-            plan = AnswerPlan.of_prompt(
-                mode, len(request.tokens), k, ranking, truncated=request.truncated, cache=request.cache
-            )
+            if request.truncated and k is not None:
+                k = min(k, tokens)
+            plan = AnswerPlan(mode, position, k, StateSource.FULL, tokens, ranking, request.cache)
             recurrent: ModeResult | None = None
             window: ModeResult | None = None
             if mode is not Mode.WINDOW:
@@ -93,8 +88,8 @@ class Predictor:
                 break
             if window is not None and mode is Mode.WINDOW and not (proving or meets(window.bound, request.tolerance)):
                 window, proving = await self._answer_builder.search(plan, window, ticket), True
-            found = recurrent or window
-            if found is not None and meets(found.bound, request.tolerance):
+            answered = recurrent or window
+            if answered is not None and meets(answered.bound, request.tolerance):
                 break
         await self._answer_builder.take_turn(plan, request, recurrent or window)
         return self._answer_builder.answer(plan, input_ids, recurrent, window, request, ticket, searched=proving)
@@ -104,9 +99,7 @@ class Predictor:
     ) -> ModeResult:
         owner = self._owner(request, input_ids, traced=request.prove)
         result, cached = await self._forward.prompt(input_ids, owner, ticket)
-        await self._answer_builder.take_turn(plan)
-        part = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-        part = await self._answer_builder.search(plan, part, ticket) if request.prove else part
+        part = await self._answer_builder.made(plan, result, input_ids, ticket, prove=request.prove)
         return part._replace(cached=max(cached - (len(input_ids) - len(request.tokens)), 0))
 
     @staticmethod
@@ -135,7 +128,7 @@ class Predictor:
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=request.tolerance,
-            has_radius_output=self._has_radius_output,
+            has_radius_output=self._forward.has_radius_output,
             cost=lambda k: self._cost_model.full(1 + position) if k is None else self._cost_model.window(k),
         )
 

@@ -18,32 +18,31 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture
 from wane.models.cache_statistics import cache_statistics
 from wane.models.certificate.propagation import MAX_TOKENS, Propagation
 from wane.models.certificate.total_variation import total_variation
-from wane.models.manifest import Manifest, Readout
-from wane.service.batching.cost_model import CostModel
+from wane.models.manifest import Readout
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner, ChunkPlan, Judge, Piece
+from wane.service.chunked.chunked import IN_ORDER, ChunkPlan, Judge, Piece
 from wane.service.engine import bounds
+from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Share
-from wane.service.engine.forward import Forward, sequence
-from wane.service.engine.logits import log_softmax
-from wane.service.engine.top_places import TopPlaces
-from wane.service.state.pool import ZERO, StatePool
+from wane.service.engine.forward import RunResult, sequence
+from wane.service.engine.logits import log_softmax, most_probable
+from wane.service.state.pool import ZERO
 from wane.service.state.prefixes import Found, Scores
 from wane.service.types.answer import Prediction
-from wane.service.types.common import Identity, StateSource
+from wane.service.types.common import StateSource
 from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import ScoreRequest
 from wane.service.types.text import ScoredTokens, ScoreProgress, ScoreSummary
@@ -53,6 +52,9 @@ RESIDUAL = 1e-5
 
 FED_AT_ONCE = 16_384
 """The number of tokens that are copied into an array in one iteration of the event loop."""
+
+HEADS_AT_ONCE = 32
+"""The largest number of positions whose runs of `head` are submitted together."""
 
 LARGEST_EXPONENT = 700.0  # exp of a larger value overflows float64
 
@@ -142,42 +144,26 @@ class Scoring:
 class Scorer:
     """Scores texts with one model."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        parallel: ChunkedRunner,
-        pool: StatePool,
-        cost_model: CostModel,
-        executor: Executor,
-        places: TopPlaces,
-        forward: Forward,
-        cache: CacheMixture | None = None,
-    ) -> None:
-        """`executor` runs computations that would block the event loop. `places` lists the most probable tokens at each
-        position of a text. `cache` is the model's cache, if it has one."""
-        self._places = places
-        self._forward = forward
+    def __init__(self, builder: AnswerBuilder) -> None:
+        self._builder = builder
+        self._forward = builder.forward
         self.propagation: Propagation | None = None
-        self._certificate = certificate = manifest.certificate
+        self._certificate = certificate = builder.certificate
         self._readout = certificate.readout if certificate.has_rounding else None
-        self.parallel = parallel
-        self._pool = pool
-        self._cost_model = cost_model
-        self._start_tokens = manifest.start_tokens
-        self._executor = executor
-        self._cache = cache
+        self.parallel = self._forward.parallel
+        self._pool = self._forward.pool
+        self._start_tokens = builder.manifest.start_tokens
+        self._cache = builder.cache
 
     def seconds(self, request: ScoreRequest) -> float:
         """Returns the expected seconds of all runs of a score."""
         tokens, in_chunks = len(request.tokens), None
         if request.method is ScoreMethod.PARALLEL:
             in_chunks = self.parallel.seconds(tokens, "scan", RESIDUAL if request.tolerance is None else 0.0)
-        in_order = tokens / IN_ORDER["scan"] * self._cost_model.run("scan", IN_ORDER["scan"])
+        in_order = tokens / IN_ORDER["scan"] * self._forward.cost_model.run("scan", IN_ORDER["scan"])
         return in_order if in_chunks is None else in_chunks
 
-    async def score(
-        self, request: ScoreRequest, identity: Identity, ticket: Ticket, share: Share
-    ) -> AsyncGenerator[Item, None]:
+    async def score(self, request: ScoreRequest, ticket: Ticket, share: Share) -> AsyncGenerator[Item, None]:
         """Yields the log-probabilities in the order of the tokens, and the progress. The last item is the summary. The
         caller must close the generator. Reports progress to `share`."""
         await asyncio.sleep(0)  # lets other tasks run, because the check of a long text has just blocked the event loop
@@ -215,7 +201,7 @@ class Scorer:
                     if request.top_k is not None:
                         lists = kept
                         if lists is None:
-                            lists = await self._places.find(request, input_ids, predicted, hiddens, found, ticket)
+                            lists = await self._lists(request, input_ids, predicted, hiddens, found, ticket)
                         listed = [*before, *lists]
                         scoring.lists += lists
                     scoring.logprobs.append(piece.logprobs)
@@ -230,7 +216,7 @@ class Scorer:
                 yield ScoreProgress(done, count)
         share.progress(1)
         yield ScoreSummary(
-            *identity,
+            *self._builder.identity,
             perplexity=math.exp(min(-total / predicted, LARGEST_EXPONENT)) if predicted else None,
             chunks=plan.chunks,
             warm_up=plan.warm_up,
@@ -295,8 +281,8 @@ class Scorer:
                 read, start = write, end
 
     async def _aside(self, call: Callable[[], T]) -> T:
-        """Runs a computation outside of the event loop's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        """Runs a computation that would block the event loop on the thread of the proofs."""
+        return await asyncio.get_running_loop().run_in_executor(self._builder.prover, call)
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
         """Like `forward.sequence`, but spread over several iterations of the event loop."""
@@ -378,3 +364,87 @@ class Scorer:
         if self.propagation is None:
             return None
         return self.propagation.mixed(plan.joints, plan.apart or MAX_TOKENS, readout.gate)
+
+    async def _lists(
+        self,
+        request: ScoreRequest,
+        input_ids: NDArray[np.int64],
+        first: int,
+        hiddens: NDArray[np.float32] | None,
+        scored: NDArray[np.float64],
+        ticket: Ticket,
+    ) -> list[tuple[Prediction, ...]]:
+        """Returns the most probable tokens at the position of each of the n tokens of `input_ids` that follow index
+        `first`. `scored`: float64 (n), the log-probabilities of these tokens from the scoring run. `hiddens`: float32
+        (n, H), the output layer's inputs from which the scoring run predicted these tokens, if the graph outputs them.
+
+        Each list contains the text's own token at that position. In the list, this token has the log-probability from
+        the scoring run, so that the list and `logprobs` contain the same float. That log-probability may differ by
+        rounding from the one that `head` gives. The log-probabilities of other tokens in the list are then changed as
+        little as necessary to keep the list in the same order.
+        """
+        top_k = request.top_k
+        assert top_k is not None, "the score request has no top_k: this is a bug"
+        vocabulary, cache = self._builder.vocabulary, self._cache if request.cache else None
+        omitted = vocabulary.never_drawn(include_unknown=request.include_unknown)
+        starts = 0 if request.truncated else len(self._start_tokens)  # the cache has no start token
+        lists: list[tuple[Prediction, ...]] = []
+
+        def predictions(result: RunResult, place: int) -> tuple[Prediction, ...]:
+            if cache is not None:
+                history = input_ids[max(starts, place - cache.length) : place]
+                result = result.mix(cache, history, place - starts + request.truncated)
+            token, logprob = int(input_ids[place]), scored.item(place - first - 1)
+            listed = most_probable(log_softmax(result.logits), top_k, token, vocabulary, omitted)
+            return with_own(listed, token, logprob)
+
+        async with aclosing(self._results(input_ids, first, len(scored), hiddens, ticket)) as results:
+            async for result in results:
+                place = first + len(lists) + 1
+                lists.append(await self._builder.turns.run(vocabulary.size, partial(predictions, result, place)))
+        return lists
+
+    async def _results(
+        self,
+        input_ids: NDArray[np.int64],
+        first: int,
+        count: int,
+        hiddens: NDArray[np.float32] | None,
+        ticket: Ticket,
+    ) -> AsyncGenerator[RunResult, None]:
+        """Yields the result after each of `count` tokens, starting with the token at index `first`. Computes it from
+        `hiddens`: see `_lists`. The graphs of bundles with the manifest's schema 3 do not output `hiddens`. With these
+        graphs, every token runs as one step."""
+        if hiddens is not None:
+            for start in range(0, count, HEADS_AT_ONCE):
+                for result in await self._forward.heads(hiddens[start : start + HEADS_AT_ONCE], ticket):
+                    yield result
+            return
+        with self._pool.lease() as slot:
+            read = ZERO
+            if first:
+                await self._forward.append(input_ids[:first], ticket, read=ZERO, write=slot)
+                read = slot
+            for place in range(first, first + count):
+                yield await self._forward.append(input_ids[place : place + 1], ticket, read=read, write=slot)
+                read = slot
+
+
+def with_own(listed: Sequence[Prediction], token: int, logprob: float) -> tuple[Prediction, ...]:
+    """Returns the predictions, with `logprob` as the log-probability of `token`, which must be one of the predictions.
+    Changes other log-probabilities where necessary to keep the descending order."""
+    own = next(index for index, prediction in enumerate(listed) if prediction.token_id == token)
+    least, ties = math.nextafter(logprob, math.inf), listed[own].logprob
+    changed: list[Prediction] = []
+    for index, prediction in enumerate(listed):
+        value = prediction.logprob
+        if index == own:
+            value = logprob
+        elif index < own:
+            value = max(value, logprob if value == ties else least)
+        else:
+            value = min(value, logprob)
+        if value != prediction.logprob:
+            prediction = structs.replace(prediction, logprob=value, probability=math.exp(min(value, 0.0)))
+        changed.append(prediction)
+    return tuple(changed)

@@ -177,15 +177,15 @@ class ModeStats:
         self._proved = metrics.answers_top1_proved.labels(model, mode.value)
 
     def document(self) -> PhasesReport:
-        """Returns the durations of each phase."""
         queue, compute, total = map(durations, self._phases)
         return {"queue": queue, "compute": compute, "total": total}
 
     def made(self, counted: Sequence[Made]) -> None:
-        """Counts answers of this mode."""
         for seconds, values in zip(self._phases, zip(*[made.phases for made in counted], strict=True), strict=True):
             seconds.observe_all(np.concatenate(values))
-        self._error_bound.observe_all([one for made in counted for one in made.variations if one is not None])
+        self._error_bound.observe_all(
+            [variation for made in counted for variation in made.variations if variation is not None]
+        )
         self._proved.inc(sum([made.proved for made in counted]))
 
     def end(self) -> None:
@@ -243,22 +243,18 @@ class Stats:
             self._count_made()
 
     def _count_made(self) -> None:
-        made, self._made = self._made, []
+        waiting, self._made = self._made, []
         by_mode, requests = defaultdict[Mode, list[Made]](list), Counter[tuple[str, Mode]]()
-        for one in made:
-            by_mode[one.mode].append(one)
-            requests[one.operation, one.mode] += one.requests
-        for mode, ones in by_mode.items():
-            self._of(mode).made(ones)
+        for made in waiting:
+            by_mode[made.mode].append(made)
+            requests[made.operation, made.mode] += made.requests
+        for mode, counted in by_mode.items():
+            if mode not in self._modes:
+                self._modes[mode] = ModeStats(self._metrics, self._model, mode)
+            self._modes[mode].made(counted)
         for (operation, mode), count in requests.items():
             if count:
                 self.answered(operation, mode, count)
-
-    def _of(self, mode: Mode) -> ModeStats:
-        found = self._modes.get(mode)
-        if found is None:
-            found = self._modes[mode] = ModeStats(self._metrics, self._model, mode)
-        return found
 
     def reached(self, k: int, prove: bool, variation: float, proved: bool) -> None:
         """Counts the error bound of an answer from a window of `k` tokens that left tokens out. prove: whether the
@@ -318,7 +314,7 @@ class Stats:
             "operations": dict(operations),
             "agreement": {
                 **self._agreement.document(),
-                "sources": {source: found.document() for source, found in self._by_source.items()},
+                "sources": {source: statistics.document() for source, statistics in self._by_source.items()},
             },
             "shadow": {
                 "compared": self._shadows["compared"],

@@ -14,12 +14,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, expected, meets
-from wane.service.engine.forward import PIECE_TOKENS, RunResult, tail
+from wane.service.engine.forward import RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.live_accuracy import SKIPPED, LiveAccuracy
@@ -33,7 +32,7 @@ from wane.service.sessions.sessions import Commit, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord, is_first
 from wane.service.state.pool import ZERO, CachedState
 from wane.service.types.answer import Answer, SessionState, SessionView
-from wane.service.types.common import Identity, Mode, StateSource
+from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, PredictRequest, StepRequest, id_of
 
 RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
@@ -49,14 +48,10 @@ class SessionSteps:
         self,
         limits: Limits,
         columns: StepColumns,
-        cost_model: CostModel,
         metrics: Metrics,
-        live: LiveAccuracy | None = None,
-        *,
-        has_radius_output: bool,
+        live: LiveAccuracy | None,
     ) -> None:
-        """`live` counts the accuracy of the answers; None without the setting `live_accuracy`. `has_radius_output` says
-        whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
+        """`live` counts the accuracy of the answers; None without the setting `live_accuracy`."""
         self._answer_builder = columns.answers.builder
         self._manifest = manifest = self._answer_builder.manifest
         self._forward = self._answer_builder.forward
@@ -65,9 +60,8 @@ class SessionSteps:
         self._columns = columns
         self._sessions = columns.sessions
         self._resident = columns.resident
-        self._cost_model = cost_model
+        self._cost_model = self._forward.cost_model
         self._live = live
-        self._has_radius_output = has_radius_output
         self.share_found = 1.0
         self._replayed = metrics.steps_replayed.labels(manifest.name)
 
@@ -121,9 +115,9 @@ class SessionSteps:
                     token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:
                         token_logprobs = await self._replayed_logprobs(record, request, ticket) if replayed else ()
-                    answer = await self._answer_again(
-                        record, mode, request, ticket, token_logprobs=token_logprobs, replayed=replayed
-                    )
+                    answer = await self._answer_again(record, mode, request, ticket)
+                    answer.replayed = replayed
+                    answer.with_details(answer.logits, token_logprobs)
                     # A step that creates its session is stored with the session, so no append has followed.
                     of_first = replayed and record.last is not None and is_first(record.revision)
                     if kind is StepKind.FIRST or (request.creator is not None and of_first):
@@ -175,7 +169,7 @@ class SessionSteps:
         slot = held.enter_context(self._pool.lease())
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
-    async def state(self, session: str, identity: Identity, ticket: Ticket) -> SessionState:
+    async def state(self, session: str, ticket: Ticket) -> SessionState:
         """Returns the output layer's input after the session's tokens, from a run in the session's own mode. Does not
         change the session. Raises UnknownSession. Raises InvalidRequest if the model has a zero start and the session
         has no token."""
@@ -192,7 +186,7 @@ class SessionSteps:
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
         return SessionState(
-            *identity,
+            *self._answer_builder.identity,
             session=id_of(session),
             position=record.position,
             state=plan.state,
@@ -201,13 +195,7 @@ class SessionSteps:
             durable=record.durable,
         )
 
-    def seconds(self, request: StepRequest) -> float:
-        """Returns the expected seconds of a step's runs. Returns 0 for a step of at most PIECE_TOKENS tokens, which the
-        backlog does not count."""
-        tokens = len(request.tokens)
-        return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
-
-    def view(self, record: SessionRecord, identity: Identity) -> SessionView:
+    def view(self, record: SessionRecord) -> SessionView:
         """Returns the session as its owner sees it."""
         resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
@@ -219,18 +207,18 @@ class SessionSteps:
         norms, has_run = None, record.position or self._manifest.start_tokens
         if has_run and self._manifest.certificate.readout and resident and resident.position == record.position:
             norms = self._sessions.norms(resident)
-        found = plan.bound_of(self._manifest.certificate, mode is not Mode.WINDOW, None, norms)
+        bound = plan.bound_of(self._manifest.certificate, mode is not Mode.WINDOW, None, norms)
         cache = self._answer_builder.cache
-        if found is not None and cache is not None:
+        if bound is not None and cache is not None:
             unknown = cache.unknown(len(record.tail), record.position)
-            found = found._replace(variation=min(found.variation + unknown, 1.0))
+            bound = bound._replace(variation=min(bound.variation + unknown, 1.0))
         return SessionView(
-            *identity,
+            *self._answer_builder.identity,
             session=id_of(record.session),
             mode=record.mode,
             position=record.position,
             state=plan.state,
-            error_bound=None if found is None else found.variation,
+            error_bound=None if bound is None else bound.variation,
             idle_s=record.idle_s,
             durable=record.durable,
         )
@@ -260,15 +248,12 @@ class SessionSteps:
         window: ModeResult | None = None
         read = ZERO if base is None else base.slot
         write: int | None = None
-        token_logprobs: tuple[float | None, ...] | None = None
         self._pool.retain(read)
         try:
-            if request.token_logprobs:
-                before_ids = self._input_ids(record)
-                token_logprobs = await self._token_logprobs(before_ids, record.position, base, request, ticket)
+            token_logprobs = await self._own_logprobs(record, base, request, ticket)
             if mode is not Mode.WINDOW or keeps:
                 write = self._pool.acquire()
-                self._record_hit(record, found=not rebuilt)
+                self._record_hit(record, is_resident=not rebuilt)
                 if base is None:
                     result = await self._forward.full(context_ids, ticket, write=write, binding=True)
                 else:
@@ -277,8 +262,7 @@ class SessionSteps:
                 if rebuilt:
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
-                    await builder.take_turn(plan)
-                    recurrent = builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
+                    recurrent = await builder.made(plan, result, input_ids, ticket)
             if plan.window is not None:
                 window = await builder.window(plan, input_ids, ticket, prove=False, binding=True)
             committed = await self._sessions.commit(
@@ -303,18 +287,10 @@ class SessionSteps:
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
         await builder.take_turn(plan, request, recurrent or window)
-        answer = builder.answer(
-            plan,
-            input_ids,
-            recurrent,
-            window,
-            request,
-            ticket,
-            replayed=False,
-            durable=committed.durable,
-            token_logprobs=token_logprobs,
-        )
+        answer = builder.answer(plan, input_ids, recurrent, window, request, ticket)
+        answer.replayed, answer.durable = False, committed.durable
         answer.created = True if kind is StepKind.FIRST else None
+        answer.with_details(answer.logits, token_logprobs)
         if self._live is not None and not ticket.abandoned:
             self._live.answered(record.session, position, answer)
         return answer
@@ -333,12 +309,9 @@ class SessionSteps:
         has not read, except the last, as a sequence, and the last token as a row."""
         with ExitStack() as held:
             held.enter_context(self._pool.hold(base.slot))
-            token_logprobs: tuple[float | None, ...] | None = None
-            if request.token_logprobs:
-                before_ids = self._input_ids(record)
-                token_logprobs = await self._token_logprobs(before_ids, record.position, base, request, ticket)
+            token_logprobs = await self._own_logprobs(record, base, request, ticket)
             read, write = base.slot, held.enter_context(self._pool.lease())
-            self._record_hit(record, found=not rebuilt)
+            self._record_hit(record, is_resident=not rebuilt)
             earlier_ids = self._unseen(record, base, request)[:-1]
             if len(earlier_ids):
                 read = held.enter_context(self._pool.lease())
@@ -353,42 +326,22 @@ class SessionSteps:
                 return None
 
     async def _answer_again(
-        self,
-        record: SessionRecord,
-        mode: Mode,
-        request: PredictRequest | StepRequest,
-        ticket: Ticket,
-        *,
-        token_logprobs: tuple[float | None, ...] | None = None,
-        replayed: bool | None = None,
+        self, record: SessionRecord, mode: Mode, request: PredictRequest | StepRequest, ticket: Ticket
     ) -> Answer:
         """Answers with the session's next-token prediction, without appending. See `_run_again`. Returns an answer
         without predictions if the model has a zero start and the session has no token."""
-        if not len(self._input_ids(record)):
+        builder = self._answer_builder
+        input_ids = self._input_ids(record)
+        if not len(input_ids):
             window = request.window if isinstance(request, PredictRequest) else None
-            k = None if mode is Mode.RECURRENT else window or self._limits.window
-            return self._answer_builder.nothing(
-                mode,
-                k,
-                StateSource.WINDOW if mode is Mode.WINDOW else StateSource.RESIDENT,
-                request,
-                ticket,
-                replayed=replayed,
-                durable=record.durable,
-            )
-        plan, input_ids, recurrent, part = await self._run_again(record, mode, request, ticket)
-        await self._answer_builder.take_turn(plan, request, recurrent or part)
-        return self._answer_builder.answer(
-            plan,
-            input_ids,
-            recurrent,
-            part,
-            request,
-            ticket,
-            replayed=replayed,
-            durable=record.durable,
-            token_logprobs=token_logprobs,
-        )
+            ranking = self._ranking(request.filter, input_ids, 0)
+            answer = builder.nothing(self._plan(mode, 0, window, 0, False, 0, ranking), request, ticket)
+        else:
+            plan, input_ids, recurrent, part = await self._run_again(record, mode, request, ticket)
+            await builder.take_turn(plan, request, recurrent or part)
+            answer = builder.answer(plan, input_ids, recurrent, part, request, ticket)
+        answer.durable = record.durable
+        return answer
 
     async def _run_again(
         self,
@@ -424,16 +377,13 @@ class SessionSteps:
         mixes = request.cache and self._answer_builder.cache is not None
         # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
         # outputs a radius, or if the answer is a mixture with a cache, in which the network's weight is below 1.
-        if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
+        if not mixes and (not self._forward.has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
             with ExitStack() as held:
                 result, _ = await self._catch_up(record, base, rebuilt, context_ids, dropped_tokens, ticket, held)
-            await self._answer_builder.take_turn(plan)
-            recurrent = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
-            if request.prove:
-                recurrent = await self._answer_builder.search(plan, recurrent, ticket)
+            recurrent = await self._answer_builder.made(plan, result, input_ids, ticket, prove=request.prove)
         part: ModeResult | None = None
         if plan.window is not None:
             part = await self._answer_builder.window(plan, input_ids, ticket, prove=request.prove)
@@ -455,7 +405,7 @@ class SessionSteps:
         """Runs the tokens that the state `base` has not read or, without a state, `context_ids`. Returns the result at
         the session's position, and the slot of the state there, until `held` is closed. This state is then resident.
         `dropped_tokens`: the number of the session's first tokens that it has not read."""
-        self._record_hit(record, found=not rebuilt)
+        self._record_hit(record, is_resident=not rebuilt)
         if base is not None and base.position == record.position:
             slot = base.slot
             held.enter_context(self._pool.hold(slot))
@@ -486,6 +436,15 @@ class SessionSteps:
                 "token_logprobs",
             )
         return await self._token_logprobs(before_ids, record.position - len(request.tokens), None, request, ticket)
+
+    async def _own_logprobs(
+        self, record: SessionRecord, base: CachedState | None, request: StepRequest, ticket: Ticket
+    ) -> tuple[float | None, ...] | None:
+        """Returns the log-probability of each token of a step that is not appended yet; None if it does not ask for
+        them. See `_token_logprobs`."""
+        if not request.token_logprobs:
+            return None
+        return await self._token_logprobs(self._input_ids(record), record.position, base, request, ticket)
 
     async def _token_logprobs(
         self,
@@ -535,7 +494,7 @@ class SessionSteps:
 
         `input_ids` holds the sequence up to `position`, without its first `dropped_tokens` tokens.
         """
-        found = self._share_found()
+        share = self._share_found()
         k = routing.rebuilt_from(
             self._manifest.certificate,
             position,
@@ -543,7 +502,7 @@ class SessionSteps:
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=tolerance,
-            used=min(found / max(1 - found, 1 / MOST_USES), MOST_USES),
+            used=min(share / max(1 - share, 1 / MOST_USES), MOST_USES),
             cost=lambda k: self._cost_model.full(len(input_ids)) if k is None else self._cost_model.window(k),
         )
         return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
@@ -585,12 +544,12 @@ class SessionSteps:
         self._sessions.state_replays.inc()
         return record.tail.ids()[-missed:]  # without the start token
 
-    def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
-        """Updates `share_found`. `found` says whether the needed state was resident. The state of an empty session does
-        not count."""
+    def _record_hit(self, record: SessionRecord, *, is_resident: bool) -> None:
+        """Updates `share_found`. `is_resident` says whether the needed state was resident. The state of an empty
+        session does not count."""
         if record.position:
             before = self._share_found()
-            self.share_found = before + REBUILD_EMA_ALPHA * (found - before)
+            self.share_found = before + REBUILD_EMA_ALPHA * (is_resident - before)
 
     def _share_found(self) -> float:
         """Returns the share of needed states that were resident. The states of steps in columns are included."""
@@ -630,9 +589,9 @@ class SessionSteps:
         return AnswerPlan(mode, position, k, origin, position - dropped_tokens, ranking, cache)
 
 
-def _check(found: Bound | None, tolerance: float | None) -> None:
+def _check(bound: Bound | None, tolerance: float | None) -> None:
     """Raises InvalidRequest if the bound of a session's answer does not meet the tolerance."""
-    if tolerance is None or meets(found, tolerance):
+    if tolerance is None or meets(bound, tolerance):
         return
-    has = "no error bound" if found is None else f"an error bound of {found.variation:g}"
+    has = "no error bound" if bound is None else f"an error bound of {bound.variation:g}"
     raise InvalidRequest(f"tolerance is {tolerance:g}, but the session's answer has {has}", "tolerance")

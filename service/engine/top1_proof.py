@@ -59,7 +59,8 @@ from wane.models.certificate.top1 import Top1, variation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
-from wane.service.batching.batch import Row, WindowTrace
+from wane.service.batching.batch import WindowTrace
+from wane.service.engine.forward import RunResult
 from wane.service.engine.logits import Ranking
 from wane.service.runners.outputs import Largest
 from wane.service.runners.runner import ERROR, STREAM, Runner
@@ -91,42 +92,19 @@ class MarginProof:
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
 
-    def proves(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
-        """Returns whether the most probable token of `logits` (V), computed from `hidden` (H), is the most probable
-        token for every h within `error` of `hidden`, in any float32 run of the output layer."""
-        settled = self.at_a_look(logits, hidden, error)
-        return self.has_no_rival(logits, hidden, error, int(logits.argmax())) if settled is None else settled
+    def proves(self, ranking: Ranking, top: Largest, result: RunResult, error: float) -> bool:
+        """Returns whether the most probable of the tokens that `ranking` may list stays the most probable of them for
+        every h within `error` of the `hidden` of the network's run, in any float32 run of the output layer.
 
-    def proves_of_row(self, row: Row, error: float) -> bool:
-        """Like `proves`, for a batch's row that has logits and `hidden`."""
-        largest = row.largest(2)
-        settled: bool | None = None
-        if largest is not None:
-            ids, values = largest.ids, largest.logits
-            settled = self.settles(ids[0], ids[1], values[0] - values[1], row.length, error)
+        `top`: at least the two most probable of these tokens, or the only one. For nearly all answers these two are
+        enough if `error` is a rounding error. The other tokens are then not read."""
+        if len(top.ids) < 2:
+            return bool(top.ids) and math.isfinite(error)
+        first, second = top.ids[:2]
+        settled = self.settles(first, second, top.logits[0] - top.logits[1], result.row.length, error)
         if settled is not None:
             return settled
-        logits, hidden = row.logits, row.hidden
-        assert logits is not None and hidden is not None, "a row lacks logits or hidden: this is a bug"
-        return self.proves(logits, hidden, error)
-
-    def proves_among(
-        self,
-        ranking: Ranking,
-        found: Largest,
-        logits: NDArray[np.float32],
-        hidden: NDArray[np.float32],
-        error: float,
-    ) -> bool:
-        """Like `proves`, but only for the tokens of `ranking`: returns whether the most probable of these tokens is
-        more probable than all others of them. `found`: at least the two most probable of these tokens, or the only
-        one."""
-        if len(found.ids) < 2:
-            return bool(found.ids) and math.isfinite(error)
-        exact = hidden.astype(np.float64)
-        lead, length = found.logits[0] - found.logits[1], math.sqrt(exact @ exact)
-        settled = self.settles(found.ids[0], found.ids[1], lead, length, error)
-        return self.has_no_rival(logits, hidden, error, found.ids[0], among=ranking.ids) if settled is None else settled
+        return self.has_no_rival(result.network_logits, result.hidden, error, first, among=ranking.ids)
 
     def settled(
         self,
@@ -156,27 +134,12 @@ class MarginProof:
             found[rows[beats]] = np.where(ahead[rows[beats], -1] > 0, 1, -1)
         return found
 
-    def at_a_look(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool | None:
-        """Like `proves`, but compares only the two most probable tokens. Returns None if the other tokens must be
-        checked.
-
-        Returns True if the lead over the second token is large enough for any row of the output matrix: then no other
-        token can be first. For nearly all answers the two tokens are enough if `error` is a rounding error. Returns
-        False if the second token is a rival, because the proof fails with one rival.
-        """
-        first = int(logits.argmax())
-        others = logits.copy()
-        others[first] = -np.inf
-        second = int(others.argmax())
-        if first == second:  # the vocabulary has one token
-            return math.isfinite(error)
-        exact = hidden.astype(np.float64)
-        lead = float(logits[first]) - float(logits[second])
-        return self.settles(first, second, lead, math.sqrt(exact @ exact), error)
-
     def settles(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
-        """Like `at_a_look`, given the two most probable tokens `first` and `second`. `lead`: the difference of their
-        logits. `length`: the 2-norm of `hidden`."""
+        """Like `proves`, but compares only the two most probable tokens, `first` and `second`. Returns None if the
+        other tokens must be checked. `lead`: the difference of the two logits. `length`: the 2-norm of `hidden`.
+
+        Returns True if the lead is large enough for any row of the output matrix: then no other token can be first.
+        Returns False if the second token is a rival, because the proof fails with one rival."""
         length = length * OUTWARD + error
         of_norm, of_bias = self._rounding_of[first]
         lead -= of_norm * length + of_bias

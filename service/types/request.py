@@ -244,7 +244,7 @@ class Bias:
         self.ids = np.fromiter(biases, np.int64, len(biases))
         self.values = np.fromiter(biases.values(), np.float64, len(biases))
         self.added: NDArray[np.float64] | None = None
-        """What `Preferences` adds to the log-probability of each token of the vocabulary: float64 (V). None before the
+        """What `Sampler` adds to the log-probability of each token of the vocabulary: float64 (V). None before the
         first sample."""
         for place in np.flatnonzero(~(abs(self.values) <= MAX_BIAS))[:1]:
             raise InvalidRequest(

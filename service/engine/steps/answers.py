@@ -291,18 +291,9 @@ class StepAnswers:
         request, stored, builder = row.as_request(), row.stored, self.builder
 
         def answer(part: ModeResult) -> Answer:
-            made = builder.answer(
-                plan,
-                input_ids,
-                part,
-                None,
-                request,
-                ticket,
-                replayed=False,
-                durable=durable,
-                token_logprobs=row.token_logprobs,
-                sampled=sampled,
-            )
+            made = builder.answer(plan, input_ids, part, None, request, ticket, sampled=sampled)
+            made.replayed, made.durable = False, durable
+            made.with_details(made.logits, row.token_logprobs)
             if stored is not None and stored.kind is StepKind.FIRST:
                 made.created = True
             if row.waiting is None:  # otherwise the general procedure counts the step
@@ -421,8 +412,7 @@ class StepAnswers:
         for row, ranking in rankings.items():
             if (error := found.runs[row]) < math.inf:
                 first = Largest(listed[0][row][:2], logits[row, :2].tolist(), [], [])
-                of_row, hidden = outputs.row("logits", row), outputs.row(HIDDEN, row)
-                proved[row] = self.builder.margin.proves_among(ranking, first, of_row, hidden, error)
+                proved[row] = self.builder.margin.proves(ranking, first, RunResult(Row(outputs, row)), error)
         return Listed(*listed, proved, found)
 
     def _largest_of_mixtures(

@@ -343,16 +343,16 @@ class StepColumns:
         """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
         sessions, which takes longer, are committed and answered by themselves."""
         commits = batch.commits
-        creates = [one.kind is StepKind.FIRST for one in commits]
+        creates = [commit.kind is StepKind.FIRST for commit in commits]
         if True in creates and False in creates:
             flags = np.array(creates)
             self._start_commit(batch.part(~flags), times)
             self._start_commit(batch.part(flags), times)
             return
         try:
-            self._state_cache.write(np.array([one.slot for one in commits], np.intp), batch.outputs)
-            positions = np.array([one.position for one in commits])
-            dropped_tokens = np.array([one.dropped_tokens for one in commits])
+            self._state_cache.write(np.array([commit.slot for commit in commits], np.intp), batch.outputs)
+            positions = np.array([commit.position for commit in commits])
+            dropped_tokens = np.array([commit.dropped_tokens for commit in commits])
             prepared = self.answers.prepare(batch, positions, dropped_tokens, self.answers.asking(batch), times)
         except Exception as error:
             self._fail(batch, error, NOT_COMMITTED)
@@ -391,7 +391,7 @@ class StepColumns:
 
     def _uncommitted(self, batch: StepBatch, committed: Sequence[Appended]) -> None:
         """Fails the rows whose commit failed. Passes those whose session had changed to the general procedure."""
-        conflicts = np.array([one is None for one in committed], np.bool_)
+        conflicts = np.array([record is None for record in committed], np.bool_)
         if conflicts.any():
             self._hand_back(batch.part(conflicts), entered=True, conflicts=1)
         for row, error in zip(batch.rows, committed, strict=True):

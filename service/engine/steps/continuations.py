@@ -33,63 +33,40 @@ TOKENS_OF_AN_ANSWER, TOKENS_OF_A_SCORE = 1024, 256
 MIXED_AT_ONCE = 256
 """The number of tokens that are mixed with the cache together. Equal tokens take memory for every pair of places."""
 
-Scored = tuple[tuple[float, ...], tuple[float | None, ...]]
+Scores = tuple[tuple[float, ...], tuple[float | None, ...]]
 """The log-probability of each token, and the error bound of the distribution that predicted it."""
-NOTHING: Scored = (), ()
+NOTHING: Scores = (), ()
 
 
-class Continuer:
-    """Runs the continuations of one request."""
+async def continuations_of(
+    request: ContinuationsRequest, source: RecurrentSource, first: RunResult, builder: AnswerBuilder, ticket: Ticket
+) -> tuple[Continuation, ...]:
+    """Returns the result of each continuation. If one fails, withdraws the others. `source` and `first` are the
+    session's state and the result after the session's last token: see `SessionSteps.begin`."""
+    start, forward = source.start, builder.forward
+    history = np.array(start.history, np.int64)
+    first_logprobs = log_softmax(first.network_logits)
+    cache = builder.cache if request.cache else None
+    ranking = builder.rankings.of(request.filter, ())
+    free = asyncio.Semaphore(min(MOST_SLOTS, forward.pool.capacity // 4))
 
-    def __init__(
-        self,
-        request: ContinuationsRequest,
-        source: RecurrentSource,
-        first: RunResult,
-        builder: AnswerBuilder,
-        ticket: Ticket,
-    ) -> None:
-        """`source` and `first` are the session's state and the result after the session's last token: see
-        `SessionSteps.begin`."""
-        self._request = request
-        self._start, self._read = source.start, source.read
-        self._history = np.array(source.start.history, np.int64)
-        self._first, self._first_logprobs = first, log_softmax(first.network_logits)
-        self._builder = builder
-        self._ticket = ticket
-        self._cache = builder.cache if request.cache else None
-        self._ranking = builder.rankings.of(request.filter, ())
-        self._free = asyncio.Semaphore(min(MOST_SLOTS, builder.forward.pool.capacity // 4))
-
-    async def run(self) -> tuple[Continuation, ...]:
-        """Returns the result of each continuation. If one fails, withdraws the others."""
-        each = zip(self._request.continuations, self._request.unknown_names, strict=True)
-        tasks = [asyncio.create_task(self._one(tokens, unknown)) for tokens, unknown in each]
-        try:
-            return tuple(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _one(self, tokens: Sequence[int], unknown: tuple[str, ...]) -> Continuation:
-        request, start, builder, ids = self._request, self._start, self._builder, np.array(tokens, np.int64)
-        ticket, count, forward = self._ticket.beside(), len(ids), builder.forward
-        ticket.started_s = self._ticket.started_s
-        position, known = start.position + count, start.known + count
-        plan = AnswerPlan(Mode.RECURRENT, position, None, start.state, known, self._ranking, request.cache)
-        result, scored = self._first, NOTHING
+    async def answer_to(tokens: Sequence[int], unknown: tuple[str, ...]) -> Continuation:
+        own, ids, count = ticket.beside(), np.array(tokens, np.int64), len(tokens)
+        own.started_s = ticket.started_s
+        plan = AnswerPlan(
+            Mode.RECURRENT, start.position + count, None, start.state, start.known + count, ranking, request.cache
+        )
+        result, scores = first, NOTHING
         if count:
-            async with self._free:
+            async with free:
                 with forward.pool.lease() as slot:
-                    scanned, norms = await forward.scan(ids, ticket, read=self._read, write=slot)
-                    read = self._read if count == 1 else slot
-                    result = await forward.append(ids[-1:], ticket, read=read, write=slot)
+                    scanned, norms = await forward.scan(ids, own, read=source.read, write=slot)
+                    read = source.read if count == 1 else slot
+                    result = await forward.append(ids[-1:], own, read=read, write=slot)
             work = count * (TOKENS_OF_A_SCORE + builder.work(plan))
-            scored = await builder.turns.run(work, partial(self._scored, ids, scanned, norms))
+            scores = await builder.turns.run(work, partial(scores_of, ids, scanned, norms))
         await builder.turns.take(TOKENS_OF_AN_ANSWER)
-        await builder.take_turn(plan)
-        part = builder.part(plan, result, ticket.latency(), np.concatenate([self._history, ids]), recurrent=True)
+        part = await builder.made(plan, result, np.concatenate([history, ids]), own)
         asked = PredictRequest(
             session=start.session,
             top_k=request.top_k,
@@ -99,20 +76,34 @@ class Continuer:
             unknown_names=unknown,
         )
         await builder.take_turn(plan, asked, part)
-        answer = builder.answer(plan, ids, part, None, asked, ticket, sampled=False)
-        found = Continuation(**asdict(answer), tokens=tuple(tokens), logprobs=scored[0], error_bounds=scored[1])
-        return found.with_details(answer.logits, scored[0])
+        answer = builder.answer(plan, ids, part, None, asked, own, sampled=False)
+        logprobs, error_bounds = scores
+        continuation = Continuation(
+            **asdict(answer), tokens=tuple(tokens), logprobs=logprobs, error_bounds=error_bounds
+        )
+        return continuation.with_details(answer.logits, logprobs)
 
-    def _scored(self, ids: NDArray[np.int64], scanned: NDArray[np.float64], norms: list[Norms]) -> Scored:
+    def scores_of(ids: NDArray[np.int64], scanned: NDArray[np.float64], norms: list[Norms]) -> Scores:
         """Scores the tokens of a continuation. scanned, norms: see `Forward.scan`. May be called on any thread."""
-        start, logprobs = self._start, np.concatenate([self._first_logprobs[ids[:1]], scanned])
-        found = [
-            bound(self._builder.certificate, start.known + index, start.position + index, None, one)
-            for index, one in enumerate([self._first.row.norms, *norms])
+        logprobs = np.concatenate([first_logprobs[ids[:1]], scanned])
+        bounds = [
+            bound(builder.certificate, start.known + index, start.position + index, None, of_token)
+            for index, of_token in enumerate([first.row.norms, *norms])
         ]
-        if self._cache is not None:
-            logprobs, found = mixed(self._cache, self._history, start.position, ids, logprobs, found)
-        return tuple(logprobs.tolist()), tuple(None if one is None else one.variation for one in found)
+        if cache is not None:
+            logprobs, bounds = mixed(cache, history, start.position, ids, logprobs, bounds)
+        return tuple(logprobs.tolist()), tuple(None if each is None else each.variation for each in bounds)
+
+    tasks = [
+        asyncio.create_task(answer_to(tokens, unknown))
+        for tokens, unknown in zip(request.continuations, request.unknown_names, strict=True)
+    ]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def mixed(
@@ -121,16 +112,13 @@ def mixed(
     position: int,
     ids: NDArray[np.int64],
     logprobs: NDArray[np.float64],
-    found: Sequence[Bound | None],
+    bounds: Sequence[Bound | None],
 ) -> tuple[NDArray[np.float64], list[Bound | None]]:
     """Mixes the distributions that predict n tokens with the cache. ids: int64 (n), the tokens, which follow `history`,
     the last tokens of a sequence of `position` tokens. logprobs: float64 (n), the network's log-probabilities of the
-    tokens. found: the bounds of the network's distributions. Returns the mixtures' log-probabilities and bounds."""
-    whole, mixtures, mixed_bounds = (
-        np.concatenate([history[-cache.length :], ids]),
-        [logprobs[:0]],
-        list[Bound | None](),
-    )
+    tokens. bounds: those of the network's distributions. Returns the mixtures' log-probabilities and bounds."""
+    whole = np.concatenate([history[-cache.length :], ids])
+    mixtures, mixed_bounds = [logprobs[:0]], list[Bound | None]()
     for first in range(0, len(ids), MIXED_AT_ONCE):
         part = slice(first, first + MIXED_AT_ONCE)
         every = np.arange(len(ids[part]))
@@ -142,5 +130,5 @@ def mixed(
             mixtures.append(np.minimum(np.logaddexp(np.log(shares.network) + logprobs[part], np.log(added)), 0.0))
         for index, (tokens, weight) in enumerate(zip(shares.tokens.tolist(), shares.network.tolist(), strict=True)):
             unknown = cache.unknown(tokens, position + first + index)
-            mixed_bounds.append(of_mixture(found[first + index], weight, unknown))
+            mixed_bounds.append(of_mixture(bounds[first + index], weight, unknown))
     return np.concatenate(mixtures), mixed_bounds

@@ -77,7 +77,6 @@ class StepRow(Pending[Answer]):
 
     @property
     def key(self) -> str | None:
-        """The idempotency key of the step."""
         return None if self.request is None else self.request.idempotency_key
 
     @property
@@ -122,8 +121,8 @@ class StepRow(Pending[Answer]):
         """Returns the step as a request."""
         if self.request is not None:
             return self.request
-        given = self.session, (self.token,), None, self.expected_position, None, self.top_k
-        return StepRequest(*given, creator=self.creator)
+        session, tokens, position = self.session, (self.token,), self.expected_position
+        return StepRequest(session, tokens, None, position, None, self.top_k, creator=self.creator)
 
     def cancel(self, msg: object = None) -> bool:
         """See `Pending`."""

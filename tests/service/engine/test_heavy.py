@@ -47,7 +47,7 @@ async def test_tokens_of_a_large_vocabulary_are_drawn_on_another_thread(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(vocabulary=name_vocabulary("events", NAMES))
-    is_aside = watched(monkeypatch, Sampler, "choose")
+    is_aside = watched(monkeypatch, Sampler, "draw")
     stream = await harness.engine.generate(GenerateRequest(tokens=(5,), max_tokens=2))
     assert len([item async for item in stream]) >= 1
     assert is_aside()

@@ -12,22 +12,22 @@ DRAWS = 4000
 
 
 def sampler_of(temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> Sampler:
-    return Sampler(GenerateRequest((1,), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
+    return Sampler(GenerateRequest((1,), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed), 4, frozenset())
 
 
 def drawn(sampler: Sampler, logits: np.ndarray[tuple[int], np.dtype[np.float32]] = LOGITS) -> set[int]:
-    return {sampler.draw(logits)[0] for _ in range(DRAWS)}
+    return {sampler.draw(log_softmax(logits)) for _ in range(DRAWS)}
 
 
 def test_temperature_0_is_the_most_probable_token_with_its_true_log_probability() -> None:
-    token, logprob = sampler_of(0.0, None, None, None).draw(LOGITS)
-    assert token == 1
-    assert logprob == pytest.approx(np.log(0.5), abs=1e-6)
+    logprobs = log_softmax(LOGITS)
+    assert sampler_of(0.0, None, None, None).draw(logprobs) == 1
+    assert logprobs == pytest.approx(np.log([0.1, 0.5, 0.25, 0.15]), abs=1e-6)
 
 
 def test_sampled_tokens_follow_the_distribution() -> None:
     sampler = sampler_of(1.0, None, None, seed=1)
-    counts = np.bincount([sampler.draw(LOGITS)[0] for _ in range(DRAWS)], minlength=4) / DRAWS
+    counts = np.bincount([sampler.draw(log_softmax(LOGITS)) for _ in range(DRAWS)], minlength=4) / DRAWS
     # 0.04 is more than five standard deviations of a token's share of the draws. One standard deviation is at most
     # sqrt(0.25 / DRAWS), which is 0.0079.
     assert counts == pytest.approx(np.exp(LOGITS), abs=0.04)
@@ -36,7 +36,7 @@ def test_sampled_tokens_follow_the_distribution() -> None:
 def test_a_low_temperature_sharpens_and_a_high_temperature_flattens_the_distribution() -> None:
     def share(temperature: float) -> float:
         sampler = sampler_of(temperature, None, None, seed=1)
-        return sum(sampler.draw(LOGITS)[0] == 1 for _ in range(DRAWS)) / DRAWS
+        return sum(sampler.draw(log_softmax(LOGITS)) == 1 for _ in range(DRAWS)) / DRAWS
 
     assert share(0.5) == pytest.approx(0.25 / 0.345, abs=0.04)
     assert share(100.0) == pytest.approx(0.25, abs=0.04)
@@ -64,7 +64,7 @@ def test_top_k_comes_before_top_p() -> None:
 def test_equal_seeds_sample_equal_tokens() -> None:
     def run(seed: int) -> list[int]:
         sampler = sampler_of(1.0, None, None, seed)
-        return [sampler.draw(LOGITS)[0] for _ in range(50)]
+        return [sampler.draw(log_softmax(LOGITS)) for _ in range(50)]
 
     assert run(3) == run(3)
     assert run(3) != run(4)

@@ -8,6 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from wane.service.batching.batch import Row
+from wane.service.engine.forward import RunResult
+from wane.service.engine.logits import Ranking
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
@@ -29,6 +31,22 @@ def make(seed: int, size: int = SIZE, width: int = WIDTH) -> tuple[dict[str, NDA
 def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
     logits: NDArray[np.float32] = weights["head.weight"] @ hidden + weights["head.bias"]
     return logits
+
+
+def proves(
+    margin: MarginProof,
+    logits: NDArray[np.float32],
+    hidden: NDArray[np.float32],
+    error: float,
+    *,
+    by_graph: bool = False,
+) -> bool:
+    """Returns whether the margin proves the first of all tokens. by_graph: whether the graph lists the first two."""
+    ids = np.argsort(-logits, kind="stable")[:2]
+    outputs = {"logits": logits, HIDDEN: hidden, TOP_IDS: ids, TOP_LOGITS: logits[ids], LOG_SUM_EXP: np.float32(0)}
+    put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
+    result, ranking = RunResult(Row(put_out, 0)) if by_graph else RunResult.of(logits, hidden), Ranking(len(logits))
+    return margin.proves(ranking, ranking.largest(result, 2), result, error)
 
 
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
@@ -55,7 +73,7 @@ def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
         first, bears = leads(weights, logits)
         nearest = int(bears.argmin())
         error = float(bears[nearest] * np.exp(0.5 * random.normal()))
-        if not margin.proves(logits, hidden, error):
+        if not proves(margin, logits, hidden, error):
             assert error > bears[nearest] * (1 - 1e-3), (
                 "the margin proof failed for an error at which the most probable token keeps its lead"
             )
@@ -76,19 +94,19 @@ def test_a_lead_smaller_than_the_rounding_error_proves_nothing() -> None:
     weights, margin = make(0)
     hidden = np.ones(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
-    assert margin.proves(logits, hidden, 0.0)
+    assert proves(margin, logits, hidden, 0.0)
     first, second = np.argsort(-logits)[:2]
     logits[second] = np.nextafter(logits[first], np.float32(-np.inf))
-    assert not margin.proves(logits, hidden, 0.0)
+    assert not proves(margin, logits, hidden, 0.0)
     logits[second] = logits[first]
-    assert not margin.proves(logits, hidden, 0.0)
+    assert not proves(margin, logits, hidden, 0.0)
 
 
 @pytest.mark.parametrize("error", [np.inf, np.nan])
 def test_an_unbounded_error_proves_nothing(error: float) -> None:
     weights, margin = make(0)
     hidden = np.ones(WIDTH, np.float32)
-    assert not margin.proves(logits_of(weights, hidden), hidden, error)
+    assert not proves(margin, logits_of(weights, hidden), hidden, error)
 
 
 def test_the_output_matrix_may_be_the_embedding() -> None:
@@ -97,7 +115,7 @@ def test_the_output_matrix_may_be_the_embedding() -> None:
     hidden = np.ones(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
     for error in (0.0, 1e-3, 1e-2, 1e-1, 1.0):
-        assert tied.proves(logits, hidden, error) is margin.proves(logits, hidden, error)
+        assert proves(tied, logits, hidden, error) is proves(margin, logits, hidden, error)
 
 
 def test_tokens_that_the_row_norms_cannot_rule_out_are_checked_individually() -> None:
@@ -111,8 +129,8 @@ def test_tokens_that_the_row_norms_cannot_rule_out_are_checked_individually() ->
     least = float(bears.min())
     assert least > 1.0, f"the test needs a lead that survives an error above 1, but this lead survives only {least}"
     # The factor 0.95 leaves 5 % for rounding errors, which are large because the rows are long.
-    assert margin.proves(logits, hidden, 0.95 * least)
-    assert not margin.proves(logits, hidden, 1.001 * least)
+    assert proves(margin, logits, hidden, 0.95 * least)
+    assert not proves(margin, logits, hidden, 1.001 * least)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -124,12 +142,12 @@ def test_the_two_most_probable_tokens_decide_most_answers(seed: int) -> None:
         hidden = (3 * random.normal(size=WIDTH)).astype(np.float32)
         logits = logits_of(weights, hidden)
         error = 0.1 * np.exp(random.normal())
-        ids = np.argsort(-logits, kind="stable")[:2]
-        outputs = {"logits": logits, HIDDEN: hidden, TOP_IDS: ids, TOP_LOGITS: logits[ids], LOG_SUM_EXP: np.float32(0)}
-        put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
-        settled = margin.at_a_look(logits, hidden, error)
-        assert margin.proves_of_row(Row(put_out, 0), error) is margin.proves(logits, hidden, error)
-        assert settled in (None, margin.has_no_rival(logits, hidden, error, int(ids[0])))
+        first, second = np.argsort(-logits, kind="stable")[:2].tolist()
+        length = float(np.linalg.norm(hidden.astype(np.float64)))
+        settled = margin.settles(first, second, float(logits[first]) - float(logits[second]), length, error)
+        whole = margin.has_no_rival(logits, hidden, error, first)
+        assert settled in (None, whole)
+        assert [proves(margin, logits, hidden, error, by_graph=by_graph) for by_graph in (True, False)] == [whole] * 2
         counts[settled] += 1
     assert counts[True] and counts[False]
     assert counts[None] < CASES // 6 / 2

@@ -10,7 +10,7 @@ import pytest
 from tests.models.caches import random_cache
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.engine.logits import log_softmax
-from wane.service.engine.top_places import with_own
+from wane.service.engine.score import with_own
 from wane.service.errors import InvalidRequest
 from wane.service.types.answer import Prediction
 from wane.service.types.common import Mode
