@@ -61,7 +61,8 @@ class Mixed:
     @cached_property
     def log_probabilities(self) -> NDArray[np.float32]:
         """The log-probabilities of the mixture at temperature 1: float32 (V)."""
-        return self._cache.log_probabilities(self._logits[None], self._shares)[0].astype(np.float32)
+        exact: NDArray[np.float64] = self._cache.log_probabilities(self._logits[None], self._shares)[0]
+        return exact.astype(np.float32)
 
     def largest(self, count: int) -> Largest | None:
         """Returns at least the `count` most probable tokens of the mixture. Returns None if the graph outputs too few

@@ -83,5 +83,6 @@ def test_the_bound_holds_when_rounding_opens_a_gate(tmp_path: Path, layers: list
         apart = np.abs(probabilities(whole["logits"][0]) - probabilities(window["logits"][0])).sum() / 2
         assert apart > 0.2, "rounding opens no gate, so this test checks nothing"
         assert apart <= found.variation
-        proved = found.runs is not None and margin.proves(window["logits"][0], window["hidden"][0], found.runs)
-        assert not proved or whole["logits"][0].argmax() == window["logits"][0].argmax()
+        first, hidden = int(window["logits"][0].argmax()), window["hidden"][0]
+        proved = found.runs is not None and margin.has_no_rival(window["logits"][0], hidden, found.runs, first)
+        assert not proved or whole["logits"][0].argmax() == first
