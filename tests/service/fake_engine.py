@@ -4,10 +4,12 @@ set an event for which they wait, or an exception that they raise."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec import Struct, structs
 
 from tests.models.rounding import rounding
 from tests.service.engine_harness import byte_vocabulary
@@ -108,6 +110,22 @@ MANIFEST = Manifest.model_validate(
 )
 
 
+def with_tuples(request: Any) -> Any:
+    """Returns a request, or a part of one, with tuples in place of arrays of token ids. Arrays are not equal to tuples,
+    and the tests compare the requests with literals."""
+    if isinstance(request, array):
+        return tuple(request)
+    if type(request) is tuple:
+        return tuple(map(with_tuples, request))
+    if isinstance(request, Struct):
+        return structs.replace(
+            request, **{name: with_tuples(getattr(request, name)) for name in request.__struct_fields__}
+        )
+    if isinstance(request, History):
+        return dataclasses.replace(request, tokens=tuple(request.tokens))
+    return request
+
+
 class FakeEngine:
     """An engine that answers every request with fixed values, or raises `failure` if this is not None. If `wait` is not
     None, the engine first waits for this event.
@@ -137,7 +155,7 @@ class FakeEngine:
         self.asked: list[object] = []
 
     async def _ask(self, request: object) -> None:
-        self.asked.append(request)
+        self.asked.append(with_tuples(request))
         if self.wait is not None:
             self.waiting.set()
             try:
@@ -215,7 +233,9 @@ class FakeEngine:
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)
-        return Score(**asdict(self._summary()), tokens=tuple(request.tokens), logprobs=(-1.0,) * len(request.tokens))
+        return Score(
+            **structs.asdict(self._summary()), tokens=tuple(request.tokens), logprobs=(-1.0,) * len(request.tokens)
+        )
 
     def _summary(self) -> ScoreSummary:
         return ScoreSummary(*self.identity, 2.718281828, 1, None, 1, 0.0, StateSource.FULL, 0.0, LATENCY)
@@ -290,7 +310,7 @@ class FakeEngine:
     ) -> SessionView:
         await self._ask((session, mode) if history is None else (session, mode, history))
         name = name_within(owner.name, "new" if session is None else session)
-        return NewSession(**asdict(self._view(name, mode or Mode.AUTO)))
+        return NewSession(**structs.asdict(self._view(name, mode or Mode.AUTO)))
 
     async def get_session(self, session: str) -> SessionView:
         await self._ask(session)
