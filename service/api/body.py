@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Annotated, NamedTuple, TypeVar
@@ -25,15 +26,14 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from wane.service.api.deps import admit
 from wane.service.api.disconnect import WHOLE_BODY, connection_of
-from wane.service.api.exchange import context
+from wane.service.api.exchange import admit, context
 from wane.service.api.faults import read_again
 from wane.service.api.schemas.sessions import StepsFormat, StreamBody
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.deadline import until
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens, as_array
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import (
     Abandoned,
     BodyTimeout,
@@ -342,6 +342,15 @@ def plain_steps(raw: bytes, most: int) -> PlainSteps | None:
     if not 0 < len(sessions) == len(body.steps) <= most or not all(map(is_session_id, sessions)):
         return None
     return body
+
+
+def as_array(tokens: Sequence[int]) -> Sequence[int]:
+    """Returns token ids as an array of 64-bit integers: numpy reads it without converting each id, and the garbage
+    collector does not visit the ids. Returns `tokens` if an id has more bits: no vocabulary has it."""
+    try:
+        return array("q", tokens)
+    except OverflowError:
+        return tokens
 
 
 async def tokens_of(

@@ -7,10 +7,8 @@ from starlette.requests import HTTPConnection, Request
 
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, registry
-from wane.service.auth.guard import FREE
 from wane.service.engine.engine import Engine
 from wane.service.settings import Settings
-from wane.service.types.cost import Cost
 from wane.service.types.generate import GenerateBody
 from wane.service.types.predict import PredictBody
 from wane.service.types.request import Owner, name_within
@@ -20,16 +18,6 @@ def settings(request: HTTPConnection) -> Settings:
     """Returns the server's settings."""
     current: Settings = request.app.state.settings
     return current
-
-
-def admit(request: HTTPConnection, cost: Cost) -> None:
-    """Refuses a request whose cost is over a limit, and charges its API key. One row was charged before the endpoint
-    was called. Raises InvalidRequest, TooLarge, RateLimited, Unauthorized."""
-    cost.check(settings(request))
-    principal = context(request.scope).principal
-    count = cost.rows + cost.compared
-    if principal is not None and count > 1 and FREE not in request.scope:
-        principal.charge(count - 1, before=1)
 
 
 def deadline(request: HTTPConnection) -> float | None:

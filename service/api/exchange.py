@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Message, Scope, Send
 
 from wane.service.api.cors import CrossOrigin
-from wane.service.auth.guard import Authenticator
+from wane.service.auth.guard import FREE, Authenticator
 from wane.service.auth.keyring import Principal
 from wane.service.errors import InvalidRequest, NotFound, Unavailable, truncate_repr
 from wane.service.observability.logs import ACCESS, log_access
@@ -34,6 +34,7 @@ from wane.service.observability.tracing import CURRENT, Parent, Traced, Tracing
 from wane.service.registry.registry import ModelRegistry
 from wane.service.registry.swap import Epochs
 from wane.service.types.answer import Answer
+from wane.service.types.cost import Cost
 from wane.service.types.request import ANYBODY, Owner
 from wane.service.types.text import Finish
 
@@ -111,6 +112,16 @@ def context(scope: Scope) -> RequestContext:
     """Returns the context of this request."""
     request_context: RequestContext = scope["wane.context"]
     return request_context
+
+
+def admit(request: HTTPConnection, cost: Cost) -> None:
+    """Refuses a request whose cost is over a limit, and charges its API key. One row was charged before the endpoint
+    was called. Raises InvalidRequest, TooLarge, RateLimited, Unauthorized."""
+    cost.check(request.app.state.settings)
+    principal = context(request.scope).principal
+    count = cost.rows + cost.compared
+    if principal is not None and count > 1 and FREE not in request.scope:
+        principal.charge(count - 1, before=1)
 
 
 def registry(request: HTTPConnection) -> ModelRegistry:

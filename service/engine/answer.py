@@ -365,7 +365,7 @@ class AnswerBuilder:
             return False
         if result.mixed is not None:
             return self._leads_in_mixture(plan.ranking, result, result.mixed, bound.runs)
-        return self.margin.proves(plan.ranking, plan.ranking.largest(result, 2), result, bound.runs)
+        return self.margin.proves(plan.ranking, plan.ranking.largest(result, 2), result.row, bound.runs)
 
     def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:

@@ -36,15 +36,6 @@ class EventTokens(NamedTuple):
     skipped: tuple[int, ...] = ()
 
 
-def as_array(tokens: Sequence[int]) -> Sequence[int]:
-    """Returns token ids as an array of 64-bit integers: numpy reads it without converting each id, and the garbage
-    collector does not visit the ids. Returns `tokens` if an id has more bits: no vocabulary has it."""
-    try:
-        return array("q", tokens)
-    except OverflowError:
-        return tokens
-
-
 class EventNames:
     """Converts the events in the requests for one model to tokens."""
 

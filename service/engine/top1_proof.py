@@ -59,8 +59,7 @@ from wane.models.certificate.top1 import Top1, variation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
-from wane.service.batching.batch import WindowTrace
-from wane.service.engine.forward import RunResult
+from wane.service.batching.batch import Row, WindowTrace
 from wane.service.engine.logits import Ranking
 from wane.service.runners.outputs import Largest
 from wane.service.runners.runner import ERROR, STREAM, Runner
@@ -92,7 +91,7 @@ class MarginProof:
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
 
-    def proves(self, ranking: Ranking, top: Largest, result: RunResult, error: float) -> bool:
+    def proves(self, ranking: Ranking, top: Largest, row: Row, error: float) -> bool:
         """Returns whether the most probable of the tokens that `ranking` may list stays the most probable of them for
         every h within `error` of the `hidden` of the network's run, in any float32 run of the output layer.
 
@@ -101,10 +100,12 @@ class MarginProof:
         if len(top.ids) < 2:
             return bool(top.ids) and math.isfinite(error)
         first, second = top.ids[:2]
-        settled = self.settles(first, second, top.logits[0] - top.logits[1], result.row.length, error)
+        settled = self.settles(first, second, top.logits[0] - top.logits[1], row.length, error)
         if settled is not None:
             return settled
-        return self.has_no_rival(result.network_logits, result.hidden, error, first, among=ranking.ids)
+        logits, hidden = row.logits, row.hidden
+        assert logits is not None and hidden is not None, "a graph lacks an output: this is a bug"
+        return self.has_no_rival(logits, hidden, error, first, among=ranking.ids)
 
     def settled(
         self,

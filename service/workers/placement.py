@@ -27,7 +27,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from wane.service.api import encode
 from wane.service.api.body import LARGE_BYTES, Decoder, excess, read, reader, uncompressed
-from wane.service.api.deps import admit
 from wane.service.api.exchange import (
     HISTORY,
     NEW_ID,
@@ -36,6 +35,7 @@ from wane.service.api.exchange import (
     HttpExchange,
     RequestContext,
     RequestPolicy,
+    admit,
 )
 from wane.service.api.middleware import ENCODING_BYTES
 from wane.service.api.schemas.sessions import StepsBody

@@ -22,10 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import openapi, tensors
-from wane.service.api.body import LARGE_BYTES, Decoder, read
-from wane.service.api.deps import admit, deadline, header, owner, settings
+from wane.service.api.body import LARGE_BYTES, Decoder, as_array, read
+from wane.service.api.deps import deadline, header, owner, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
-from wane.service.api.exchange import context, note_answer
+from wane.service.api.exchange import admit, context, note_answer
 from wane.service.api.openapi import Router, json_body, parameters_in
 from wane.service.api.routes.inference import FAILURE, counter, served_engine
 from wane.service.api.schemas.inference import InferBody, InferenceDocument, InferParameters
@@ -60,7 +60,7 @@ from wane.service.api.tensors import (
 )
 from wane.service.deadline import TOO_LATE
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens, as_array
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import DeadlineExceeded, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer

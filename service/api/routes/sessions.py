@@ -22,6 +22,7 @@ from wane.service.api.body import (
     ONE_TOKEN,
     PlainStep,
     PlainSteps,
+    as_array,
     decode,
     filter_of,
     only_token,
@@ -29,7 +30,6 @@ from wane.service.api.body import (
     tokens_of,
 )
 from wane.service.api.deps import (
-    admit,
     deadline,
     engine_and_key,
     header,
@@ -40,7 +40,7 @@ from wane.service.api.deps import (
     settings,
 )
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
-from wane.service.api.exchange import HISTORY, NEW_ID, context, note_answer, registry
+from wane.service.api.exchange import HISTORY, NEW_ID, admit, context, note_answer, registry
 from wane.service.api.openapi import Router, answers, parameters_in
 from wane.service.api.problem import failure_document, items
 from wane.service.api.schemas.completions import CompletionBody
@@ -56,7 +56,7 @@ from wane.service.api.schemas.sessions import (
     StepsFormat,
 )
 from wane.service.engine.engine import Engine
-from wane.service.engine.event_names import EventTokens, as_array
+from wane.service.engine.event_names import EventTokens
 from wane.service.engine.pending import step_many
 from wane.service.engine.steps.rows import StepRow
 from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, as_result, truncate_repr

@@ -412,7 +412,7 @@ class StepAnswers:
         for row, ranking in rankings.items():
             if (error := found.runs[row]) < math.inf:
                 first = Largest(listed[0][row][:2], logits[row, :2].tolist(), [], [])
-                proved[row] = self.builder.margin.proves(ranking, first, RunResult(Row(outputs, row)), error)
+                proved[row] = self.builder.margin.proves(ranking, first, Row(outputs, row), error)
         return Listed(*listed, proved, found)
 
     def _largest_of_mixtures(

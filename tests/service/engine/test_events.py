@@ -16,8 +16,9 @@ from tests.service.engine.columns_fuzz import PlainStore
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name_vocabulary
 from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
+from wane.service.api.body import as_array
 from wane.service.batching.turns import HEAVY_TOKENS
-from wane.service.engine.event_names import EventTokens, as_array
+from wane.service.engine.event_names import EventTokens
 from wane.service.engine.steps.answers import StepAnswer
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
 from wane.service.sessions.stores.memory import MemoryStore

@@ -46,7 +46,7 @@ def proves(
     outputs = {"logits": logits, HIDDEN: hidden, TOP_IDS: ids, TOP_LOGITS: logits[ids], LOG_SUM_EXP: np.float32(0)}
     put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
     result, ranking = RunResult(Row(put_out, 0)) if by_graph else RunResult.of(logits, hidden), Ranking(len(logits))
-    return margin.proves(ranking, ranking.largest(result, 2), result, error)
+    return margin.proves(ranking, ranking.largest(result, 2), result.row, error)
 
 
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
