@@ -10,7 +10,7 @@ Three kinds share one interface:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
@@ -158,12 +158,11 @@ class Vocabulary:
         _check_characters(text)
         lines = text.split("\n")
         ids: list[int] = []
-        for start in range(0, len(lines), LINES_AT_ONCE):
-            for line in self.encodings(lines[start : start + LINES_AT_ONCE]):
-                if most is not None and len(ids) + len(line) > most:
-                    raise TooManyTokens(len(ids) + len(line))
-                ids += line.ids
-                ids.append(self.eos_id)
+        for line in self._encodings(lines):
+            if most is not None and len(ids) + len(line) > most:
+                raise TooManyTokens(len(ids) + len(line))
+            ids += line.ids
+            ids.append(self.eos_id)
         ids.pop()  # no line break follows the last line
         return ids
 
@@ -181,17 +180,20 @@ class Vocabulary:
 
         Raises ValueError if a word is unknown and the vocabulary has no `<unk>`.
         """
-        return [encoding.ids for encoding in self.encodings(lines)]
+        return [encoding.ids for encoding in self._encodings(lines)]
 
-    def encodings(self, lines: list[str]) -> list[Encoding]:
-        """Like `encode_lines`, but returns encodings instead of lists of ids."""
-        try:
-            encodings: list[Encoding] = self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
-        except Exception as error:  # the library `tokenizers` raises a bare Exception
-            raise ValueError(f"the text cannot be encoded: {error}") from error
-        if self.reserved:
-            self._check_not_reserved(index for encoding in encodings for index in encoding.ids)
-        return encodings
+    def _encodings(self, lines: list[str]) -> Iterator[Encoding]:
+        """Yields the encoding of each line. Only a batch of them is in memory: each takes many times the memory of its
+        ids. Raises ValueError like `encode_lines`."""
+        for start in range(0, len(lines), LINES_AT_ONCE):
+            batch = lines[start : start + LINES_AT_ONCE]
+            try:
+                encodings: list[Encoding] = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            except Exception as error:  # the library `tokenizers` raises a bare Exception
+                raise ValueError(f"the text cannot be encoded: {error}") from error
+            if self.reserved:
+                self._check_not_reserved(index for encoding in encodings for index in encoding.ids)
+            yield from encodings
 
     def _check_not_reserved(self, ids: Iterable[int]) -> None:
         """Raises ValueError if a token is reserved."""

@@ -8,6 +8,7 @@ bytes of its data.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus
 
 def _stream(sequences: list[list[int]], eos_id: int) -> NDArray[np.int64]:
     """Returns the sequences with `<eos>` before each sequence and after the last one: (tokens,) int64."""
-    flat = [eos_id]
+    flat = array("q", [eos_id])
     for sequence in sequences:
         flat.extend(sequence)
         flat.append(eos_id)
