@@ -14,6 +14,7 @@ from msgspec.structs import astuple
 
 from wane.models.vocabulary import Vocabulary
 from wane.service.api.schemas.completions import ChoiceDocument, LogprobsDocument
+from wane.service.batching.turns import Turns
 from wane.service.engine.engine import Engine
 from wane.service.engine.generate import TextPieces
 from wane.service.engine.stream import Stream
@@ -27,6 +28,10 @@ Generation = Stream[GeneratedToken | Finish]
 
 AHEAD = 4
 """The queue between a request's generations and its client holds at most this many tokens for each sample."""
+
+WORK_OF_A_PLACE = 16
+"""The work of a token of an echoed prompt, or of a token in its list: it takes as long as reading the logits of so many
+tokens (`Turns`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Choice:
         self,
         index: int,
         vocabulary: Vocabulary,
+        turns: Turns,
         prompt: Prompt,
         generation: Generation | None,
         *,
@@ -59,6 +65,7 @@ class Choice:
         """The end of the generation, once it has ended."""
         self._index = index
         self._vocabulary = vocabulary
+        self._turns = turns
         self._prompt = prompt
         self._generation = generation
         self._pieces = TextPieces(vocabulary)
@@ -82,7 +89,7 @@ class Choice:
         """Yields the parts of the choice as soon as its tokens are generated. The last part has the finish reason. The
         caller must close the generator."""
         if self._prompt.text is not None:
-            yield ChoiceDocument(self._index, self._prompt.text, self._scored(self._prompt.score), None)
+            yield ChoiceDocument(self._index, self._prompt.text, await self._scored(self._prompt.score), None)
         if self._generation is not None:
             async for item in self._generation:
                 if isinstance(item, Finish):
@@ -92,7 +99,7 @@ class Choice:
         stopped = self.finish is not None and self.finish.finish_reason is FinishReason.STOP
         yield ChoiceDocument(self._index, "", None, "stop" if stopped else "length")
 
-    def _scored(self, score: Score | None) -> LogprobsDocument | None:
+    async def _scored(self, score: Score | None) -> LogprobsDocument | None:
         """Returns the log-probabilities of the prompt's tokens, and the most probable tokens at each position. Returns
         None if the choice has no log-probabilities."""
         if score is None:
@@ -100,6 +107,7 @@ class Choice:
         pieces, offset, logprobs = TextPieces(self._vocabulary), 0, LogprobsDocument([], [], [], [])
         for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
             assert token is not None, "the score of a prompt has a skipped event: this is a bug"
+            await self._turns.take(WORK_OF_A_PLACE * (1 + len(places or ())))
             self._add(logprobs, token, logprob, places or (), offset)
             offset += len(pieces.push(token))
         return logprobs

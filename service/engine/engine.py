@@ -174,6 +174,7 @@ class Engine:
         self.answer_builder = AnswerBuilder(
             manifest, self.identity, vocabulary, margin, self.forward, self._stats, self._prover, cache, direction
         )
+        self.turns = self.answer_builder.turns
         self.scorer = Scorer(self.answer_builder)
         self.shadow: Shadow | None = None
         if shadow_runner is not None:

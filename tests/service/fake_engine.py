@@ -15,6 +15,7 @@ from tests.models.rounding import rounding
 from tests.service.engine_harness import byte_vocabulary
 from wane.models.manifest import SCHEMA_VERSION, Manifest
 from wane.service.batching.ticket import Ticket
+from wane.service.batching.turns import Turns
 from wane.service.deadline import until
 from wane.service.engine.event_names import EventNames
 from wane.service.engine.pending import Pending
@@ -144,6 +145,7 @@ class FakeEngine:
     events = EventNames(MANIFEST, VOCABULARY, Settings())
 
     def __init__(self) -> None:
+        self.turns = Turns()
         self.cost_model = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
         self.failure: Exception | None = None
         self.failure_after_first_token: Exception | None = None

@@ -230,6 +230,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
             Choice(
                 index,
                 engine.vocabulary,
+                engine.turns,
                 prompts[index // samples],
                 generation,
                 has_logprobs=body.logprobs is not None,

@@ -25,6 +25,8 @@ from tests.service.engine_harness import HIDDEN, FakeRunner, MakeHarness, name_v
 from tests.service.server_harness import served
 from wane.models.manifest import Role
 from wane.models.vocabulary import Vocabulary
+from wane.service.api.choices import WORK_OF_A_PLACE, Choice
+from wane.service.batching.turns import TOKENS_A_TURN
 from wane.service.engine.pending import BEGUN_AT_ONCE
 from wane.service.engine.step import SessionSteps
 from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
@@ -165,3 +167,21 @@ async def test_calls_of_many_steps_begin_few_steps_in_a_turn(
     assert answered == [200] * 4
     assert sum(begun.values()) == 4 * 256
     assert max(begun.values()) <= 4 * BEGUN_AT_ONCE
+
+
+async def test_choices_list_few_tokens_of_their_prompts_in_a_turn(
+    make_harness: MakeHarness, turns_ms: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight echoed prompts whose tokens have lists of the most probable tokens."""
+    listed, add = Counter[int](), Choice._add
+
+    def counted(choice: Choice, *arguments: Any) -> None:
+        listed[len(turns_ms)] += 1 + len(arguments[3])
+        add(choice, *arguments)
+
+    monkeypatch.setattr(Choice, "_add", counted)
+    body = {"model": "fake", "prompt": [[5] * 256] * 8, "max_tokens": 0, "echo": True, "logprobs": 5}
+    async with served(make_harness(**SIZES), request_timeout_ms=60_000) as server:
+        assert await asyncio.to_thread(send, server.url, "/v1/completions", body) == 200
+    assert sum(listed.values()) >= 8 * 256 * 5
+    assert WORK_OF_A_PLACE * max(listed.values()) <= TOKENS_A_TURN

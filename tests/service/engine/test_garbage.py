@@ -33,7 +33,7 @@ async def generations(engine: Engine, deadline: float | None) -> None:
     wanted = [GenerateRequest(LONG, max_tokens=4, deadline=deadline, sample=sample) for sample in range(4)]
     async with AsyncExitStack() as held:
         choices = [
-            Choice(index, engine.vocabulary, Prompt(LONG), generation, has_logprobs=False)
+            Choice(index, engine.vocabulary, engine.turns, Prompt(LONG), generation, has_logprobs=False)
             for index, generation in enumerate(await started(engine, wanted, held))
         ]
         async with aclosing(merged([choice.parts() for choice in choices])) as parts:
