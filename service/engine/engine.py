@@ -139,7 +139,7 @@ class Engine:
             norms=manifest.architecture.norm_columns if NORMS in runner.outputs("step") else 0,
             beside_bytes=LIST_BYTES + TOKEN_BYTES * settings.live_accuracy if settings.live_accuracy else 0,
             clock=clock,
-            on_prefix=partial(metrics.count_prefix, name),
+            on_prefix=metrics.prefix_counter(name),
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self.batcher = Batcher(

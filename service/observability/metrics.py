@@ -417,10 +417,20 @@ class Metrics:
                 durations.observe(seconds, trace_id)
         self._counted.clear()
 
-    def count_prefix(self, model: str, tokens: int) -> None:
-        """Counts a prompt that was looked up by its first tokens, and the number of tokens that need not run."""
-        self.prefix_lookups.labels(model, "hit" if tokens else "miss").inc()
-        self.prefix_cached_tokens.labels(model).inc(tokens)
+    def prefix_counter(self, model: str) -> Callable[[int], None]:
+        """Returns a function that counts a prompt that was looked up by its first tokens, and the number of tokens that
+        need not run."""
+        miss, hit = (self.prefix_lookups.labels(model, result).inc for result in ("miss", "hit"))
+        cached = self.prefix_cached_tokens.labels(model).inc
+
+        def count(tokens: int) -> None:
+            if tokens:
+                hit()
+                cached(tokens)
+            else:
+                miss()
+
+        return count
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
         self._of_message(status).inc()

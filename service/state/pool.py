@@ -17,8 +17,8 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -36,6 +36,21 @@ START: Final = 1
 RESERVED: Final = 2
 FLOAT32_BYTES: Final = 4
 FEWEST_SLOTS: Final = 8
+
+
+class Lease:
+    """A use of a slot, which ends with the block of its `with` statement."""
+
+    __slots__ = ("_pool", "_slot")
+
+    def __init__(self, pool: StatePool, slot: int) -> None:
+        self._pool, self._slot = pool, slot
+
+    def __enter__(self) -> int:
+        return self._slot
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.release(self._slot)
 
 
 class CachedState(NamedTuple):
@@ -128,16 +143,13 @@ class StatePool:
                 self._on_evict()
                 return
 
-    @contextmanager
-    def spare(self) -> Iterator[int | None]:
-        """Yields a slot for the state of a prefix, and releases it at the end of the block. Yields None if the slot
-        would cost a session its state, or if requests already use half of all slots."""
+    def spare(self) -> AbstractContextManager[int | None]:
+        """Returns a lease of a slot for the state of a prefix. Its slot is None if it would cost a session its state,
+        or if requests already use half of all slots."""
         in_requests = self.used - len(self.order) - len(self.prefixes)
         if 2 * in_requests < self.capacity and (not self.is_full or self.prefixes.evict()):
-            with self.lease() as slot:
-                yield slot
-        else:
-            yield None
+            return self.lease()
+        return nullcontext()
 
     def retain(self, slot: int) -> None:
         """Adds a user to a slot. The reserved slots are never freed, and their users are not counted."""
@@ -158,23 +170,14 @@ class StatePool:
                 if not left:
                     free.append(slot)
 
-    @contextmanager
-    def lease(self) -> Iterator[int]:
-        """Yields a slot (`acquire`), and releases it at the end of the block."""
-        slot = self.acquire()
-        try:
-            yield slot
-        finally:
-            self.release(slot)
+    def lease(self) -> Lease:
+        """Returns a lease of a slot whose only user is the caller (`acquire`)."""
+        return Lease(self, self.acquire())
 
-    @contextmanager
-    def hold(self, slot: int) -> Iterator[None]:
-        """Prevents eviction of the state in `slot` until the end of the block."""
+    def hold(self, slot: int) -> Lease:
+        """Returns a lease that prevents eviction of the state in `slot`."""
         self.retain(slot)
-        try:
-            yield
-        finally:
-            self.release(slot)
+        return Lease(self, slot)
 
     @property
     def is_full(self) -> bool:

@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 BLOCK: Final = 64
 """The number of tokens that are hashed together."""
 
+TOKEN_BYTES: Final = 4
+BLOCK_BYTES: Final = BLOCK * TOKEN_BYTES
 DIGEST_BYTES: Final = 16
 ENTRY_BYTES: Final = 1024
 """The memory of a kept state beside its slot: its keys and its places in the indexes."""
@@ -51,20 +53,21 @@ class Path:
         self.length = len(tokens)
         self._owner = owner
         self._data = tokens.astype(np.int32).tobytes()
-        self.blocks: list[Key] = [(owner, b"")]
+        digest = b""
+        self.blocks: list[Key] = [(owner, digest)]
         """The keys of the first BLOCK * i tokens, for i = 0, 1, 2, ..."""
-        for start in range(0, self.length - BLOCK + 1, BLOCK):
-            self.blocks.append(self._after(len(self.blocks) - 1, start, start + BLOCK))
-
-    def _after(self, block: int, start: int, stop: int) -> Key:
-        return self._owner, blake2b(
-            self.blocks[block][1] + self._data[4 * start : 4 * stop], digest_size=DIGEST_BYTES
-        ).digest()
+        for end in range(BLOCK_BYTES, len(self._data) + 1, BLOCK_BYTES):
+            data = self._data[end - BLOCK_BYTES : end]
+            digest = blake2b(digest + data, digest_size=DIGEST_BYTES).digest()
+            self.blocks.append((owner, digest))
 
     def key(self, length: int) -> Key:
         """Returns the key of the first `length` tokens."""
         block, rest = divmod(length, BLOCK)
-        return self._after(block, length - rest, length) if rest else self.blocks[block]
+        if not rest:
+            return self.blocks[block]
+        data = self._data[BLOCK_BYTES * block : TOKEN_BYTES * length]
+        return self._owner, blake2b(self.blocks[block][1] + data, digest_size=DIGEST_BYTES).digest()
 
 
 class Scores(NamedTuple):
@@ -120,7 +123,7 @@ class PrefixStates:
         self._clock = clock
         self._count = count
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
-        self._rests: dict[Key, Counter[int]] = {}  # for each block, how many states have read so many tokens after it
+        self._rests: dict[Key, list[int]] = {}  # for each block, how many tokens after it each state has read
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._scores: OrderedDict[Key, Scores] = OrderedDict()
         self._scores_bytes = 0
@@ -136,7 +139,7 @@ class PrefixStates:
         for block in range(path.length // BLOCK, 0, -1):
             start = BLOCK * block
             at = path.blocks[block]
-            for rest in sorted(self._rests.get(at, ()), reverse=True):
+            for rest in sorted({*self._rests.get(at, ())}, reverse=True):
                 length = start + rest
                 if length > path.length:
                     continue
@@ -167,7 +170,7 @@ class PrefixStates:
         if kept is None:
             self._retain(slot)
             kept = self._kept[key] = _Kept(slot, path.blocks[length // BLOCK], length % BLOCK, 0.0)
-            self._rests.setdefault(kept.block, Counter())[kept.rest] += 1
+            self._rests.setdefault(kept.block, []).append(kept.rest)
         if scores is not None:
             self._forget(key)
             self._scores[key] = scores
@@ -208,7 +211,7 @@ class PrefixStates:
     def _drop(self, key: Key) -> None:
         self._forget(key)
         kept = self._kept.pop(key)
-        self._rests[kept.block] -= Counter((kept.rest,))
+        self._rests[kept.block].remove(kept.rest)
         if not self._rests[kept.block]:
             del self._rests[kept.block]
         self._release(kept.slot)
@@ -217,7 +220,7 @@ class PrefixStates:
         """Returns the faults of the indexes. For tests and debugging."""
         slots = [kept.slot for kept in self._kept.values()]
         rests = Counter((kept.block, kept.rest) for kept in self._kept.values())
-        indexed = {(block, rest): count for block, counts in self._rests.items() for rest, count in counts.items()}
+        indexed = Counter((block, rest) for block, rests in self._rests.items() for rest in rests)
         wrong = {
             "a slot holds two kept states": len({*slots}) < len(slots),
             "a slot with a kept state is free": any(not self._users[slot] for slot in slots),
