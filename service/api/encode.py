@@ -22,6 +22,8 @@ VALUES_AT_ONCE = 16_384
 """The number of values of a long list that are encoded in one iteration of the event loop. The encoder holds the
 interpreter lock, so encoding on another thread would block the event loop for the same time."""
 
+CHARACTERS = 64  # so many characters of a text are encoded in about the time of one value
+
 BYTES_IN_A_TURN = 1 << 17  # encoded bytes after which the event loop runs other work
 SENT_WHOLE_BYTES = 1 << 20
 
@@ -82,22 +84,23 @@ def pieces(value: object) -> Iterator[bytes]:
             yield from pieces(item)
         yield b"}"
         return
-    if not isinstance(value, list | tuple) or (count := _values_in(value)) <= VALUES_AT_ONCE:
+    if not isinstance(value, list | tuple | str) or (count := _values_in(value)) <= VALUES_AT_ONCE:
         yield json_bytes(value)
         return
+    begin, between, end = (b'"', b"", b'"') if isinstance(value, str) else (b"[", b",", b"]")
     rows = max(1, VALUES_AT_ONCE * len(value) // count)
     for start in range(0, len(value), rows):
-        yield b"," if start else b"["
+        yield between if start else begin
         if rows > 1:
             yield json_bytes(value[start : start + rows])[1:-1]
         else:
             yield from pieces(value[start])
-    yield b"]"
+    yield end
 
 
 def _values_in(value: object) -> int:
     """Returns about how many values a value has, as if the items of each list had as many as the first that is not
-    null."""
+    null. A long text counts as one value for every CHARACTERS characters."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.astuple(value)
         return sum(map(_values_in, value))
@@ -105,7 +108,7 @@ def _values_in(value: object) -> int:
         return sum(map(_values_in, value.values()))
     if isinstance(value, list | tuple) and value:
         return len(value) * _values_in(next((item for item in value if item is not None), None))
-    return 1
+    return 1 + len(value) // CHARACTERS if isinstance(value, str) else 1
 
 
 class LongReply(Response):
