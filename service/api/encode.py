@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -147,21 +148,29 @@ def _whole(made: Sequence[bytes], headers: RawHeaders) -> Reply:
     return whole
 
 
-async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_TYPE,)) -> Response:
-    """Returns a response whose body is made in pieces. The event loop runs other work between two of them. A body of
-    over SENT_WHOLE_BYTES is sent while it is made."""
+async def made_in_turns(made: Iterator[bytes], most: float = math.inf) -> list[bytes]:
+    """Returns the pieces, until they have more than `most` bytes. The event loop runs other work between two of
+    them."""
     begun: list[bytes] = []
     size = in_turn = 0
     for piece in made:
         begun.append(piece)
         size += len(piece)
         in_turn += len(piece)
-        if size > SENT_WHOLE_BYTES:
-            return LongReply(begun, made, headers)
+        if size > most:
+            break
         if in_turn > BYTES_IN_A_TURN:
             in_turn = 0
             await asyncio.sleep(0)
-    return _whole(begun, headers)
+    return begun
+
+
+async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_TYPE,)) -> Response:
+    """Returns a response whose body is made in pieces (see `made_in_turns`). A body of over SENT_WHOLE_BYTES is sent
+    while it is made."""
+    begun = await made_in_turns(made, SENT_WHOLE_BYTES)
+    is_long = sum(map(len, begun)) > SENT_WHOLE_BYTES
+    return LongReply(begun, made, headers) if is_long else _whole(begun, headers)
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
