@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import TypeVar, cast
@@ -83,7 +83,7 @@ def drop_nulls(value: object, kind: inspect.Type) -> None:
 
 
 @cache
-def _fields(of: type[object]) -> dict[str, inspect.Field]:
+def _fields(of: Hashable) -> dict[str, inspect.Field]:
     """Returns the fields of a class of objects by name."""
     return {field.name: field for field in cast(inspect.StructType, type_info(of)).fields}
 

@@ -39,6 +39,7 @@ from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
 from wane.service import server as process
 from wane.service.app import Application
+from wane.service.observability import logs
 from wane.service.server import configured, say_ready
 from wane.service.settings import Settings, SettingsError
 
@@ -60,7 +61,7 @@ def test_the_description_of_the_api_is_built_before_the_server_listens(monkeypat
         raise SettingsError("the server does not start")
 
     monkeypatch.setattr(process, "configured", stop)
-    monkeypatch.setattr(process.logs, "configure", lambda *_: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
     with pytest.raises(SettingsError):
         process.run(Settings())
     assert described != [None]

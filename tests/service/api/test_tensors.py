@@ -15,6 +15,7 @@ from wane.service.api.schemas.inference import InputTensor
 from wane.service.api.tensors import (
     HEADER_LENGTH,
     OutputFormat,
+    Rows,
     Tensor,
     divided,
     output_format,
@@ -246,7 +247,7 @@ async def test_a_long_header_before_binary_outputs_is_made_in_many_turns_of_the_
 
     logits = [np.arange(100_000, dtype=np.float32).view(Row)] * 4
     working = asyncio.create_task(others())
-    arrays = {"logits": logits, "c": np.array([1.5], np.float32)}
+    arrays: dict[str, Rows] = {"logits": logits, "c": np.array([1.5], np.float32)}
     answer = await reply({}, [OutputFormat("logits", False), OutputFormat("c", True)], arrays)
     working.cancel()
     length = int(dict(answer.raw_headers)[HEADER_LENGTH.encode()])
