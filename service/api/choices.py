@@ -28,10 +28,6 @@ Generation = Stream[GeneratedToken | Finish]
 AHEAD = 4
 """The queue between a request's generations and its client holds at most this many tokens for each sample."""
 
-LISTED_A_TURN = 1 << 12
-"""The number of a prompt's tokens and of the tokens listed for them that are named in one iteration of the event loop.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -86,7 +82,7 @@ class Choice:
         """Yields the parts of the choice as soon as its tokens are generated. The last part has the finish reason. The
         caller must close the generator."""
         if self._prompt.text is not None:
-            yield ChoiceDocument(self._index, self._prompt.text, await self._scored(self._prompt.score), None)
+            yield ChoiceDocument(self._index, self._prompt.text, self._scored(self._prompt.score), None)
         if self._generation is not None:
             async for item in self._generation:
                 if isinstance(item, Finish):
@@ -96,21 +92,16 @@ class Choice:
         stopped = self.finish is not None and self.finish.finish_reason is FinishReason.STOP
         yield ChoiceDocument(self._index, "", None, "stop" if stopped else "length")
 
-    async def _scored(self, score: Score | None) -> LogprobsDocument | None:
+    def _scored(self, score: Score | None) -> LogprobsDocument | None:
         """Returns the log-probabilities of the prompt's tokens, and the most probable tokens at each position. Returns
         None if the choice has no log-probabilities."""
         if score is None:
             return None
         pieces, offset, logprobs = TextPieces(self._vocabulary), 0, LogprobsDocument([], [], [], [])
-        listed = 0
         for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
             assert token is not None, "the score of a prompt has a skipped event: this is a bug"
             self._add(logprobs, token, logprob, places or (), offset)
             offset += len(pieces.push(token))
-            listed += 1 + len(places or ())
-            if listed > LISTED_A_TURN:
-                listed = 0
-                await asyncio.sleep(0)
         return logprobs
 
     def _added(self, item: GeneratedToken) -> ChoiceDocument | None:

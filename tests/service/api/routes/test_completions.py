@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -10,7 +9,6 @@ import pytest
 
 from tests.service.engine_harness import MakeHarness
 from tests.service.server_harness import served
-from wane.service.api import choices
 
 MOST = 64
 """The largest number of tokens that an answer repeats."""
@@ -39,31 +37,3 @@ async def test_echo_repeats_a_limited_number_of_tokens_in_all_choices(
             assert answer.status_code == 413, answer.text
             message = answer.json()["error"]["message"]
             assert f"the answer lists {tokens} tokens, but at most {MOST} are allowed" in message
-
-
-async def test_other_work_runs_while_the_tokens_of_a_prompt_are_listed(
-    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns = 0
-    seen: list[int] = []
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    def added(*arguments: Any) -> None:
-        seen.append(turns)
-        add(*arguments)
-
-    add = choices.Choice._add
-    monkeypatch.setattr(choices.Choice, "_add", added)
-    monkeypatch.setattr(choices, "LISTED_A_TURN", 8, raising=False)
-    async with served(make_harness()) as server, httpx.AsyncClient(base_url=server.url) as client:
-        working = asyncio.create_task(others())
-        body = {"model": "fake", "prompt": [7] * 30, "max_tokens": 0, "echo": True, "logprobs": 2}
-        answer = await client.post("/v1/completions", json=body)
-        working.cancel()
-    assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == len(seen) == 30
-    assert len(set(seen)) >= 10
