@@ -258,6 +258,7 @@ def run(settings: Settings, worker: Worker = ALONE) -> None:
         tracing=tracing,
         make_bucket=worker.make_bucket,
     )
+    app.openapi()  # builds the description now, because that would hold the event loop at its first request
     keys: KeySource = app.state.keys
     config = configured(
         app,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -21,6 +22,8 @@ from wane.service.types.request import Latency
 VALUES_AT_ONCE = 16_384
 """The number of values of a long list that are encoded in one iteration of the event loop. The encoder holds the
 interpreter lock, so encoding on another thread would block the event loop for the same time."""
+
+CHARACTERS = 64  # so many characters of a text are encoded in about the time of one value
 
 BYTES_IN_A_TURN = 1 << 17  # encoded bytes after which the event loop runs other work
 SENT_WHOLE_BYTES = 1 << 20
@@ -82,22 +85,23 @@ def pieces(value: object) -> Iterator[bytes]:
             yield from pieces(item)
         yield b"}"
         return
-    if not isinstance(value, list | tuple) or (count := _values_in(value)) <= VALUES_AT_ONCE:
+    if not isinstance(value, list | tuple | str) or (count := _values_in(value)) <= VALUES_AT_ONCE:
         yield json_bytes(value)
         return
+    begin, between, end = (b'"', b"", b'"') if isinstance(value, str) else (b"[", b",", b"]")
     rows = max(1, VALUES_AT_ONCE * len(value) // count)
     for start in range(0, len(value), rows):
-        yield b"," if start else b"["
+        yield between if start else begin
         if rows > 1:
             yield json_bytes(value[start : start + rows])[1:-1]
         else:
             yield from pieces(value[start])
-    yield b"]"
+    yield end
 
 
 def _values_in(value: object) -> int:
     """Returns about how many values a value has, as if the items of each list had as many as the first that is not
-    null."""
+    null. A long text counts as one value for every CHARACTERS characters."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.astuple(value)
         return sum(map(_values_in, value))
@@ -105,7 +109,7 @@ def _values_in(value: object) -> int:
         return sum(map(_values_in, value.values()))
     if isinstance(value, list | tuple) and value:
         return len(value) * _values_in(next((item for item in value if item is not None), None))
-    return 1
+    return 1 + len(value) // CHARACTERS if isinstance(value, str) else 1
 
 
 class LongReply(Response):
@@ -144,21 +148,29 @@ def _whole(made: Sequence[bytes], headers: RawHeaders) -> Reply:
     return whole
 
 
-async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_TYPE,)) -> Response:
-    """Returns a response whose body is made in pieces. The event loop runs other work between two of them. A body of
-    over SENT_WHOLE_BYTES is sent while it is made."""
+async def made_in_turns(made: Iterator[bytes], most: float = math.inf) -> list[bytes]:
+    """Returns the pieces, until they have more than `most` bytes. The event loop runs other work between two of
+    them."""
     begun: list[bytes] = []
     size = in_turn = 0
     for piece in made:
         begun.append(piece)
         size += len(piece)
         in_turn += len(piece)
-        if size > SENT_WHOLE_BYTES:
-            return LongReply(begun, made, headers)
+        if size > most:
+            break
         if in_turn > BYTES_IN_A_TURN:
             in_turn = 0
             await asyncio.sleep(0)
-    return _whole(begun, headers)
+    return begun
+
+
+async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_TYPE,)) -> Response:
+    """Returns a response whose body is made in pieces (see `made_in_turns`). A body of over SENT_WHOLE_BYTES is sent
+    while it is made."""
+    begun = await made_in_turns(made, SENT_WHOLE_BYTES)
+    is_long = sum(map(len, begun)) > SENT_WHOLE_BYTES
+    return LongReply(begun, made, headers) if is_long else _whole(begun, headers)
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -45,6 +45,7 @@ Envelope = Callable[[Scope, Exception], Response]
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+MOST_PARAMETERS = 64  # of a query
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMEOUT_HEADER_BYTES = TIMEOUT_HEADER.encode()
 TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
@@ -179,7 +180,8 @@ class RequestPolicy:
         return min(int(asked), self.request_timeout_ms) / 1000
 
     def authenticate(self, scope: Scope, request_context: RequestContext) -> None:
-        """Checks the API key and the path. Raises Unauthorized, Forbidden, RateLimited, NotFound."""
+        """Checks the API key, the path and the length of the query. Raises Unauthorized, Forbidden, RateLimited,
+        NotFound, InvalidRequest."""
         if self.guard is not None and (principal := self.guard.identify(scope, request_context.headers)) is not None:
             request_context.principal = principal
             request_context.owner = principal.owner
@@ -189,6 +191,8 @@ class RequestPolicy:
         # would therefore match a route, but differ from the path that other checks compare.
         if not scope["path"].isprintable() and CONTROL.search(scope["path"]):
             raise NotFound("not found: the path has a control character")
+        if scope["query_string"].count(b"&") >= MOST_PARAMETERS:  # the framework would read all of them
+            raise InvalidRequest(f"the query has more than {MOST_PARAMETERS} parameters")
 
 
 class Exchange:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import TypeVar, cast
@@ -66,16 +66,26 @@ def drop_nulls(value: object, kind: inspect.Type) -> None:
     accepts null only for fields whose default is null, so other bodies with a null are rejected and read again."""
     for choice in _choices(kind):
         match choice:
-            case inspect.StructType(fields=fields) if isinstance(value, dict):
-                for field in fields:
-                    if value.get(field.name, field) is None and not field.required:
-                        del value[field.name]
-                    elif isinstance(value.get(field.name), dict | list):
-                        drop_nulls(value[field.name], field.type)
+            case inspect.StructType(cls=of) if isinstance(value, dict):
+                fields = _fields(of)
+                for name in [name for name in value if name in fields]:
+                    if value[name] is None and not fields[name].required:
+                        del value[name]
+                    elif isinstance(value[name], dict | list):
+                        drop_nulls(value[name], fields[name].type)
             case inspect.VarTupleType(item_type=inner) | inspect.ListType(item_type=inner) if isinstance(value, list):
-                if any(isinstance(item_kind, inspect.StructType) for item_kind in _choices(inner)):
-                    for item in value:
-                        drop_nulls(item, inner)
+                # a list may have thousands of items
+                objects = [one for one in _choices(inner) if isinstance(one, inspect.StructType)]
+                for item in filter(None, value if objects else ()):
+                    if isinstance(item, dict):
+                        for one in objects:
+                            drop_nulls(item, one)
+
+
+@cache
+def _fields(of: Hashable) -> dict[str, inspect.Field]:
+    """Returns the fields of a class of objects by name."""
+    return {field.name: field for field in cast(inspect.StructType, type_info(of)).fields}
 
 
 def _fault(document: object, kind: inspect.Type, complaint: str, place: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ import orjson
 from numpy.typing import NDArray
 from starlette.responses import Response
 
-from wane.service.api.encode import VALUES_AT_ONCE, json_bytes, reply_in_pieces
+from wane.service.api.encode import VALUES_AT_ONCE, json_bytes, made_in_turns, pieces, reply_in_pieces
 from wane.service.api.schemas.inference import InputTensor
 from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest, truncate_repr
@@ -306,14 +306,19 @@ async def reply(head: Mapping[str, object], wanted: Sequence[OutputFormat], valu
     made = _header(head, wanted, values)
     if not binary:
         return await reply_in_pieces(made)
-    header = b"".join(made)
-    headers = [BINARY_TYPE, (HEADER_LENGTH.encode(), b"%d" % len(header))]
-    return await reply_in_pieces(chain([header], *map(_bytes, binary)), headers)
+    header = await made_in_turns(made)
+    headers = [BINARY_TYPE, (HEADER_LENGTH.encode(), b"%d" % sum(map(len, header)))]
+    return await reply_in_pieces(chain(header, *map(_bytes, binary)), headers)
 
 
 def _header(head: Mapping[str, object], wanted: Sequence[OutputFormat], values: Mapping[str, Rows]) -> Iterator[bytes]:
     """Yields the JSON of an answer in pieces."""
-    yield json_bytes(head)[:-1] + (b"," if head else b"") + b'"outputs":['
+    yield b"{"
+    for name, value in head.items():
+        yield json_bytes(name) + b":"
+        yield from pieces(value)
+        yield b","
+    yield b'"outputs":['
     for number, (name, is_binary) in enumerate(wanted):
         rows = values[name]
         datatype = DATATYPES[rows[0].dtype.kind]

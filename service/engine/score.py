@@ -256,7 +256,11 @@ class Scorer:
             held.enter_context(self._pool.hold(read))
             if found.scores is not None:
                 scoring.cached = start
-                yield Piece(start - 1, ChunkPlan(), found.scores.logprobs), found.scores.lists, None
+                logprobs, lists, _ = found.scores
+                for first in range(0, start - 1, at_once := max(FED_AT_ONCE // (request.top_k or 1), 1)):
+                    await asyncio.sleep(0)
+                    part = slice(first, min(first + at_once, start - 1))
+                    yield Piece(part.stop, ChunkPlan(), logprobs[part]), lists and lists[part], None
                 result = await self._forward.again(read, ticket)
                 logprob = log_softmax(result.network_logits)[targets[start - 1 : start]].astype(np.float64)
                 yield Piece(start, ChunkPlan(), logprob), None, None if request.top_k is None else result.hidden[None]

@@ -34,7 +34,7 @@ READ_S = 30  # the time after `close` in which the client can read the rest of a
 POLICY, TRY_AGAIN, CLOSE_FRAME, DATA_FRAMES = 1008, 1013, 0x88, (0x81, 0x82)
 INVALID = (b"\x03\xea", b"\x03\xef")  # the close codes 1002 (an invalid frame) and 1007 (text that is not UTF-8)
 # uvicorn refuses a longer number, and Python cannot convert one with thousands of digits
-LENGTH = re.compile(rb"\ncontent-length:[ \t]*0*([0-9]{1,20})[ \t]*\r")
+LENGTH = re.compile(rb"\ncontent-length:[ \t]*+0*+([0-9]{0,20}+)[ \t]*+\r")
 TO_WEBSOCKET = re.compile(rb"\nupgrade:[ \t]*websocket[ \t]*\r")
 TRAILING_SPACE = re.compile(rb"(?<=\S)[ \t]+(?=\r\n)")
 
@@ -292,7 +292,7 @@ class Connection(asyncio.Protocol):
             return False
         lower = fields.lower()
         declared = LENGTH.search(lower)
-        self.length = None if b"\ntransfer-encoding:" in lower else int(declared[1]) if declared else 0
+        self.length = None if b"\ntransfer-encoding:" in lower else int(declared[1] or 0) if declared else 0
         self.expects = b"\nexpect:" in lower
         self.is_handshake = b"\nupgrade:" in lower or head[:8].lower() == b"connect "
         return not self.is_handshake or self.admits_upgrade(head.lower(), self.length)

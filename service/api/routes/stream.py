@@ -41,7 +41,6 @@ POLICY = 1008
 RESTART = 1012
 NO_SESSION = 4404
 RATE_WAIT_S = 1.0  # the longest time for which a message waits for its key's rate
-FAILURES_A_TURN = 4  # failures may wait for nothing, so after so many of them, other connections get a turn
 CONFLICT = 4409
 CLOSES: tuple[tuple[type[WaneError], int], ...] = (
     (Unauthorized, POLICY),
@@ -91,7 +90,7 @@ class Stream:
         self.log = self.request_context.fields
         if engine is not None:
             self.log["model"] = engine.name
-        self.answered = self.failures = 0
+        self.answered = 0
 
     async def run(self) -> None:
         """Answers messages until the WebSocket is closed."""
@@ -146,11 +145,8 @@ class Stream:
             if code is not None:
                 self.log["error"] = failure.code
                 await self.close(code, failure.code)
-            self.failures += 1
-            if isinstance(error, RateLimited):
-                await asyncio.sleep(min(error.retry_after_s, RATE_WAIT_S))
-            elif self.failures % FAILURES_A_TURN == 0:
-                await asyncio.sleep(0)
+            # A failure may wait for nothing, so it gives other connections a turn.
+            await asyncio.sleep(min(error.retry_after_s, RATE_WAIT_S) if isinstance(error, RateLimited) else 0)
             return code is not None
         else:
             return False

@@ -120,7 +120,7 @@ async def detokenize(request: Request) -> Response:
     engine = await model_engine(request, body.model)
     engine.check_tokens(body.tokens, document=True)
     text = await asyncio.to_thread(engine.vocabulary.decode, [*body.tokens])
-    return encode.reply(DetokenizeDocument(text))
+    return await encode.long_reply(DetokenizeDocument(text))
 
 
 @router.on_get("/tokenizer_info", TokenizerDocument)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.service.live_server import LiveServer
 from tests.service.problems import assert_problem
+from wane.service.api.exchange import MOST_PARAMETERS
 
 SEQUENCE_ROUTES = ["/v1/predict", "/v1/compare", "/v1/score", "/v1/generate", "/v1/sessions/{session}/tokens"]
 
@@ -224,3 +225,11 @@ def test_the_error_for_a_long_value_is_short(
 def test_an_invalid_session_id_is_not_looked_up(http: httpx.Client, method: str, path: str, body: object) -> None:
     document = assert_problem(http.request(method, path, json=body), 422, "invalid_request")
     assert document["field"] == "session"
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/openapi.json", "/v1/models/rnn-stable/vocabulary", "/nothing"])
+def test_a_query_of_many_parameters_is_refused(http: httpx.Client, path: str) -> None:
+    """The framework reads a query of 64 KiB for more than 20 ms."""
+    refused = http.get(f"{path}?{'a=1&' * MOST_PARAMETERS}a=1")
+    assert refused.status_code == 422 and "the query has more than 64 parameters" in refused.text
+    assert "the query has" not in http.get(f"{path}?{'a=1&' * (MOST_PARAMETERS - 1)}a=1").text

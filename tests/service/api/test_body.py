@@ -141,6 +141,32 @@ def test_the_values_of_a_long_list_are_not_compared_one_by_one(
     assert 0 < compared < 250
 
 
+@pytest.mark.parametrize(
+    ("model", "document", "refusal"),
+    [
+        (StepsBody, {"steps": [{}] * 10_000}, r"^steps\[0\].session is missing"),
+        (PredictBody, {"inputs": [1] * 10_000}, r"^inputs\[0\] is 1, but"),
+    ],
+)
+def test_the_type_of_the_items_of_a_long_list_is_read_once(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, model: type[Body], document: dict[str, object], refusal: str
+) -> None:
+    """A body of up to LARGE_BYTES is read again on the event loop."""
+    read = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal read
+        read += 1
+        return choices(*arguments)
+
+    choices = faults._choices
+    monkeypatch.setattr(faults, "_choices", counted)
+    assert len(to_json(document)) <= LARGE_BYTES
+    with pytest.raises(InvalidRequest, match=refusal):
+        decoder.decode_now(to_json(document), model)
+    assert 0 < read < 250
+
+
 @pytest.mark.parametrize("value", ["NaN", '["x"]'])
 def test_a_rewind_excludes_a_repeated_field_whose_first_value_is_invalid(decoder: Decoder, value: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^`rewind` excludes other fields; found `top_k`$"):

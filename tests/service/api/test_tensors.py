@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import struct
 from typing import Any
 
 import numpy as np
 import pytest
 
+from wane.service.api.encode import CHARACTERS, VALUES_AT_ONCE, LongReply
 from wane.service.api.schemas.inference import InputTensor
 from wane.service.api.tensors import (
     HEADER_LENGTH,
     OutputFormat,
+    Rows,
     Tensor,
     divided,
     output_format,
@@ -225,6 +229,39 @@ async def test_a_long_output_is_encoded_in_pieces() -> None:
     array[50_000] = np.nan
     answer = await reply({"model_name": "m"}, [OutputFormat("logits", False)], {"logits": array})
     assert bytes(answer.body).count(b",") > 99_999 and b"49999.0,null,50001.0" in bytes(answer.body)
+
+
+async def test_a_long_header_before_binary_outputs_is_made_in_many_turns_of_the_event_loop() -> None:
+    turns, seen = 0, set[int]()
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    class Row(np.ndarray[Any, Any]):
+        def __getitem__(self, key: Any) -> Any:
+            seen.add(turns)
+            return np.asarray(self)[key]
+
+    logits = [np.arange(100_000, dtype=np.float32).view(Row)] * 4
+    working = asyncio.create_task(others())
+    arrays: dict[str, Rows] = {"logits": logits, "c": np.array([1.5], np.float32)}
+    answer = await reply({}, [OutputFormat("logits", False), OutputFormat("c", True)], arrays)
+    working.cancel()
+    length = int(dict(answer.raw_headers)[HEADER_LENGTH.encode()])
+    assert length > 2**21 and len(seen) >= 10
+
+
+async def test_a_long_text_in_the_head_of_an_answer_is_encoded_in_pieces() -> None:
+    head = {"model_name": "m", "parameters": {"unknown": '"' * 2**22}}
+    arrays = {"c": np.array([1.5], np.float32)}
+    answer = await reply(head, [OutputFormat("c", False)], arrays)
+    assert isinstance(answer, LongReply)
+    made = [*answer._begun, *answer._rest]
+    assert max(map(len, made)) <= 2 * VALUES_AT_ONCE * CHARACTERS
+    assert json.loads(b"".join(made))["parameters"] == head["parameters"]
 
 
 async def test_binary_outputs_follow_the_header_in_order() -> None:

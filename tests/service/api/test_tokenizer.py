@@ -11,6 +11,7 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
 from tests.service.server_harness import served
+from wane.service.api import encode
 
 NAMES = ("open", "read", "close", "write")
 
@@ -76,3 +77,21 @@ async def test_tokens_become_a_text(client: httpx.AsyncClient, harness: EngineHa
     between = " " if harness.engine.vocabulary.kind == "words" else "\n"
     answer = await client.post("/detokenize", json={"tokens": [2, 3, 0]})
     assert answer.json() == {"prompt": between.join(["open", "read", "\n"])}
+
+
+async def test_a_long_text_is_encoded_in_pieces(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = 0
+
+    def json_bytes(value: object) -> bytes:
+        nonlocal longest
+        made = in_one_piece(value)
+        longest = max(longest, len(made))
+        return made
+
+    in_one_piece = encode.json_bytes
+    monkeypatch.setattr(encode, "VALUES_AT_ONCE", 2)
+    monkeypatch.setattr(encode, "CHARACTERS", 4, raising=False)
+    monkeypatch.setattr(encode, "json_bytes", json_bytes)
+    answer = await client.post("/detokenize", json={"tokens": [2, 3] * (MOST // 2)})
+    assert len(answer.json()["prompt"]) > MOST
+    assert longest <= 20

@@ -29,6 +29,7 @@ from wane.service.api.choices import WORK_OF_A_PLACE, Choice
 from wane.service.batching.turns import TOKENS_A_TURN
 from wane.service.engine.pending import BEGUN_AT_ONCE
 from wane.service.engine.step import SessionSteps
+from wane.service.net.connection import LENGTH
 from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.settings import Settings
 
@@ -142,6 +143,17 @@ async def test_a_large_request_does_not_hold_the_event_loop(
         finally:
             gc.unfreeze()
     assert min(longest_ms) <= MOST_MS[name], longest_ms
+
+
+@pytest.mark.parametrize("value", [b"0" * 65_000, b" " * 30_000 + b"0" * 30_000], ids=["zeros", "spaces and zeros"])
+def test_a_long_invalid_content_length_is_refused_quickly(value: bytes) -> None:
+    """Each connection searches the head of its request on the event loop."""
+    head, taken_ms = b"\r\ncontent-length:" + value + b"x\r\n", list[float]()
+    while len(taken_ms) < ATTEMPTS and min(taken_ms, default=math.inf) > 1:
+        begun_s = time.thread_time()
+        assert LENGTH.search(head) is None
+        taken_ms.append(1e3 * (time.thread_time() - begun_s))
+    assert min(taken_ms) <= 1, taken_ms
 
 
 async def test_calls_of_many_steps_begin_few_steps_in_a_turn(

@@ -16,6 +16,7 @@ from tests.models.caches import RandomTables, random_cache
 from tests.service.engine_harness import EngineHarness, FixedProfile, MakeHarness, known, listed, name_vocabulary
 from tests.service.shipped import each_bundle
 from wane.models.manifest import Certificate
+from wane.service.engine import score as scoring
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.errors import DeadlineExceeded, WaneError
 from wane.service.observability.metrics import Metrics
@@ -25,7 +26,7 @@ from wane.service.types.answer import Answer
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
-from wane.service.types.text import Finish, GeneratedToken, Score
+from wane.service.types.text import Finish, GeneratedToken, Score, ScoredTokens
 
 TEXT = tuple(2 + index * 7 % 200 for index in range(3000))
 OTHER = tuple(3 + index * 11 % 200 for index in range(3000))
@@ -253,6 +254,21 @@ async def test_the_same_score_runs_no_token(harness: EngineHarness) -> None:
     assert ran(harness) == [0]
     assert second.cached_tokens == 99
     assert_same_score(second, first)
+
+
+@pytest.mark.parametrize(("top_k", "pieces"), [(None, 10), (5, 50)])
+async def test_kept_scores_are_read_in_pieces(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, top_k: int | None, pieces: int
+) -> None:
+    """All of them in one turn of the event loop would hold it."""
+    monkeypatch.setattr(scoring, "FED_AT_ONCE", 50)
+    request = ScoreRequest(TEXT[:501], owner="", top_k=top_k)
+    first = await harness.engine.score(request)
+    async with aclosing(await harness.engine.scoring(request)) as stream:
+        found = [item async for item in stream if isinstance(item, ScoredTokens)]
+    assert len(found) == pieces + 1
+    assert [token for item in found for token in item.tokens] == [*TEXT[:501]]
+    assert_same_score(await harness.engine.score(request), first)
 
 
 async def test_scores_of_continuations_share_their_context_from_the_third_on(harness: EngineHarness) -> None:

@@ -64,12 +64,14 @@ async def test_other_work_runs_between_the_pieces_of_a_long_score(
         {"a": [], "b": [1, 2]},
         {'a"\u00e9': list(range(9)), "b": None, "c": [None, -1.5, 1e-300] * 4, "d": {"e": [1] * 9}},
         {"a": "text", "b": [[1, 2], [3]] * 3},
+        {"a": '"\\\n\u00e9\u2028\U0001f9ea' * 9, "b": ["long " * 9, "short"] * 3, "c": ""},
     ],
 )
 async def test_encoding_in_pieces_does_not_change_the_bytes(
     document: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "VALUES_AT_ONCE", 2)
+    monkeypatch.setattr(encode, "CHARACTERS", 4, raising=False)
     assert b"".join(encode.pieces(document)) == encode.json_bytes(document)
 
 
