@@ -129,10 +129,8 @@ class Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.hot.matches(scope):
             await self.hot(scope, receive, send)
-            return
-        if scope.get("path") == self.openapi_url and self.openapi_schema is None:
-            await asyncio.to_thread(self.openapi)  # takes a tenth of a second
-        await super().__call__(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def create_app(

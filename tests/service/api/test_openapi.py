@@ -4,7 +4,6 @@ schemas."""
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from importlib import import_module
 from inspect import get_annotations
@@ -23,7 +22,6 @@ from tests.service.problems import is_inference_protocol
 from wane.service import types
 from wane.service.api import routes, schemas
 from wane.service.api.encode import json_bytes
-from wane.service.api.openapi import complete
 from wane.service.api.schemas.sessions import StepBody
 from wane.service.engine import stats
 from wane.service.registry import registry
@@ -129,22 +127,6 @@ def test_every_route_with_a_body_has_an_example(openapi: dict[str, Any]) -> None
         for path, operations in openapi["paths"].items()
         if "post" in operations
     }
-
-
-async def test_the_description_is_not_built_on_the_thread_of_the_event_loop(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[threading.Thread] = []
-
-    def noted(*arguments: Any) -> dict[str, Any]:
-        threads.append(threading.current_thread())
-        return complete(*arguments)
-
-    monkeypatch.setattr("wane.service.app.complete", noted)
-    for _ in range(2):
-        assert (await client.get("/openapi.json")).is_success
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
 
 
 def test_every_json_answer_has_a_schema(app: FastAPI) -> None:
