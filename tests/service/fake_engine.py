@@ -17,6 +17,7 @@ from wane.models.manifest import SCHEMA_VERSION, Manifest
 from wane.service.batching.ticket import Ticket
 from wane.service.deadline import until
 from wane.service.engine.event_names import EventNames
+from wane.service.engine.limits import Limits
 from wane.service.engine.pending import Pending
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
 from wane.service.registry.registry import IndexEntry
@@ -142,6 +143,7 @@ class FakeEngine:
     manifest = MANIFEST
     vocabulary: Any = VOCABULARY
     events = EventNames(MANIFEST, VOCABULARY, Settings())
+    limits = Limits(MANIFEST, Settings(), VOCABULARY)
 
     def __init__(self) -> None:
         self.cost_model = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
@@ -168,12 +170,6 @@ class FakeEngine:
 
     async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         return tuple(text.strip().encode())
-
-    def check_event_count(self, count: int, *, document: bool = False) -> None:
-        """Does nothing: every number of events is accepted."""
-
-    def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Accepts any tokens."""
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         answer = self.step(request) if isinstance(request, StepRequest) else self._predict(request)
