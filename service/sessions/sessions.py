@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Annotated, NamedTuple, TypedDict
+from typing import Annotated, TypedDict
 
 from wane.models.manifest import Manifest
 from wane.service.errors import (
@@ -30,10 +30,9 @@ from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.stores.codec import model_fingerprint, read_snapshot, write_snapshot
 from wane.service.sessions.stores.store import (
-    Append,
     Appended,
+    Commit,
     DamagedSession,
-    LastStep,
     SessionRecord,
     Snapshot,
     Store,
@@ -57,30 +56,6 @@ class StepKind(Enum):
     FIRST = auto()
     NEXT = auto()
     REPLAY = auto()
-
-
-class Commit(NamedTuple):
-    """A step to be committed. record: the session before the step. key: the step's idempotency key. slot: the slot of
-    the state after the step, which has not read the session's first `dropped_tokens` tokens; None if there is no state.
-    creator: see `StepRequest`."""
-
-    record: SessionRecord
-    tokens: Sequence[int]
-    key: str | None
-    slot: int | None
-    dropped_tokens: int
-    kind: StepKind = StepKind.NEXT
-    creator: Owner | None = None
-
-    @property
-    def position(self) -> int:
-        """The session's position after the step."""
-        return self.record.position + len(self.tokens)
-
-    @property
-    def step(self) -> LastStep:
-        """The `LastStep` that the session will have."""
-        return LastStep(self.record.position, of_tokens(self.tokens), of_key(self.key))
 
 
 def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
@@ -386,24 +361,20 @@ class Sessions:
     async def commit_many(self, commits: Sequence[Commit]) -> list[Appended]:
         """Commits the steps of a batch, each of another session. Appends a step's tokens if the session is still at the
         revision of its `record` (compare-and-append). The state in `slot` then becomes the session's resident state. A
-        step of kind FIRST creates the session with the step's tokens in one operation, without a snapshot. A FIRST step
-        without tokens does not become the session's last step. All sessions are created at the same time, after the
-        other steps are appended.
+        step with a `creator` creates the session with the step's tokens in one operation, without a snapshot. Without
+        tokens, it does not become the session's last step. All sessions are created at the same time, after the other
+        steps are appended.
 
         Returns, for each step, the session after it, or the store's error, or None, without effect, if another writer
         changed the session. In the last two cases the earlier resident state stays in the cache. The next read of the
         session's revision decides whether that state is still valid.
         """
-        appends = [
-            Append(commit.record, commit.tokens, commit.step, self._snapshot(commit))
-            for commit in commits
-            if commit.kind is not StepKind.FIRST
-        ]
+        appends = [self._with_snapshot(commit) for commit in commits if commit.creator is None]
         appended: list[Appended] = await self._store.append_many(appends) if appends else []
         if len(appends) < len(commits):
-            firsts = [self._create_stepped(commit) for commit in commits if commit.kind is StepKind.FIRST]
+            firsts = [self._create_stepped(commit, commit.creator) for commit in commits if commit.creator is not None]
             created, rest = iter(await asyncio.gather(*firsts)), iter(appended)
-            appended = [next(created if commit.kind is StepKind.FIRST else rest) for commit in commits]
+            appended = [next(rest if commit.creator is None else created) for commit in commits]
         for commit, committed in zip(commits, appended, strict=True):
             if committed is None:
                 self._conflicts.inc()
@@ -414,10 +385,9 @@ class Sessions:
                     self.keep(committed, commit.slot, commit.dropped_tokens)
         return appended
 
-    async def _create_stepped(self, commit: Commit) -> Appended:
+    async def _create_stepped(self, commit: Commit, creator: Owner) -> Appended:
         """Creates the session with the tokens of its first step. Returns None if the session exists."""
-        record, tokens, creator = commit.record, commit.tokens, commit.creator
-        assert creator is not None, "a step that may not create its session creates it: this is a bug"
+        record, tokens = commit.record, commit.tokens
         tail = record.tail.append(tokens, len(tokens), self._store.session_history_tokens)
         stepped = record._replace(position=len(tokens), tail=tail, last=commit.step if tokens else None)
         try:
@@ -428,14 +398,13 @@ class Sessions:
             self._state_cache.drop(record.session)  # an earlier session with this id may have left its state
         return created
 
-    def _snapshot(self, commit: Commit) -> Snapshot | None:
-        """Returns the state of a commit as a snapshot, if the step reaches a checkpoint."""
+    def _with_snapshot(self, commit: Commit) -> Commit:
+        """Returns the commit with its state as a snapshot, if the step reaches a checkpoint."""
         before, every = commit.record.position, self._checkpoint_interval_tokens
         if every is None or commit.slot is None or commit.position // every == before // every:
-            return None
-        return Snapshot(
-            commit.position, commit.dropped_tokens, self.model_fingerprint, self._state_cache.pack(commit.slot)
-        )
+            return commit
+        state = self._state_cache.pack(commit.slot)
+        return commit._replace(snapshot=Snapshot(commit.position, commit.dropped_tokens, self.model_fingerprint, state))
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
         """Rewinds the session to `position`. The next step rebuilds the state. Changes nothing if the session is

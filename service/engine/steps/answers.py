@@ -31,7 +31,6 @@ from wane.service.errors import as_result
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.sessions import StepKind
 from wane.service.types.answer import Answer, Prediction
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import NO_FILTER, Latency, id_of
@@ -294,7 +293,7 @@ class StepAnswers:
             made = builder.answer(plan, input_ids, part, None, request, ticket, sampled=sampled)
             made.replayed, made.durable = False, durable
             made.with_details(made.logits, row.token_logprobs)
-            if stored is not None and stored.kind is StepKind.FIRST:
+            if stored is not None and stored.creator is not None:
                 made.created = True
             if row.waiting is None:  # otherwise the general procedure counts the step
                 builder.stats.made(made, None if row.done() else "step")

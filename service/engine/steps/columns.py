@@ -44,8 +44,8 @@ from wane.service.engine.steps.rows import (
 )
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.sessions import Commit, Sessions, StepKind
-from wane.service.sessions.stores.store import Appended, SessionRecord
+from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.stores.store import Appended, Commit, SessionRecord
 from wane.service.state.pool import ZERO
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
@@ -161,8 +161,7 @@ class StepColumns:
             self._state_cache.release(cached.slot)
             return None
         self.resident.hits += record.position > 0
-        kind, dropped_tokens = StepKind.NEXT, cached.dropped_tokens
-        row.stored = Commit(record, (row.token,), row.key, write, dropped_tokens, kind, row.creator)
+        row.stored = Commit(record, (row.token,), row.key, write, cached.dropped_tokens)
         row.is_plain = False
         return cached.slot
 
@@ -343,7 +342,7 @@ class StepColumns:
         """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
         sessions, which takes longer, are committed and answered by themselves."""
         commits = batch.commits
-        creates = [commit.kind is StepKind.FIRST for commit in commits]
+        creates = [commit.creator is not None for commit in commits]
         if True in creates and False in creates:
             flags = np.array(creates)
             self._start_commit(batch.part(~flags), times)
