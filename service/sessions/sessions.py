@@ -151,84 +151,55 @@ class Sessions:
         QuotaExceeded, and InvalidRequest if the id is invalid.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if asked_id is None else asked_id)
-        position, tail = 0, self._empty
+        new, snapshot = self._new(session, mode), None
         if history is not None:
-            position = history.position
-            tail = tail.ending(history.tokens, position, self._store.session_history_tokens)
-        new = self._new(session, mode)._replace(position=position, tail=tail)
-        record, created = await self._create(new, owner)
-        if created and history is not None and history.snapshot:
-            with suppress(Overloaded):
-                self.restore(record._replace(snapshot=read_snapshot(history.snapshot)))
-        return record, created
-
-    async def fork(
-        self, session: str, asked_id: str | None, position: int | None, owner: Owner
-    ) -> tuple[SessionRecord, bool]:
-        """Like `create`, for a session with the tokens of another session up to `position`, by default all, and with
-        its mode. If the other session's state is in memory and has read no later token, its copy is the new session's
-        state. Otherwise the next step takes the store's snapshot, or rebuilds the state. The caller holds the lock of
-        the other session.
-
-        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
-        back to `position`."""
-        name = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if asked_id is None else asked_id)
-        record = await self.read(session)
-        position = record.position if position is None else position
-        _check_reach(record, position, "forked at")
-        await self.touch(session)
-        cache, base = self._state_cache, self._resident_until(record, position)
-        pack = self._checkpoint_interval_tokens is not None
-        snapshot = self._snapshot_until(record, position, base if pack else None)
-        tail = record.tail.without_last(record.position - position)
-        new = self._new(name, record.mode)._replace(position=position, tail=tail, snapshot=snapshot)
-        with cache.hold(START if base is None else base.slot):
-            forked, created = await self._create(new, owner)
-            if created and base is not None:
-                with suppress(Overloaded), cache.lease() as slot:
-                    cache.copy(base.slot, slot)
-                    cache.put(forked.session, base._replace(slot=slot, revision=forked.revision), self._clock())
-        return forked, created
-
-    def _resident_until(self, record: SessionRecord, position: int) -> CachedState | None:
-        """Returns the session's resident state if it has read tokens, and none after `position`."""
-        base = self.cached(record, behind=True)
-        return base if base is not None and 0 < base.position <= position else None
-
-    def _snapshot_until(self, record: SessionRecord, position: int, base: CachedState | None) -> Snapshot | None:
-        """Returns `base`, a resident state, as a snapshot. If it is None, returns the store's snapshot if that has read
-        no token after `position`."""
-        if base is not None:
-            packed = self._state_cache.pack(base.slot)
-            return Snapshot(base.position, base.dropped_tokens, self.model_fingerprint, packed)
-        snapshot = self.kept(record)
-        return snapshot if snapshot is not None and snapshot.position <= position else None
-
-    async def history(self, session: str, position: int | None) -> tuple[SessionRecord, History]:
-        """Returns a session, and its history up to `position`, by default all, with its state if it has read no later
-        token. Raises the errors of `fork`."""
-        record = await self.read(session)
-        position = record.position if position is None else position
-        _check_reach(record, position, "forked at")
-        tokens = record.tail.without_last(record.position - position).ids().tolist()
-        snapshot = self._snapshot_until(record, position, self._resident_until(record, position))
-        state = b"" if snapshot is None else write_snapshot(snapshot)
-        return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position, state)
-
-    async def _create(self, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:
-        """Adds a new session to the store: see `create`."""
-        session = record.session
-        while (created := await self._store.create(record, owner.sessions)) is None:
+            position, snapshot = history.position, read_snapshot(history.snapshot or b"")
+            tail = self._empty.ending(history.tokens, position, self._store.session_history_tokens)
+            stored_snapshot = None if self._checkpoint_interval_tokens is None else snapshot
+            new = new._replace(position=position, tail=tail, snapshot=stored_snapshot)
+        while (created := await self._store.create(new, owner.sessions)) is None:
             stored = await self._store.get(session)
             if stored is None:  # the session expired or was deleted in the meantime
                 continue
-            difference = _difference(stored, record)
+            difference = _difference(stored, new)
             if difference is not None:
                 raise SessionExists(f"session {id_of(session)!r} already exists, and it {difference}")
             await self._store.touch(session)
             return stored._replace(idle_s=0.0), False
         self._state_cache.drop(session)  # an earlier session with this id may have left its state
+        if snapshot is not None:
+            with suppress(Overloaded):
+                self.restore(created._replace(snapshot=snapshot))
         return created._replace(idle_s=0.0), True
+
+    async def fork(
+        self, session: str, asked_id: str | None, position: int | None, owner: Owner
+    ) -> tuple[SessionRecord, bool]:
+        """Like `create`, for a session with the history of another session up to `position`, and with its mode: see
+        `history`. The caller holds the lock of the other session."""
+        record, history = await self.history(session, position)
+        await self.touch(session)
+        with self._state_cache.hold(self._state_cache.slot_of(session) or START):  # not evicted for its copy
+            return await self.create(asked_id, record.mode, owner, history)
+
+    async def history(self, session: str, position: int | None) -> tuple[SessionRecord, History]:
+        """Returns a session, and its history up to `position`, by default all, with its state, in memory or else in the
+        store, if that has read no later token.
+
+        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
+        back to `position`."""
+        record = await self.read(session)
+        position = record.position if position is None else position
+        _check_reach(record, position, "forked at")
+        tokens = record.tail.without_last(record.position - position).ids().tolist()
+        snapshot, cached = self.kept(record), self.cached(record, behind=True)
+        if cached is not None and 0 < cached.position <= position:
+            packed = self._state_cache.pack(cached.slot)
+            snapshot = Snapshot(cached.position, cached.dropped_tokens, self.model_fingerprint, packed)
+        state = b""
+        if snapshot is not None and snapshot.position <= position:
+            state = write_snapshot(snapshot)
+        return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position, state)
 
     def _new(self, session: str, mode: Mode | None = None) -> SessionRecord:
         """Returns a new session at position 0, without adding it to the store."""
