@@ -194,15 +194,8 @@ class Engine:
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
         most_predictions = most_predictions if most_predictions > 1 else 0
         answers = StepAnswers(self.answer_builder, resident, self.admission, most_predictions, self._live)
-        self.columns = StepColumns(
-            answers,
-            self.sessions,
-            metrics,
-            partial(self._step_admitted, is_locked=True),
-            max_queue=settings.max_queue,
-            queue_columns=self.batcher.queue_columns,
-        )
-        self.batcher.columns = self.columns
+        procedure = partial(self._step_admitted, is_locked=True)
+        self.columns = StepColumns(answers, self.sessions, self.batcher, metrics, procedure)
         self.steps = SessionSteps(self.limits, self.columns, metrics, self._live)
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
