@@ -532,7 +532,7 @@ class Engine:
     async def fork(
         self,
         session: str,
-        given: str | None = None,
+        asked_id: str | None = None,
         position: int | None = None,
         owner: Owner = ANYBODY,
         deadline: float | None = None,
@@ -543,7 +543,7 @@ class Engine:
         Raises SessionExists, QuotaExceeded, and the errors of `Sessions.fork`."""
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
-                record, created = await self.sessions.fork(session, given, position, owner)
+                record, created = await self.sessions.fork(session, asked_id, position, owner)
             return self._view(record, created)
 
     def _view(self, record: SessionRecord, created: bool) -> SessionView:
