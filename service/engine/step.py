@@ -28,7 +28,7 @@ from wane.service.engine.steps.continuations import TOKENS_OF_A_SCORE, mixed
 from wane.service.engine.steps.rows import Conflict
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.sessions import StepKind, conflict
+from wane.service.sessions.sessions import conflict
 from wane.service.sessions.stores.store import Commit, SessionRecord, is_first
 from wane.service.state.pool import ZERO, CachedState
 from wane.service.types.answer import Answer, SessionState, SessionView
@@ -93,12 +93,11 @@ class SessionSteps:
             while ticket.conflicts <= RETRIES:
                 # The record of `look` may be outdated, which only the commit detects. A step without tokens has no
                 # commit, so it reads the session from the store.
-                record, kind = None, StepKind.NEXT
+                record, creator, replayed = None, None, False
                 if request.tokens:
                     record = sessions.look(request.session, request.expected_position, request.idempotency_key)
                 if record is None:
-                    record, kind = await sessions.check_out(request)
-                creator = request.creator if kind is StepKind.FIRST else None
+                    record, creator, replayed = await sessions.check_out(request)
                 if creator is not None and not request.tokens:
                     created = await sessions.commit(Commit(record, (), creator=creator))
                     if created is None:
@@ -106,8 +105,7 @@ class SessionSteps:
                         continue
                     record = created
                 mode = routing.of_session(request.mode, record.mode)
-                if kind is StepKind.REPLAY or not request.tokens:
-                    replayed = kind is StepKind.REPLAY
+                if replayed or not request.tokens:
                     if replayed:
                         self._replayed.inc()
                     elif self._live is not None:

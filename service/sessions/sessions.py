@@ -12,7 +12,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum, auto
 from typing import Annotated, TypedDict
 
 from wane.models.manifest import Manifest
@@ -49,17 +48,8 @@ from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_
 ID_BYTES = 16
 
 
-class StepKind(Enum):
-    """The kind of a step. FIRST: the step creates the session. NEXT: the step appends to the session. REPLAY: the step
-    repeats the session's last step, so the last answer is given again."""
-
-    FIRST = auto()
-    NEXT = auto()
-    REPLAY = auto()
-
-
-def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
-    """Returns whether a step is new or a replay of the session's last step.
+def is_replay(record: SessionRecord, request: StepRequest) -> bool:
+    """Returns whether a step is a replay of the session's last step, whose answer is then given again.
 
     It is a replay if it has the same tokens and starting position as the last step. If the step has an idempotency key,
     the key must be the same too. A step with the last step's key may omit the position. A step without position and key
@@ -80,11 +70,11 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
             raise IdempotencyKeyReused(
                 "the session's last step has the same idempotency key, but other tokens", record.position
             )
-        return StepKind.REPLAY
+        return True
     if start is None or start == record.position:
-        return StepKind.NEXT
+        return False
     if last is not None and key is None and (start, of_tokens(request.tokens)) == last[:2]:
-        return StepKind.REPLAY
+        return True
     raise conflict(record, start)
 
 
@@ -244,15 +234,15 @@ class Sessions:
         has_snapshots = self._checkpoint_interval_tokens is not None
         return None if has_snapshots and self.cached(record, behind=True, use=False) is None else record
 
-    async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """Reads the session from the store. Returns the session and the kind of the step. If the session does not exist
-        and the step may create it, returns a session at position 0 that is not in the store yet. Raises UnknownSession,
-        PositionConflict."""
+    async def check_out(self, request: StepRequest) -> tuple[SessionRecord, Owner | None, bool]:
+        """Reads the session from the store. Returns the session, the owner for whom the step creates it, and whether
+        the step is a replay. If the session does not exist and the step may create it, returns a session at position 0
+        that is not in the store yet. Otherwise there is no such owner. Raises UnknownSession, PositionConflict."""
         stored = await self._store.get(request.session)
         if stored is None and request.creator is not None and not request.expected_position:
-            return self._new(request.session), StepKind.FIRST
+            return self._new(request.session), request.creator, False
         record = self._known(request.session, stored)
-        return record, classify_step(record, request)
+        return record, None, is_replay(record, request)
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """Returns the resident state of the session in `record`, or None.
