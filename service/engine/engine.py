@@ -430,10 +430,10 @@ class Engine:
                 elif isinstance(item, ScoreSummary):
                     return Score(
                         **asdict(item),
-                        tokens=tuple(tokens),
-                        logprobs=tuple(logprobs),
-                        error_bounds=tuple(error_bounds) if request.truncated else None,
-                        predictions=None if request.top_k is None else tuple(places),
+                        tokens=tokens,  # not copied: a copy of 262,144 values takes 2 ms
+                        logprobs=logprobs,
+                        error_bounds=error_bounds if request.truncated else None,
+                        predictions=None if request.top_k is None else places,
                     )
         raise AssertionError("the stream of a score ended without a summary: this is a bug")
 
