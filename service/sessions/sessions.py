@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, TypedDict
@@ -181,7 +182,7 @@ class Sessions:
         record = await self.read(session)
         position = record.position if position is None else position
         _check_reach(record, position, "forked at")
-        tokens = record.tail.without_last(record.position - position).ids().tolist()
+        ids = record.tail.without_last(record.position - position).ids()
         snapshot, cached = self.kept(record), self.cached(record, behind=True)
         if cached is not None and 0 < cached.position <= position:
             packed = self._state_cache.pack(cached.slot)
@@ -189,7 +190,7 @@ class Sessions:
         state = b""
         if snapshot is not None and snapshot.position <= position:
             state = write_snapshot(snapshot)
-        return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position, state)
+        return record, History(array("q", ids[max(len(ids) - position, 0) :].tobytes()), position, state)
 
     def _new(self, session: str, mode: Mode | None = None) -> SessionRecord:
         """Returns a new session at position 0, without adding it to the store."""
