@@ -40,7 +40,7 @@ from benchmarks.summary import provenance, rounded, write_json
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, TokenHistory, of_tokens
+from wane.service.sessions.stores.store import Commit, SessionRecord, TokenHistory, of_tokens
 from wane.service.settings import Settings
 from wane.service.types.common import Mode
 
@@ -116,8 +116,7 @@ class Stored:
     async def append(self, session: str, tokens: tuple[int, ...]) -> None:
         record = await self.store.get(session)
         assert record is not None
-        step = LastStep(record.position, of_tokens(tokens), None)
-        assert await self.store.append_many([Append(record, tokens, step)])
+        assert await self.store.append_many([Commit(record, tokens)])
 
     async def delete(self, session: str) -> None:
         assert await self.store.delete(session)

@@ -44,7 +44,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.redis import RedisStore
-from wane.service.sessions.stores.store import Append, LastStep, SessionRecord, Snapshot, Store, TokenHistory
+from wane.service.sessions.stores.store import Commit, SessionRecord, Snapshot, Store, TokenHistory
 from wane.service.settings import Settings
 from wane.service.types.common import Mode
 from wane.service.types.request import PredictRequest, StepRequest
@@ -230,7 +230,7 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
         record = store.get_cached(f"s{client}")
         assert record is not None
         snapshot = Snapshot(record.position + 1, 0, b"maker", state) if size else None
-        (after,) = await store.append_many([Append(record, (7,), LastStep(0, b"t", None), snapshot)])
+        (after,) = await store.append_many([Commit(record, (7,), snapshot=snapshot)])
         assert isinstance(after, SessionRecord)
 
     rates, _ = await rate(step, seconds)

@@ -44,7 +44,7 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import Append, LastStep
+from wane.service.sessions.stores.store import Commit
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer
 from wane.service.types.common import StateSource
@@ -161,7 +161,7 @@ class Subject:
             record = await self.store.get(name)
             assert record is not None, "the session that was just created is not in the store: this is a bug"
             tokens = self.random.integers(2, size, size=TAIL).tolist()
-            await self.store.append_many([Append(record, tokens, LastStep(0, b"", None))])
+            await self.store.append_many([Commit(record, tokens)])
             names.append(name)
         return names
 

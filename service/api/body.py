@@ -361,7 +361,7 @@ async def tokens_of(
     InvalidRequest for a text without tokens, for events that the model refuses, and if the model does not read this
     kind of input."""
     if isinstance(sequence, EventInput):
-        engine.check_event_count(len(sequence.events), document=document)
+        engine.limits.length(len(sequence.events), document=document)
         return await engine.events.read(sequence.events, sequence.unknown)
     if not isinstance(sequence, str):
         return EventTokens(as_array(sequence))

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from wane.models.bundle_checks import ROLES
 from wane.models.manifest import Role
@@ -45,25 +45,22 @@ checks the runner."""
 T = TypeVar("T")
 
 
-class Columns(Protocol):
-    """A queue of steps in columns (see `ColumnBatch`). `rows` are the queued steps."""
+class Columns:
+    """A queue of steps in columns (see `ColumnBatch`). This class is the queue of a batcher without such steps."""
 
-    @property
-    def rows(self) -> Sequence[object]: ...
+    rows: Sequence[object] = ()
+    """The queued steps."""
 
     def begin(self, most: int) -> ColumnBatch | None:
         """Returns the next batch of at most `most` steps. Returns None if no queued step can run. Calls
         `Batcher.queue_columns` if further steps are queued."""
-        ...
 
     def hold(self, running: ColumnBatch) -> None:
         """Retains the states of a batch until it has run on the runner's thread."""
-        ...
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Answers the requests of a batch after its run. `started_s` is when the run started, by `time.perf_counter`.
         The run took `compute_s` seconds."""
-        ...
 
 
 class _Ran(NamedTuple):
@@ -104,7 +101,7 @@ class Batcher:
         self._runner = runner
         self._pool = pool
         self._max_batch = max_batch_size
-        self._max_queue = max_queue
+        self.max_queue = max_queue
         self._cost_model = cost_model
         self._inline_s = inline_s
         self._times = RunTimeModel()
@@ -115,7 +112,7 @@ class Batcher:
         self._gathered = 0  # the number of steps in columns when `_start` was called last, if it waits for more
         self._now = 0.0  # the event loop's clock when the latest batch was taken
         self._closed = False
-        self.columns: Columns | None = None
+        self.columns = Columns()
         # the item that stands in the queue for all steps in columns; it is made in the event loop, like every future
         self._columns_item: WorkItem | None = None
         self._columns_queued = False
@@ -145,7 +142,7 @@ class Batcher:
     def _in_columns(self) -> int:
         """The number of queued steps in columns that the scheduler's queue does not count: one item in it stands for
         all of them."""
-        return 0 if self.columns is None else len(self.columns.rows) - self._columns_queued
+        return len(self.columns.rows) - self._columns_queued
 
     @property
     def idle(self) -> bool:
@@ -164,7 +161,7 @@ class Batcher:
             raise Unavailable("the server is stopping")
         if not ticket.admitted:
             waiting = self._waiting(work.role)
-            if waiting >= self._max_queue:
+            if waiting >= self.max_queue:
                 self._refused.inc()
                 raise Overloaded(f"the queue is full: {waiting} requests are waiting")
             if waiting >= self._max_batch and work.role not in ONE_TOKEN and ticket.deadline is not None:
@@ -249,7 +246,7 @@ class Batcher:
         """Starts the next batch, if work is queued. Of several steps in columns, waits for more while each iteration of
         the event loop brings some. After a batch has run on the event loop's thread, a batch of the other queue may be
         handed over before the results are delivered."""
-        waiting = 0 if self.columns is None else len(self.columns.rows)
+        waiting = len(self.columns.rows)
         if max(self._gathered, 1) < waiting < self._max_batch:
             self._gathered, self._starting = waiting, True
             asyncio.get_running_loop().call_soon(self._start)
@@ -264,7 +261,6 @@ class Batcher:
                 break
             columns: ColumnBatch | None = None
             if items[0] is self._columns_item:
-                assert self.columns is not None, "steps in columns are queued, but `columns` is None: this is a bug"
                 self._columns_queued = False
                 columns = self.columns.begin(self._max_batch)
                 if columns is None:
@@ -301,7 +297,7 @@ class Batcher:
 
     def _hand_over(self, items: list[WorkItem], columns: ColumnBatch | None) -> None:
         self._running = True
-        if columns is not None and self.columns is not None:
+        if columns is not None:
             self.columns.hold(columns)
         loop = asyncio.get_running_loop()
         self._executor.submit(lambda: loop.call_soon_threadsafe(self._finish, self._run(items, columns)))
@@ -345,7 +341,7 @@ class Batcher:
     def _hand_out(self, ran: _Ran) -> None:
         """Delivers the results of a batch to its items, and releases their slots."""
         role, count, items, rows, started_s, compute_s, columns = ran
-        if columns is not None and self.columns is not None:
+        if columns is not None:
             self._observe(role, count, count, 1, columns.waited_s(started_s), compute_s)
             traced = columns.traced
             self.columns.finish(columns, started_s, compute_s)

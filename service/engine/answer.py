@@ -173,13 +173,13 @@ class AnswerBuilder:
         all available tokens up to the plan's position. These tokens begin with the start token if they are the whole
         sequence.
         """
-        found = plan.bound_of(self.certificate, recurrent, result.row.radius, result.row.norms)
+        of_network = plan.bound_of(self.certificate, recurrent, result.row.radius, result.row.norms)
         if plan.cache and self.cache is not None:
             # whether `input_ids` begins with the start token
             starts = len(input_ids) > plan.position or not plan.context_length
             history = input_ids[1:] if starts else input_ids
             result = result.mix(self.cache, history, plan.position)
-        return ModeResult(result, result.bound(found), latency)
+        return ModeResult(result, result.bound(of_network), latency)
 
     async def made(
         self,
@@ -243,9 +243,9 @@ class AnswerBuilder:
         proved, variation = await asyncio.get_running_loop().run_in_executor(
             self.prover, direction.search, trace, first, weight, added, plan.ranking.ids
         )
-        found = result.bound(bound._replace(variation=variation))
-        assert found is not None, "the mixture has no bound although its network has one: this is a bug"
-        return part._replace(bound=bound._replace(variation=min(bound.variation, found.variation)), proved=proved)
+        searched = result.bound(bound._replace(variation=variation))
+        assert searched is not None, "the mixture has no bound although its network has one: this is a bug"
+        return part._replace(bound=bound._replace(variation=min(bound.variation, searched.variation)), proved=proved)
 
     def answer(
         self,
@@ -370,14 +370,14 @@ class AnswerBuilder:
     def _leads_in_mixture(self, ranking: Ranking, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:
             return False
-        found = ranking.largest(result, 2)
-        if len(found.ids) < 2:
-            return bool(found.ids) and math.isfinite(error)
+        largest = ranking.largest(result, 2)
+        if len(largest.ids) < 2:
+            return bool(largest.ids) and math.isfinite(error)
         if not result.row.most:
             return self.margin.has_no_rival(
-                result.network_logits, result.hidden, error, found.ids[0], mixed.weight, mixed.added, ranking.ids
+                result.network_logits, result.hidden, error, largest.ids[0], mixed.weight, mixed.added, ranking.ids
             )
-        probabilities, weights, errors = np.array([found.probabilities]), np.array([mixed.weight]), np.array([error])
+        probabilities, weights, errors = np.array([largest.probabilities]), np.array([mixed.weight]), np.array([error])
         return bool(self.margin.proves_mixtures(probabilities, np.array([result.row.length]), weights, errors)[0])
 
 

@@ -125,7 +125,7 @@ class Engine:
         self.retired = False
         self._runner = runner
         self._max_batch = settings.max_batch_size
-        self._limits = Limits(manifest, settings, vocabulary)
+        self.limits = Limits(manifest, settings, vocabulary)
         self.events = EventNames(manifest, vocabulary, settings)
         cache = None
         if manifest.cache is not None:
@@ -184,27 +184,20 @@ class Engine:
                 manifest.state,
                 self.batcher,
                 self.answer_builder,
-                window=self._limits.window,
+                window=self.limits.window,
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
             self.answer_builder.sampler = self.shadow
-        self.predictor = Predictor(self._limits, self.answer_builder)
+        self.predictor = Predictor(self.limits, self.answer_builder)
         self.has_state = pool.order.__contains__
         """Returns whether the state of a session, given by its name, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, empty, clock, cache)
         most_predictions = min(settings.top_k_limit, runner.top - len(vocabulary.unlisted))
         most_predictions = most_predictions if most_predictions > 1 else 0
         answers = StepAnswers(self.answer_builder, resident, self.admission, most_predictions, self._live)
-        self.columns = StepColumns(
-            answers,
-            self.sessions,
-            metrics,
-            partial(self._step_admitted, is_locked=True),
-            max_queue=settings.max_queue,
-            queue_columns=self.batcher.queue_columns,
-        )
-        self.batcher.columns = self.columns
-        self.steps = SessionSteps(self._limits, self.columns, metrics, self._live)
+        procedure = partial(self._step_admitted, is_locked=True)
+        self.columns = StepColumns(answers, self.sessions, self.batcher, metrics, procedure)
+        self.steps = SessionSteps(self.limits, self.columns, metrics, self._live)
         self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._checks_invariants = settings.check_invariants
@@ -244,7 +237,7 @@ class Engine:
         """
         self.scorer.propagation = propagation
         warm_up(self._runner, self.state_cache, self.manifest, max_batch_size=self._max_batch)
-        lengths = (1, self._limits.window, self._limits.max_window)
+        lengths = (1, self.limits.window, self.limits.max_window)
         self._cost_model.measure(self._runner, self.state_cache, self.vocabulary.eos_id, lengths)
 
     async def measure(self) -> None:
@@ -270,31 +263,21 @@ class Engine:
         """
         self.events.check_text()
         try:
-            self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
+            self.limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
             with self.admission.admitted():
                 async with until(deadline):
                     if len(text) <= ENCODED_AT_ONCE:
                         tokens = self.vocabulary.encode(text)
                     else:
-                        loop, most = asyncio.get_running_loop(), self._limits.longest(document=document)
+                        loop, most = asyncio.get_running_loop(), self.limits.longest(document=document)
                         tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text, most)
         except TooManyTokens as over:
-            self._limits.length(over.count, "at least ", document=document)
+            self.limits.length(over.count, "at least ", document=document)
             raise
         except ValueError as error:
             raise InvalidRequest(f"the input is not valid text: {error}", "input") from error
-        self._limits.length(len(tokens), document=document)
+        self.limits.length(len(tokens), document=document)
         return tuple(tokens)
-
-    def check_event_count(self, count: int, *, document: bool = False) -> None:
-        """Raises TooLarge if an input has too many events. Called before the events are converted to tokens.
-        `document`: see `encode`."""
-        self._limits.length(count, document=document)
-
-    def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Checks tokens before a request is built from them. `document`: see `encode`. Raises TooLarge if there are too
-        many tokens. Raises InvalidRequest, whose message names `field`, if a token is not in the vocabulary."""
-        self._limits.tokens(tokens, field, document=document)
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         """Starts a request and returns its pending answer. The request runs even if the answer is not awaited.
@@ -341,8 +324,8 @@ class Engine:
     async def _step(self, request: StepRequest, ticket: Ticket, place: asyncio.Future[None] | None) -> Answer:
         """Like `submit`. `place`: the step's place among those that want the session's lock, if it has one."""
         try:
-            self._limits.tokens(request.tokens)
-            self._limits.top_k(request.top_k)
+            self.limits.tokens(request.tokens)
+            self.limits.top_k(request.top_k)
             self.admission.enter()
         except BaseException:
             if place is not None:
@@ -391,9 +374,9 @@ class Engine:
 
     def _check_prediction(self, request: PredictRequest) -> None:
         """Raises InvalidRequest or TooLarge if the request exceeds a limit."""
-        self._limits.tokens(request.tokens)
-        self._limits.top_k(request.top_k)
-        self._limits.of_window(request.window)
+        self.limits.tokens(request.tokens)
+        self.limits.top_k(request.top_k)
+        self.limits.of_window(request.window)
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
         """Runs many predictions concurrently. Returns the answer or error of each, in the order of the requests.
@@ -448,10 +431,10 @@ class Engine:
                 elif isinstance(item, ScoreSummary):
                     return Score(
                         **asdict(item),
-                        tokens=tuple(tokens),
-                        logprobs=tuple(logprobs),
-                        error_bounds=tuple(error_bounds) if request.truncated else None,
-                        predictions=None if request.top_k is None else tuple(places),
+                        tokens=tokens,  # not copied: a copy of 262,144 values takes 2 ms
+                        logprobs=logprobs,
+                        error_bounds=error_bounds if request.truncated else None,
+                        predictions=None if request.top_k is None else places,
                     )
         raise AssertionError("the stream of a score ended without a summary: this is a bug")
 
@@ -463,7 +446,7 @@ class Engine:
         """
         await self._check_tokens(request.tokens, document=True)
         if request.top_k is not None:
-            self._limits.top_k(request.top_k)
+            self.limits.top_k(request.top_k)
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))
@@ -476,7 +459,7 @@ class Engine:
         """Compares the recurrent mode with every requested window. Raises InvalidRequest, TooLarge."""
         await self._check_tokens(request.tokens)
         for index, window in enumerate(request.windows):
-            self._limits.of_window(window, f"windows[{index}]")
+            self.limits.of_window(window, f"windows[{index}]")
         expected_s = compare.seconds(self._cost_model, request)
         with self.admission.admitted(), self.backlog.share(expected_s, request.deadline) as share:
             async with until(request.deadline):
@@ -487,16 +470,16 @@ class Engine:
     async def _check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
         """Like `Limits.tokens`, but checks many tokens on another thread."""
         if len(tokens) < LONG_DOCUMENT:
-            self._limits.tokens(tokens, field, document=document)
+            self.limits.tokens(tokens, field, document=document)
         else:
-            await asyncio.to_thread(self._limits.tokens, tokens, field, document=document)
+            await asyncio.to_thread(self.limits.tokens, tokens, field, document=document)
 
     async def _check_generation(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest or TooLarge if the request exceeds a limit."""
         await self._check_tokens(request.tokens)
-        self._limits.generated(request.max_tokens)
-        self._limits.preferences(request)
-        self._limits.of_window(request.window)
+        self.limits.generated(request.max_tokens)
+        self.limits.preferences(request)
+        self.limits.of_window(request.window)
 
     async def check_generations(self, requests: Sequence[GenerateRequest]) -> None:
         """Checks the first of several requests, which differ only in their tokens and samples: raises InvalidRequest or
@@ -550,7 +533,7 @@ class Engine:
     async def fork(
         self,
         session: str,
-        given: str | None = None,
+        asked_id: str | None = None,
         position: int | None = None,
         owner: Owner = ANYBODY,
         deadline: float | None = None,
@@ -561,7 +544,7 @@ class Engine:
         Raises SessionExists, QuotaExceeded, and the errors of `Sessions.fork`."""
         with self.admission.admitted():
             async with until(deadline), self.sessions.locks.held(session):
-                record, created = await self.sessions.fork(session, given, position, owner)
+                record, created = await self.sessions.fork(session, asked_id, position, owner)
             return self._view(record, created)
 
     def _view(self, record: SessionRecord, created: bool) -> SessionView:
@@ -594,11 +577,11 @@ class Engine:
     async def continuations(self, request: ContinuationsRequest) -> Continuations:
         """Scores each of the continuations of a session, and predicts the token after it. The session does not change.
         Raises UnknownSession, InvalidRequest, TooLarge."""
-        self._limits.top_k(request.top_k)
+        self.limits.top_k(request.top_k)
         total = sum(map(len, request.continuations))
-        self._limits.length(total)
+        self.limits.length(total)
         for index, tokens in enumerate(request.continuations):
-            self._limits.tokens(tokens, f"continuations[{index}]")
+            self.limits.tokens(tokens, f"continuations[{index}]")
         ticket, expected_s = Ticket(request.deadline), self._cost_model.full(total) if total > PIECE_TOKENS else 0.0
         share_of = self.backlog.share(expected_s, request.deadline)
         with self.admission.admitted(), share_of as share, ExitStack() as held:

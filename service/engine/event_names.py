@@ -90,12 +90,12 @@ class EventNames:
     def lines(self, text: str, unknown: Unknown | None = None) -> EventTokens:
         """Like `tokens`, for a text with one event name in each line. Ignores empty lines, and white space around a
         name. Also raises InvalidRequest if no line is an event of the vocabulary and `unknown` is "skip"."""
-        found = self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, "prompt")
-        if not found.tokens:
+        read = self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, "prompt")
+        if not read.tokens:
             raise InvalidRequest(
                 f"the vocabulary of {self._model} has no event of prompt: write one event name in each line", "prompt"
             )
-        return found
+        return read
 
     def filter(self, body: RankedBody) -> Filter:
         """Returns the filter of a request. If the vocabulary lacks a name in `candidates`, this method raises

@@ -87,10 +87,10 @@ class TextStream:
             self.stopped = True
             return self._give(len(self._withheld))
         self._withheld += self._pieces.push(token, final=final)
-        found = [at for stop in self._stop if (at := self._withheld.find(stop)) >= 0]
-        if found:
+        places = [at for stop in self._stop if (at := self._withheld.find(stop)) >= 0]
+        if places:
             self.stopped = True
-            return self._give(min(found))
+            return self._give(min(places))
         return self._give(len(self._withheld) - (0 if final else self._open()))
 
     def _give(self, length: int) -> str:
@@ -155,9 +155,9 @@ class RecurrentSource:
 
     async def begin(self) -> tuple[RecurrentSource, RunResult]:
         """See `Begin`."""
-        found, cached = await self._forward.prompt(self._input_ids, self._owner, self._ticket, write=self._slot)
+        result, cached = await self._forward.prompt(self._input_ids, self._owner, self._ticket, write=self._slot)
         self.start.cached = max(cached - (len(self._input_ids) - len(self.start.history)), 0)
-        return self, found
+        return self, result
 
     async def feed(self, token: int) -> RunResult:
         self._is_changing = True
@@ -230,9 +230,9 @@ async def generate(
         if source.window is not None:
             known = min(source.window, known)
         result, token, logprob, places = await builder.turns.run(vocabulary.size, partial(draw, result, position))
-        found = bound(builder.certificate, known, position, result.row.radius, result.row.norms)
-        found = result.bound(found)
-        bounds.append(None if found is None else found.variation)
+        answer_bound = bound(builder.certificate, known, position, result.row.radius, result.row.norms)
+        answer_bound = result.bound(answer_bound)
+        bounds.append(None if answer_bound is None else answer_bound.variation)
         recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
         yield GeneratedToken(

@@ -64,8 +64,8 @@ def largest(
     values = listed_logits[order].astype(np.float64)
     # Because the log-sum-exp is rounded, a log-probability near 0 may come out above 0.
     logprobs = np.minimum(values - (log_sum_exp_of(logits) if log_sum_exp is None else log_sum_exp), 0.0)
-    found = order if ids is None else ids[order]
-    return Largest(found.tolist(), values.tolist(), logprobs.tolist(), np.exp(logprobs).tolist())
+    listed_ids = order if ids is None else ids[order]
+    return Largest(listed_ids.tolist(), values.tolist(), logprobs.tolist(), np.exp(logprobs).tolist())
 
 
 NO_TOKENS = np.empty(0, np.int64)
@@ -143,13 +143,13 @@ class Ranking:
         if self._candidates is None:
             wanted = min(count + self._excluded_tokens, self._size)
             asked = count if excluded is None else min(wanted, result.row.most)
-            found = result.largest(asked) if asked else None
-            if found is not None and excluded is not None:
-                found = _without(found, excluded)
-                if len(found.ids) < count and wanted > result.row.most:
-                    found = None  # the graph outputs too few tokens, so the code below uses all logits
-            if found is not None:
-                return found
+            largest_listed = result.largest(asked) if asked else None
+            if largest_listed is not None and excluded is not None:
+                largest_listed = _without(largest_listed, excluded)
+                if len(largest_listed.ids) < count and wanted > result.row.most:
+                    largest_listed = None  # the graph outputs too few tokens, so the code below uses all logits
+            if largest_listed is not None:
+                return largest_listed
         logits, total = result.logits, result.log_sum_exp
         if self._candidates is not None or excluded is None:
             return largest(logits, count, self._candidates, total)
@@ -161,12 +161,12 @@ class Ranking:
 def excluded_by_each(rankings: Sequence[Ranking], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Returns, for each id, whether its row's ranking excludes the token: bool (R, K). rankings: R rankings of one
     model. ids: (R, K)."""
-    seen = [NO_TOKENS if one._seen is None else one._seen for one in rankings]
+    seen = [NO_TOKENS if ranking._seen is None else ranking._seen for ranking in rankings]
     counts = [*map(len, seen)]
-    bases = [one._first_excluded for one in rankings if one._first_excluded is not None]
+    bases = [ranking._first_excluded for ranking in rankings if ranking._first_excluded is not None]
     if len(bases) < len(rankings) or ids.shape[1] * sum(counts) <= rankings[0]._size * len(rankings):
-        return np.stack([one.excludes(row) for one, row in zip(rankings, ids, strict=True)])
-    excluded, kept = np.stack(bases), next(one._kept for one in rankings if one._seen is not None)
+        return np.stack([ranking.excludes(row) for ranking, row in zip(rankings, ids, strict=True)])
+    excluded, kept = np.stack(bases), next(ranking._kept for ranking in rankings if ranking._seen is not None)
     is_kept = excluded[:, kept].copy()
     excluded[np.repeat(np.arange(len(rankings)), counts), np.concatenate(seen)] = True
     excluded[:, kept] = is_kept
@@ -179,7 +179,7 @@ def largest_of_each(
     """Returns the `count` most probable of the tokens that each row's ranking may list, in the order of `largest`, and
     their logits: (R, count). The logits of a row with fewer tokens end with -inf. rankings: R rankings without
     candidates, each with excluded tokens. logits: float32 (R, V)."""
-    excluded = [one._excluded for one in rankings if one._excluded is not None]
+    excluded = [ranking._excluded for ranking in rankings if ranking._excluded is not None]
     listed_logits = np.where(np.stack(excluded), -np.inf, logits)
     least = np.partition(listed_logits, -count, axis=1)[:, -count, None]
     rows, ids = np.nonzero(listed_logits >= least)  # includes all tokens that tie for the last place
@@ -189,13 +189,13 @@ def largest_of_each(
     return ids[places], values[places].astype(np.float64)
 
 
-def _without(found: Largest, excluded: NDArray[np.bool_]) -> Largest:
-    """Returns `found` without the excluded tokens."""
-    flags = excluded[found.ids].tolist()
+def _without(tokens: Largest, excluded: NDArray[np.bool_]) -> Largest:
+    """Returns `tokens` without the excluded tokens."""
+    flags = excluded[tokens.ids].tolist()
     if True not in flags:
-        return found
+        return tokens
     kept = [not flag for flag in flags]
-    ids, logits, logprobs, probabilities = found
+    ids, logits, logprobs, probabilities = tokens
     return Largest(
         [*compress(ids, kept)],
         [*compress(logits, kept)],
@@ -243,11 +243,11 @@ class Rankings:
         return Ranking(self._size, excluded, candidates, seen, eos_id)
 
 
-def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
+def listed(tokens: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
     """Returns the first `count` tokens as predictions."""
-    ids = found.ids[:count]
+    ids = tokens.ids[:count]
     texts, partials = map(vocabulary.texts.__getitem__, ids), map(vocabulary.partials.__getitem__, ids)
-    return tuple(map(Prediction, ids, texts, found.probabilities, found.logprobs, partials))
+    return tuple(map(Prediction, ids, texts, tokens.probabilities, tokens.logprobs, partials))
 
 
 def most_probable(
@@ -268,8 +268,8 @@ def most_probable(
     ids: list[int] = order_of(logprobs, count).tolist() if count else []
     if also not in ids:
         ids.append(also)
-    found = logprobs[ids]
-    return listed(Largest(ids, [], found.tolist(), np.exp(found).tolist()), len(ids), vocabulary)
+    of_ids = logprobs[ids]
+    return listed(Largest(ids, [], of_ids.tolist(), np.exp(of_ids).tolist()), len(ids), vocabulary)
 
 
 FORCE, FORBID = 100.0, -100.0

@@ -55,7 +55,7 @@ def ways(
     if not certificate.certified or not certificate.has_rounding:
         return (None,)
     tried = own if window is None else window
-    found: tuple[int | None, ...]
+    ways: tuple[int | None, ...]
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
     if sure is not None and cost(None) <= COST_TOLERANCE * cost(sure):
         sure = None
@@ -67,12 +67,12 @@ def ways(
         and tried < position
         and 2 * cost(tried) <= cost(sure)
     ):
-        found = (tried, sure)
+        ways = (tried, sure)
     else:
-        found = (sure,)
+        ways = (sure,)
     # The rounding of a run is known only after the run. It may be too large for the tolerance.
     rounded = tolerance is not None and certificate.readout is not None
-    return (*found, None) if rounded and sure is not None else found
+    return (*ways, None) if rounded and sure is not None else ways
 
 
 def rebuilt_from(

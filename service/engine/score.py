@@ -86,10 +86,10 @@ class Places:
         if self._of_tokens is None or values is None:
             return None if values is None else tuple(values)
         start = self.before(first)
-        found: list[T | None] = [None] * (int(self._of_tokens[last]) - start)
+        spread: list[T | None] = [None] * (int(self._of_tokens[last]) - start)
         for place, value in zip(self._of_tokens[first:last].tolist(), values, strict=True):
-            found[place - start] = value
-        return tuple(found)
+            spread[place - start] = value
+        return tuple(spread)
 
 
 class MixedScore:
@@ -107,17 +107,17 @@ class MixedScore:
         at = np.arange(start, start + len(network))
         return self.cache.score(self._statistics, self._input_ids, at, np.full(len(at), self._first), network)
 
-    def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
+    def bounds(self, start: int, of_network: Sequence[float | None]) -> list[float | None]:
         """Returns the error bounds of the mixtures' distributions for the tokens that follow the first `start`
-        predicted tokens. The text must be the end of a longer text. found: the error bounds of the network's
+        predicted tokens. The text must be the end of a longer text. of_network: the error bounds of the network's
         distributions for the same tokens."""
-        at = np.arange(start, start + len(found))
-        here = self._statistics.at(at)
+        at = np.arange(start, start + len(of_network))
+        statistics = self._statistics.at(at)
         weights = self.cache.network_weights(self._statistics, self._input_ids, at, np.full(len(at), self._first))
-        unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
+        unknown = np.where(statistics.filled < 1, 1 - self.cache.least_network, 0.0)
         return [
-            None if one is None else min(weight * one + more, 1.0)
-            for one, weight, more in zip(found, weights.tolist(), unknown.tolist(), strict=True)
+            None if bound is None else min(weight * bound + more, 1.0)
+            for bound, weight, more in zip(of_network, weights.tolist(), unknown.tolist(), strict=True)
         ]
 
 
@@ -137,8 +137,8 @@ class Scoring:
 
     def until(self, tokens: int) -> Scores:
         """Returns the scores to keep beside the state after the first `tokens` input tokens."""
-        found = np.concatenate(self.logprobs)[: tokens - 1]
-        return Scores(found) if self.asked[0] is None else Scores(found, (*self.lists[: tokens - 1],), self.asked)
+        logprobs = np.concatenate(self.logprobs)[: tokens - 1]
+        return Scores(logprobs) if self.asked[0] is None else Scores(logprobs, (*self.lists[: tokens - 1],), self.asked)
 
 
 class Scorer:
@@ -189,8 +189,8 @@ class Scorer:
                 plan, done = piece.plan, piece.done + len(unpredicted)
                 share.progress(piece.done / max(count, 1))
                 if piece.logprobs is not None:
-                    found = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
-                    before, end = () if settled else unpredicted, len(unpredicted) + predicted + len(found)
+                    logprobs = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
+                    before, end = () if settled else unpredicted, len(unpredicted) + predicted + len(logprobs)
                     cut_off: list[float | None] | None = None
                     if request.truncated:
                         cut_off = await self._cut_off_at(range(settled + len(before), end), plan)
@@ -201,18 +201,18 @@ class Scorer:
                     if request.top_k is not None:
                         lists = kept
                         if lists is None:
-                            lists = await self._lists(request, input_ids, predicted, hiddens, found, ticket)
+                            lists = await self._lists(request, input_ids, predicted, hiddens, logprobs, ticket)
                         listed = [*before, *lists]
                         scoring.lists += lists
                     scoring.logprobs.append(piece.logprobs)
                     yield ScoredTokens(
                         places.before(settled),
                         places.spread(settled, end, request.tokens[settled:end]) or (),
-                        places.spread(settled, end, (*before, *found.tolist())) or (),
+                        places.spread(settled, end, (*before, *logprobs.tolist())) or (),
                         places.spread(settled, end, cut_off),
                         places.spread(settled, end, listed),
                     )
-                    settled, predicted, total = end, predicted + len(found), total + float(found.sum())
+                    settled, predicted, total = end, predicted + len(logprobs), total + float(logprobs.sum())
                 yield ScoreProgress(done, count)
         share.progress(1)
         yield ScoreSummary(
@@ -248,15 +248,15 @@ class Scorer:
             return
         with self._pool.lease() as slot, ExitStack() as held:
             path = self._forward.path(inputs, request.owner)
-            prefixes, found = self._pool.prefixes, Found(ZERO, 0, 0)
+            prefixes, prefix = self._pool.prefixes, Found(ZERO, 0, 0)
             # The bound of a truncated text needs the norms at each token.
             if path is not None and not request.truncated:
-                found = prefixes.find(path, scoring.accepts)
-            read, start = found.slot, found.length
+                prefix = prefixes.find(path, scoring.accepts)
+            read, start = prefix.slot, prefix.length
             held.enter_context(self._pool.hold(read))
-            if found.scores is not None:
+            if prefix.scores is not None:
                 scoring.cached = start
-                logprobs, lists, _ = found.scores
+                logprobs, lists, _ = prefix.scores
                 for first in range(0, start - 1, at_once := max(FED_AT_ONCE // (request.top_k or 1), 1)):
                     await asyncio.sleep(0)
                     part = slice(first, min(first + at_once, start - 1))
@@ -265,9 +265,9 @@ class Scorer:
                 logprob = log_softmax(result.network_logits)[targets[start - 1 : start]].astype(np.float64)
                 yield Piece(start, ChunkPlan(), logprob), None, None if request.top_k is None else result.hidden[None]
             ends = [(len(inputs), slot)]
-            if found.branch and limit is None:
+            if prefix.branch and limit is None:
                 between = held.enter_context(self._pool.spare())
-                ends = ends if between is None else [(found.branch, between), *ends]
+                ends = ends if between is None else [(prefix.branch, between), *ends]
             for end, write in ends:
                 if start == end:
                     continue
@@ -301,8 +301,8 @@ class Scorer:
         """The bounds of answers from the last n tokens of a longer sequence, for n = 1, 2, ... The last bound also
         holds for every larger n."""
         ends = range(1, max(len(self._certificate.error_bound), 1) + 1)
-        found = [bounds.bound(self._certificate, known, known + 1) for known in ends]
-        return tuple(None if one is None else one.variation for one in found)
+        curve = [bounds.bound(self._certificate, known, known + 1) for known in ends]
+        return tuple(None if bound is None else bound.variation for bound in curve)
 
     async def _cut_off_at(self, known: range, plan: ChunkPlan) -> list[float | None]:
         """Returns the bounds of answers from the last n tokens of a truncated sequence, for each n in `known`. `plan`
@@ -317,8 +317,8 @@ class Scorer:
                 variations: list[float | None] = total_variation(self._certificate.head_diameter, states).tolist()
                 return variations
         joints = await self._bound(plan)
-        found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
-        return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
+        cut_off = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
+        return [None if bound is None or joints is None else min(bound + joints, 1.0) for bound in cut_off]
 
     async def _meets(self, tolerance: float, plan: ChunkPlan) -> bool:
         """Returns whether the bound of a run meets the tolerance."""
@@ -328,8 +328,8 @@ class Scorer:
     async def _bound(self, plan: ChunkPlan) -> float | None:
         """Returns the bound of the total variation between answers of this run and of the run in order."""
         if not plan.residual:
-            found = bounds.bound(self._certificate, 0, 0)  # no token is missing
-            return None if found is None else found.variation
+            rounding = bounds.bound(self._certificate, 0, 0)  # no token is missing
+            return None if rounding is None else rounding.variation
         if not self._bounded or plan.warm_up is None:
             return None
         known = plan.warm_up + 1

@@ -173,9 +173,9 @@ class Shadow:
             logits, radius = self._runner.run("head", {HIDDEN: outputs[HIDDEN]})["logits"], None
         if not (np.isfinite(logits).all() and np.isfinite(outputs[HIDDEN]).all()):
             raise FloatingPointError("the model's output is not finite")
-        found = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
+        finite_radius = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
         norms = outputs[NORMS][0].tolist() if NORMS in outputs else None
-        result = RunResult.of(logits[0], outputs[HIDDEN][0], found, norms)
+        result = RunResult.of(logits[0], outputs[HIDDEN][0], finite_radius, norms)
         other = self._answer_builder.part(plan, result, NO_TIME, history, recurrent=not recurrent)
         pair = (live, other) if recurrent else (other, live)
         yield self._answer_builder.apart(plan, *pair)
@@ -185,5 +185,5 @@ def _piece(work: Work) -> tuple[Agreement | None, float]:
     """Runs the next piece on the shadow's thread. Returns the piece's result, and the piece's processor time in
     seconds."""
     begun_s = time.thread_time()
-    found = next(work)
-    return found, time.thread_time() - begun_s
+    agreement = next(work)
+    return agreement, time.thread_time() - begun_s

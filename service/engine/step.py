@@ -28,12 +28,12 @@ from wane.service.engine.steps.continuations import TOKENS_OF_A_SCORE, mixed
 from wane.service.engine.steps.rows import Conflict
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.sessions import Commit, StepKind, conflict
-from wane.service.sessions.stores.store import SessionRecord, is_first
+from wane.service.sessions.sessions import conflict
+from wane.service.sessions.stores.store import Commit, SessionRecord, is_first
 from wane.service.state.pool import ZERO, CachedState
 from wane.service.types.answer import Answer, SessionState, SessionView
 from wane.service.types.common import Mode, StateSource
-from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, PredictRequest, StepRequest, id_of
+from wane.service.types.request import NO_FILTER, Filter, GenerateRequest, Owner, PredictRequest, StepRequest, id_of
 
 RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
 NO_TOKENS = np.empty(0, np.int64)
@@ -93,20 +93,19 @@ class SessionSteps:
             while ticket.conflicts <= RETRIES:
                 # The record of `look` may be outdated, which only the commit detects. A step without tokens has no
                 # commit, so it reads the session from the store.
-                record, kind = None, StepKind.NEXT
+                record, creator, replayed = None, None, False
                 if request.tokens:
                     record = sessions.look(request.session, request.expected_position, request.idempotency_key)
                 if record is None:
-                    record, kind = await sessions.check_out(request)
-                if kind is StepKind.FIRST and not request.tokens:
-                    created = await sessions.commit(Commit(record, (), None, None, 0, kind, request.creator))
+                    record, creator, replayed = await sessions.check_out(request)
+                if creator is not None and not request.tokens:
+                    created = await sessions.commit(Commit(record, (), creator=creator))
                     if created is None:
                         ticket.conflicts += 1
                         continue
                     record = created
                 mode = routing.of_session(request.mode, record.mode)
-                if kind is StepKind.REPLAY or not request.tokens:
-                    replayed = kind is StepKind.REPLAY
+                if replayed or not request.tokens:
                     if replayed:
                         self._replayed.inc()
                     elif self._live is not None:
@@ -120,10 +119,10 @@ class SessionSteps:
                     answer.with_details(answer.logits, token_logprobs)
                     # A step that creates its session is stored with the session, so no append has followed.
                     of_first = replayed and record.last is not None and is_first(record.revision)
-                    if kind is StepKind.FIRST or (request.creator is not None and of_first):
+                    if creator is not None or (request.creator is not None and of_first):
                         answer.created = True
                     return answer
-                appended = await self._append(record, request, mode, ticket, kind)
+                appended = await self._append(record, request, mode, ticket, creator)
                 if appended is not None:
                     return appended
                 ticket.conflicts += 1
@@ -224,14 +223,14 @@ class SessionSteps:
         )
 
     async def _append(
-        self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket, kind: StepKind
+        self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket, creator: Owner | None
     ) -> Answer | None:
-        """Runs a step of kind FIRST or NEXT, and commits it. Returns None if another writer committed first."""
+        """Runs a new step, and commits it. Returns None if another writer committed first. `creator`: see `Commit`."""
         position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and mode is Mode.RECURRENT:
-            return await self._append_row(record, request, ticket, kind, base, rebuilt=rebuilt)
+            return await self._append_row(record, request, ticket, creator, base, rebuilt=rebuilt)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         builder, wanted = self._answer_builder, request.filter
         if wanted is not NO_FILTER:
@@ -266,7 +265,7 @@ class SessionSteps:
             if plan.window is not None:
                 window = await builder.window(plan, input_ids, ticket, prove=False, binding=True)
             committed = await self._sessions.commit(
-                Commit(record, request.tokens, request.idempotency_key, write, dropped_tokens, kind, request.creator)
+                Commit(record, request.tokens, request.idempotency_key, write, dropped_tokens, creator)
             )
         finally:
             self._pool.release(read)
@@ -289,7 +288,7 @@ class SessionSteps:
         await builder.take_turn(plan, request, recurrent or window)
         answer = builder.answer(plan, input_ids, recurrent, window, request, ticket)
         answer.replayed, answer.durable = False, committed.durable
-        answer.created = True if kind is StepKind.FIRST else None
+        answer.created = None if creator is None else True
         answer.with_details(answer.logits, token_logprobs)
         if self._live is not None and not ticket.abandoned:
             self._live.answered(record.session, position, answer)
@@ -300,7 +299,7 @@ class SessionSteps:
         record: SessionRecord,
         request: StepRequest,
         ticket: Ticket,
-        kind: StepKind,
+        creator: Owner | None,
         base: CachedState,
         *,
         rebuilt: bool,
@@ -318,8 +317,7 @@ class SessionSteps:
                 await self._forward.parallel.advance(earlier_ids, ticket, read=base.slot, write=read, binding=True)
             if rebuilt:
                 self._sessions.count_rebuilt()
-            key, creator = request.idempotency_key, request.creator
-            commit = Commit(record, request.tokens, key, write, base.dropped_tokens, kind, creator)
+            commit = Commit(record, request.tokens, request.idempotency_key, write, base.dropped_tokens, creator)
             try:
                 return await self._columns.run(request, commit, ticket, token_logprobs, read=read, was_rebuilt=rebuilt)
             except Conflict:

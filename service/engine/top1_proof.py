@@ -126,14 +126,14 @@ class MarginProof:
         lead = logits[:, :1] - logits[:, 1:] - (self._of_norm[first] * lengths + self._of_bias[first])[:, None]
         most = self._largest_of_norm * lengths + self._largest_of_bias
         ahead = lead - (most + (self._largest_norm + self._norms[first]) * errors)[:, None]
-        found = (ahead[:, 0] > 0).astype(np.int8)
-        rows = np.flatnonzero(found == 0)
+        signs = (ahead[:, 0] > 0).astype(np.int8)
+        rows = np.flatnonzero(signs == 0)
         if len(rows):
             others = ids[rows, 1:]
             left = lead[rows] - (self._of_norm[others] * lengths[rows, None] + self._of_bias[others])
             beats = (left > self._apart(first[rows, None], others) * errors[rows, None]).all(axis=1)
-            found[rows[beats]] = np.where(ahead[rows[beats], -1] > 0, 1, -1)
-        return found
+            signs[rows[beats]] = np.where(ahead[rows[beats], -1] > 0, 1, -1)
+        return signs
 
     def settles(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
         """Like `proves`, but compares only the two most probable tokens, `first` and `second`. Returns None if the
@@ -288,8 +288,8 @@ class DirectionProof:
         if not np.isfinite(bound.radius[0]) or (bound.norm is not None and bound.norm.reached(0) >= self._hopeless):
             return False, 1.0
         moves = self._top1.moves(bound, 0)
-        found = min(variation(moves) + self._rounded(trace, bound, moves), 1.0)
-        return first is not None and self._proves(bound, moves, first, weight, added, among), found
+        distance = min(variation(moves) + self._rounded(trace, bound, moves), 1.0)
+        return first is not None and self._proves(bound, moves, first, weight, added, among), distance
 
     def _rounded(self, trace: WindowTrace, bound: WindowBound, moves: LogitMoves) -> float:
         """Returns the bound of the total variation that rounding adds, and that `moves` does not include."""

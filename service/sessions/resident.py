@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.service.runners.runner import Array
-from wane.service.sessions.stores.store import SessionRecord, Store, TokenHistory
+from wane.service.sessions.stores.store import Commit, SessionRecord, Store, TokenHistory
 from wane.service.state.pool import StatePool
 
 WRITTEN_AT_ONCE = 256
@@ -127,14 +127,14 @@ class ResidentSessions:
         data = ids.astype(f"<u{width}", copy=False).tobytes()
         return TokenHistory(data if first else self._empty.data + data, width), position
 
-    def shares_of(self, steps: Sequence[tuple[SessionRecord, Sequence[int]]]) -> CacheShares:
-        """Like `shares`, for sessions that are not buffered, after the tokens that each of B steps appends to its
-        record."""
+    def shares_of(self, commits: Sequence[Commit]) -> CacheShares:
+        """Like `shares`, for sessions that are not buffered, after B steps that are to be committed."""
         assert self.cache is not None, "the model has no cache: this is a bug"
         rings, newest = [], []
-        for record, tokens in steps:
-            ids, position = record.tail.ids(), record.position + len(tokens)
-            history = np.concatenate([ids[1:] if len(ids) > record.position else ids, np.array(tokens, np.int64)])
+        for commit in commits:
+            ids, position = commit.record.tail.ids(), commit.position
+            kept = ids[1:] if len(ids) > commit.record.position else ids
+            history = np.concatenate([kept, np.array(commit.tokens, np.int64)])
             rings.append(self.cache.ring(history, position))
             newest.append((position - 1) % self.cache.length)
         return self.cache.shares(np.stack(rings), np.array(newest))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum, auto
-from typing import Annotated, NamedTuple, TypedDict
+from typing import Annotated, TypedDict
 
 from wane.models.manifest import Manifest
 from wane.service.errors import (
@@ -30,10 +30,9 @@ from wane.service.runners.runner import NORMS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.stores.codec import model_fingerprint, read_snapshot, write_snapshot
 from wane.service.sessions.stores.store import (
-    Append,
     Appended,
+    Commit,
     DamagedSession,
-    LastStep,
     SessionRecord,
     Snapshot,
     Store,
@@ -50,41 +49,8 @@ from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_
 ID_BYTES = 16
 
 
-class StepKind(Enum):
-    """The kind of a step. FIRST: the step creates the session. NEXT: the step appends to the session. REPLAY: the step
-    repeats the session's last step, so the last answer is given again."""
-
-    FIRST = auto()
-    NEXT = auto()
-    REPLAY = auto()
-
-
-class Commit(NamedTuple):
-    """A step to be committed. record: the session before the step. key: the step's idempotency key. slot: the slot of
-    the state after the step, which has not read the session's first `dropped_tokens` tokens; None if there is no state.
-    creator: see `StepRequest`."""
-
-    record: SessionRecord
-    tokens: Sequence[int]
-    key: str | None
-    slot: int | None
-    dropped_tokens: int
-    kind: StepKind = StepKind.NEXT
-    creator: Owner | None = None
-
-    @property
-    def position(self) -> int:
-        """The session's position after the step."""
-        return self.record.position + len(self.tokens)
-
-    @property
-    def step(self) -> LastStep:
-        """The `LastStep` that the session will have."""
-        return LastStep(self.record.position, of_tokens(self.tokens), of_key(self.key))
-
-
-def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
-    """Returns whether a step is new or a replay of the session's last step.
+def is_replay(record: SessionRecord, request: StepRequest) -> bool:
+    """Returns whether a step is a replay of the session's last step, whose answer is then given again.
 
     It is a replay if it has the same tokens and starting position as the last step. If the step has an idempotency key,
     the key must be the same too. A step with the last step's key may omit the position. A step without position and key
@@ -105,11 +71,11 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
             raise IdempotencyKeyReused(
                 "the session's last step has the same idempotency key, but other tokens", record.position
             )
-        return StepKind.REPLAY
+        return True
     if start is None or start == record.position:
-        return StepKind.NEXT
+        return False
     if last is not None and key is None and (start, of_tokens(request.tokens)) == last[:2]:
-        return StepKind.REPLAY
+        return True
     raise conflict(record, start)
 
 
@@ -176,84 +142,55 @@ class Sessions:
         QuotaExceeded, and InvalidRequest if the id is invalid.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if asked_id is None else asked_id)
-        position, tail = 0, self._empty
+        new, snapshot = self._new(session, mode), None
         if history is not None:
-            position = history.position
-            tail = tail.ending(history.tokens, position, self._store.session_history_tokens)
-        new = self._new(session, mode)._replace(position=position, tail=tail)
-        record, created = await self._create(new, owner)
-        if created and history is not None and history.snapshot:
-            with suppress(Overloaded):
-                self.restore(record._replace(snapshot=read_snapshot(history.snapshot)))
-        return record, created
-
-    async def fork(
-        self, session: str, asked_id: str | None, position: int | None, owner: Owner
-    ) -> tuple[SessionRecord, bool]:
-        """Like `create`, for a session with the tokens of another session up to `position`, by default all, and with
-        its mode. If the other session's state is in memory and has read no later token, its copy is the new session's
-        state. Otherwise the next step takes the store's snapshot, or rebuilds the state. The caller holds the lock of
-        the other session.
-
-        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
-        back to `position`."""
-        name = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if asked_id is None else asked_id)
-        record = await self.read(session)
-        position = record.position if position is None else position
-        _check_reach(record, position, "forked at")
-        await self.touch(session)
-        cache, base = self._state_cache, self._resident_until(record, position)
-        pack = self._checkpoint_interval_tokens is not None
-        snapshot = self._snapshot_until(record, position, base if pack else None)
-        tail = record.tail.without_last(record.position - position)
-        new = self._new(name, record.mode)._replace(position=position, tail=tail, snapshot=snapshot)
-        with cache.hold(START if base is None else base.slot):
-            forked, created = await self._create(new, owner)
-            if created and base is not None:
-                with suppress(Overloaded), cache.lease() as slot:
-                    cache.copy(base.slot, slot)
-                    cache.put(forked.session, base._replace(slot=slot, revision=forked.revision), self._clock())
-        return forked, created
-
-    def _resident_until(self, record: SessionRecord, position: int) -> CachedState | None:
-        """Returns the session's resident state if it has read tokens, and none after `position`."""
-        base = self.cached(record, behind=True)
-        return base if base is not None and 0 < base.position <= position else None
-
-    def _snapshot_until(self, record: SessionRecord, position: int, base: CachedState | None) -> Snapshot | None:
-        """Returns `base`, a resident state, as a snapshot. If it is None, returns the store's snapshot if that has read
-        no token after `position`."""
-        if base is not None:
-            packed = self._state_cache.pack(base.slot)
-            return Snapshot(base.position, base.dropped_tokens, self.model_fingerprint, packed)
-        snapshot = self.kept(record)
-        return snapshot if snapshot is not None and snapshot.position <= position else None
-
-    async def history(self, session: str, position: int | None) -> tuple[SessionRecord, History]:
-        """Returns a session, and its history up to `position`, by default all, with its state if it has read no later
-        token. Raises the errors of `fork`."""
-        record = await self.read(session)
-        position = record.position if position is None else position
-        _check_reach(record, position, "forked at")
-        tokens = record.tail.without_last(record.position - position).ids().tolist()
-        snapshot = self._snapshot_until(record, position, self._resident_until(record, position))
-        state = b"" if snapshot is None else write_snapshot(snapshot)
-        return record, History(tuple(tokens[max(len(tokens) - position, 0) :]), position, state)
-
-    async def _create(self, record: SessionRecord, owner: Owner) -> tuple[SessionRecord, bool]:
-        """Adds a new session to the store: see `create`."""
-        session = record.session
-        while (created := await self._store.create(record, owner.sessions)) is None:
+            position, snapshot = history.position, read_snapshot(history.snapshot or b"")
+            tail = self._empty.ending(history.tokens, position, self._store.session_history_tokens)
+            stored_snapshot = None if self._checkpoint_interval_tokens is None else snapshot
+            new = new._replace(position=position, tail=tail, snapshot=stored_snapshot)
+        while (created := await self._store.create(new, owner.sessions)) is None:
             stored = await self._store.get(session)
             if stored is None:  # the session expired or was deleted in the meantime
                 continue
-            difference = _difference(stored, record)
+            difference = _difference(stored, new)
             if difference is not None:
                 raise SessionExists(f"session {id_of(session)!r} already exists, and it {difference}")
             await self._store.touch(session)
             return stored._replace(idle_s=0.0), False
         self._state_cache.drop(session)  # an earlier session with this id may have left its state
+        if snapshot is not None:
+            with suppress(Overloaded):
+                self.restore(created._replace(snapshot=snapshot))
         return created._replace(idle_s=0.0), True
+
+    async def fork(
+        self, session: str, asked_id: str | None, position: int | None, owner: Owner
+    ) -> tuple[SessionRecord, bool]:
+        """Like `create`, for a session with the history of another session up to `position`, and with its mode: see
+        `history`. The caller holds the lock of the other session."""
+        record, history = await self.history(session, position)
+        await self.touch(session)
+        with self._state_cache.hold(self._state_cache.slot_of(session) or START):  # not evicted for its copy
+            return await self.create(asked_id, record.mode, owner, history)
+
+    async def history(self, session: str, position: int | None) -> tuple[SessionRecord, History]:
+        """Returns a session, and its history up to `position`, by default all, with its state, in memory or else in the
+        store, if that has read no later token.
+
+        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
+        back to `position`."""
+        record = await self.read(session)
+        position = record.position if position is None else position
+        _check_reach(record, position, "forked at")
+        ids = record.tail.without_last(record.position - position).ids()
+        snapshot, cached = self.kept(record), self.cached(record, behind=True)
+        if cached is not None and 0 < cached.position <= position:
+            packed = self._state_cache.pack(cached.slot)
+            snapshot = Snapshot(cached.position, cached.dropped_tokens, self.model_fingerprint, packed)
+        state = b""
+        if snapshot is not None and snapshot.position <= position:
+            state = write_snapshot(snapshot)
+        return record, History(array("q", ids[max(len(ids) - position, 0) :].tobytes()), position, state)
 
     def _new(self, session: str, mode: Mode | None = None) -> SessionRecord:
         """Returns a new session at position 0, without adding it to the store."""
@@ -298,15 +235,15 @@ class Sessions:
         has_snapshots = self._checkpoint_interval_tokens is not None
         return None if has_snapshots and self.cached(record, behind=True, use=False) is None else record
 
-    async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """Reads the session from the store. Returns the session and the kind of the step. If the session does not exist
-        and the step may create it, returns a session at position 0 that is not in the store yet. Raises UnknownSession,
-        PositionConflict."""
+    async def check_out(self, request: StepRequest) -> tuple[SessionRecord, Owner | None, bool]:
+        """Reads the session from the store. Returns the session, the owner for whom the step creates it, and whether
+        the step is a replay. If the session does not exist and the step may create it, returns a session at position 0
+        that is not in the store yet. Otherwise there is no such owner. Raises UnknownSession, PositionConflict."""
         stored = await self._store.get(request.session)
         if stored is None and request.creator is not None and not request.expected_position:
-            return self._new(request.session), StepKind.FIRST
+            return self._new(request.session), request.creator, False
         record = self._known(request.session, stored)
-        return record, classify_step(record, request)
+        return record, None, is_replay(record, request)
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """Returns the resident state of the session in `record`, or None.
@@ -386,24 +323,20 @@ class Sessions:
     async def commit_many(self, commits: Sequence[Commit]) -> list[Appended]:
         """Commits the steps of a batch, each of another session. Appends a step's tokens if the session is still at the
         revision of its `record` (compare-and-append). The state in `slot` then becomes the session's resident state. A
-        step of kind FIRST creates the session with the step's tokens in one operation, without a snapshot. A FIRST step
-        without tokens does not become the session's last step. All sessions are created at the same time, after the
-        other steps are appended.
+        step with a `creator` creates the session with the step's tokens in one operation, without a snapshot. Without
+        tokens, it does not become the session's last step. All sessions are created at the same time, after the other
+        steps are appended.
 
         Returns, for each step, the session after it, or the store's error, or None, without effect, if another writer
         changed the session. In the last two cases the earlier resident state stays in the cache. The next read of the
         session's revision decides whether that state is still valid.
         """
-        appends = [
-            Append(commit.record, commit.tokens, commit.step, self._snapshot(commit))
-            for commit in commits
-            if commit.kind is not StepKind.FIRST
-        ]
+        appends = [self._with_snapshot(commit) for commit in commits if commit.creator is None]
         appended: list[Appended] = await self._store.append_many(appends) if appends else []
         if len(appends) < len(commits):
-            firsts = [self._create_stepped(commit) for commit in commits if commit.kind is StepKind.FIRST]
+            firsts = [self._create_stepped(commit, commit.creator) for commit in commits if commit.creator is not None]
             created, rest = iter(await asyncio.gather(*firsts)), iter(appended)
-            appended = [next(created if commit.kind is StepKind.FIRST else rest) for commit in commits]
+            appended = [next(rest if commit.creator is None else created) for commit in commits]
         for commit, committed in zip(commits, appended, strict=True):
             if committed is None:
                 self._conflicts.inc()
@@ -414,10 +347,9 @@ class Sessions:
                     self.keep(committed, commit.slot, commit.dropped_tokens)
         return appended
 
-    async def _create_stepped(self, commit: Commit) -> Appended:
+    async def _create_stepped(self, commit: Commit, creator: Owner) -> Appended:
         """Creates the session with the tokens of its first step. Returns None if the session exists."""
-        record, tokens, creator = commit.record, commit.tokens, commit.creator
-        assert creator is not None, "a step that may not create its session creates it: this is a bug"
+        record, tokens = commit.record, commit.tokens
         tail = record.tail.append(tokens, len(tokens), self._store.session_history_tokens)
         stepped = record._replace(position=len(tokens), tail=tail, last=commit.step if tokens else None)
         try:
@@ -428,14 +360,13 @@ class Sessions:
             self._state_cache.drop(record.session)  # an earlier session with this id may have left its state
         return created
 
-    def _snapshot(self, commit: Commit) -> Snapshot | None:
-        """Returns the state of a commit as a snapshot, if the step reaches a checkpoint."""
+    def _with_snapshot(self, commit: Commit) -> Commit:
+        """Returns the commit with its state as a snapshot, if the step reaches a checkpoint."""
         before, every = commit.record.position, self._checkpoint_interval_tokens
         if every is None or commit.slot is None or commit.position // every == before // every:
-            return None
-        return Snapshot(
-            commit.position, commit.dropped_tokens, self.model_fingerprint, self._state_cache.pack(commit.slot)
-        )
+            return commit
+        state = self._state_cache.pack(commit.slot)
+        return commit._replace(snapshot=Snapshot(commit.position, commit.dropped_tokens, self.model_fingerprint, state))
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
         """Rewinds the session to `position`. The next step rebuilds the state. Changes nothing if the session is

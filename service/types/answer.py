@@ -6,6 +6,7 @@ generated from the class (see `Result`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import numpy as np
@@ -48,7 +49,7 @@ class Prediction(Result, gc=False):  # is in no reference cycle, and answers hav
 
 
 Places = Annotated[
-    tuple[tuple[Prediction, ...] | None, ...] | None,
+    Sequence[tuple[Prediction, ...] | None] | None,
     says(
         "only if the request asks for them: for each token, the most probable tokens at its position, most probable "
         "first, and the token itself at the end if it is not one of them; null for a token that has no prediction"

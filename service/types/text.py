@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -31,13 +32,13 @@ class ScoreProgress(Result):
     total: Annotated[int, says("the number of tokens of the request")]
 
 
-ScoredIds = Annotated[tuple[int | None, ...], says("the scored token ids; null at the place of a skipped event")]
+ScoredIds = Annotated[Sequence[int | None], says("the scored token ids; null at the place of a skipped event")]
 Logprobs = Annotated[
-    tuple[float | None, ...],
+    Sequence[float | None],
     says("the natural logarithm of each token's probability, given the tokens before it; null without a prediction"),
 ]
 ErrorBounds = Annotated[
-    tuple[ErrorBound, ...] | None,
+    Sequence[ErrorBound] | None,
     says("only with `truncated`: the error bound of each token, which depends on the number of tokens before it"),
 ]
 

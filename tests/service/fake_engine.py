@@ -18,6 +18,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.batching.turns import Turns
 from wane.service.deadline import until
 from wane.service.engine.event_names import EventNames
+from wane.service.engine.limits import Limits
 from wane.service.engine.pending import Pending
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
 from wane.service.registry.registry import IndexEntry
@@ -143,6 +144,7 @@ class FakeEngine:
     manifest = MANIFEST
     vocabulary: Any = VOCABULARY
     events = EventNames(MANIFEST, VOCABULARY, Settings())
+    limits = Limits(MANIFEST, Settings(), VOCABULARY)
 
     def __init__(self) -> None:
         self.turns = Turns()
@@ -170,12 +172,6 @@ class FakeEngine:
 
     async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         return tuple(text.strip().encode())
-
-    def check_event_count(self, count: int, *, document: bool = False) -> None:
-        """Does nothing: every number of events is accepted."""
-
-    def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Accepts any tokens."""
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         answer = self.step(request) if isinstance(request, StepRequest) else self._predict(request)

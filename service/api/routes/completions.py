@@ -172,7 +172,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     for item in inputs:
         await asyncio.sleep(0)  # lets the event loop run other work between many prompts
         if isinstance(item, str) and engine.vocabulary.kind == "events":
-            engine.check_event_count(item.count("\n"))
+            engine.limits.length(item.count("\n"))
             is_long = len(item) >= HEAVY_TOKENS
             read.append(await asyncio.to_thread(engine.events.lines, item) if is_long else engine.events.lines(item))
         else:

@@ -420,12 +420,12 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
         where = f"{name}[{index}]"
         if not isinstance(values, list):
             row = EventTokens(array("q", values[index, : None if lengths is None else lengths[index]].tobytes()))
-            engine.check_tokens(row.tokens, where, document=document)
+            engine.limits.tokens(row.tokens, where, document=document)
         elif name == EVENTS:
             start = index * shape[1]
             names = values[start : start + (shape[1] if lengths is None else lengths[index])]
             engine.events.check_events(EVENTS)
-            engine.check_event_count(len(names), document=document)
+            engine.limits.length(len(names), document=document)
             try:
                 row = await engine.events.read(names, unknown, where)
             except InvalidRequest as error:

@@ -340,7 +340,7 @@ async def continuations(request: Request, session: SessionId) -> Response:
     session does not change."""
     body, until = await decode(request, ContinuationsBody), deadline(request)
     engine, name = await engine_and_key(request, session)
-    engine.check_event_count(sum(length_of(sequence) for sequence in body.continuations))
+    engine.limits.length(sum(length_of(sequence) for sequence in body.continuations))
     with until_hangup(request):
         sequences, total = list[EventTokens](), 0
         for index, item in enumerate(body.continuations):
@@ -353,7 +353,7 @@ async def continuations(request: Request, session: SessionId) -> Response:
                 where = f"continuations[{index}]"
                 raise InvalidRequest(f"{where}: {error.message}", where) from error
             total += len(sequences[-1].tokens)
-            engine.check_event_count(total)
+            engine.limits.length(total)
         body.cost(settings(request), total).check(settings(request))
         wanted = ContinuationsRequest(
             name,

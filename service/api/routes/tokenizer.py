@@ -108,7 +108,7 @@ def event_tokens(engine: Engine, prompt: str) -> tuple[int, ...]:
     """Returns the tokens of a text with one event in each line, for `tokenize`. Raises InvalidRequest for an event that
     the vocabulary lacks, if it has no `<unk>`, and TooLarge if there are too many events."""
     names = [name for line in prompt.replace(EOS, f"\n{EOS}\n").split("\n") if (name := line.strip())]
-    engine.check_event_count(len(names), document=True)
+    engine.limits.length(len(names), document=True)
     unknown: Unknown = "refuse" if engine.vocabulary.unk_id is None else "token"
     return tuple(engine.events.tokens(names, unknown, "prompt", is_input=False).tokens)
 
@@ -118,7 +118,7 @@ async def detokenize(request: Request) -> Response:
     """Returns the text of token ids. For models of text, the token `<eos>` becomes a line break."""
     body = await decode(request, DetokenizeBody)
     engine = await model_engine(request, body.model)
-    engine.check_tokens(body.tokens, document=True)
+    engine.limits.tokens(body.tokens, document=True)
     text = await asyncio.to_thread(engine.vocabulary.decode, [*body.tokens])
     return await encode.long_reply(DetokenizeDocument(text))
 

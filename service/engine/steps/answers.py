@@ -31,7 +31,6 @@ from wane.service.errors import as_result
 from wane.service.runners.outputs import FEW, Largest, Outputs, TopColumns
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, NORMS, TOP_IDS
 from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.sessions import StepKind
 from wane.service.types.answer import Answer, Prediction
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import NO_FILTER, Latency, id_of
@@ -150,14 +149,14 @@ class StepAnswers:
         sampler, most = self.builder.sampler, self.most_predictions
         if sampler is None and batch.is_plain:
             return {}
-        found = {}
+        rows = {}
         for index, row in enumerate(batch.rows):
             sampled = sampler is not None and sampler.chosen()
             is_alone = sampled or not row.is_of_arrays(most)
             if is_alone or row.has_filter:
                 input_ids = self._input_ids(row, sampled=sampled, is_alone=is_alone)
-                found[index] = Asking(input_ids, sampled, is_alone)
-        return found
+                rows[index] = Asking(input_ids, sampled, is_alone)
+        return rows
 
     def prepare(
         self,
@@ -231,8 +230,8 @@ class StepAnswers:
                 report = {"message": "the answers of a batch of steps were not counted", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(report)
             if live is not None:
-                given = [(index, row) for index in together if (row := steps[index]).is_awaited]
-                live.keep([(row.session, after[index], prepared.ids[index][: row.top_k]) for index, row in given])
+                awaited = [(index, row) for index in together if (row := steps[index]).is_awaited]
+                live.keep([(row.session, after[index], prepared.ids[index][: row.top_k]) for index, row in awaited])
             for index in together:
                 answer = answers[index]
                 if durable is not None:
@@ -294,7 +293,7 @@ class StepAnswers:
             made = builder.answer(plan, input_ids, part, None, request, ticket, sampled=sampled)
             made.replayed, made.durable = False, durable
             made.with_details(made.logits, row.token_logprobs)
-            if stored is not None and stored.kind is StepKind.FIRST:
+            if stored is not None and stored.creator is not None:
                 made.created = True
             if row.waiting is None:  # otherwise the general procedure counts the step
                 builder.stats.made(made, None if row.done() else "step")
@@ -339,12 +338,12 @@ class StepAnswers:
         rankings: the rankings of rows with a filter. Removes those for which too few tokens are found: these rows are
         answered alone."""
         outputs, builder, after = batch.outputs, self.builder, positions.tolist()
-        found = self._bounds(positions, dropped, outputs)
+        of_network = self._bounds(positions, dropped, outputs)
         width = outputs.most if rankings else min(max(FEW, batch.top_k + len(self._unlisted)), outputs.most)
         if builder.cache is None:
-            listed = self._largest(found, batch, width, rankings)
+            listed = self._largest(of_network, batch, width, rankings)
         else:
-            listed = self._largest_of_mixtures(found, builder.cache, batch, width, rankings, after)
+            listed = self._largest_of_mixtures(of_network, builder.cache, batch, width, rankings, after)
         total_s = time.perf_counter() - batch.queued_s
         name, version, device = builder.identity
         text, partial = builder.vocabulary.texts.__getitem__, builder.vocabulary.partials.__getitem__
@@ -392,7 +391,7 @@ class StepAnswers:
         states, variations, runs = self._bounds_of_all
         return StepBounds(states * len(known), variations * len(known), runs * len(known))
 
-    def _largest(self, found: StepBounds, batch: StepBatch, width: int, rankings: dict[int, Ranking]) -> Listed:
+    def _largest(self, of_network: StepBounds, batch: StepBatch, width: int, rankings: dict[int, Ranking]) -> Listed:
         """Returns the most probable tokens, and whether the first of them is proved."""
         outputs = batch.outputs
         top = outputs.top(width)
@@ -408,12 +407,12 @@ class StepAnswers:
             logits[kept.searched] = kept.scores
         logprobs = TopColumns(ids, logits, top.log_sum_exp).logprobs
         listed = ids.tolist(), logprobs.tolist(), np.exp(logprobs).tolist()
-        proved = self._proved(found.runs, ids[:, : kept.fewest], logits[:, : kept.fewest], outputs)
+        proved = self._proved(of_network.runs, ids[:, : kept.fewest], logits[:, : kept.fewest], outputs)
         for row, ranking in rankings.items():
-            if (error := found.runs[row]) < math.inf:
+            if (error := of_network.runs[row]) < math.inf:
                 first = Largest(listed[0][row][:2], logits[row, :2].tolist(), [], [])
                 proved[row] = self.builder.margin.proves(ranking, first, Row(outputs, row), error)
-        return Listed(*listed, proved, found)
+        return Listed(*listed, proved, of_network)
 
     def _largest_of_mixtures(
         self,
@@ -426,17 +425,17 @@ class StepAnswers:
     ) -> Listed:
         """Like `_largest`, for mixtures with a cache. `of_network`: the bounds of the network's answers."""
         outputs = batch.outputs
-        stored = [(one.record, one.tokens) for one in batch.commits]
-        found = self.resident.shares_of(stored) if stored else self.resident.shares(batch.slots)
+        commits = batch.commits
+        shares = self.resident.shares_of(commits) if commits else self.resident.shares(batch.slots)
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         logits = outputs["logits"]
-        ids, probabilities = cache.top(logits, sums, outputs[TOP_IDS], found, width)
+        ids, probabilities = cache.top(logits, sums, outputs[TOP_IDS], shares, width)
         kept = self._listable(
             ids,
             probabilities,
             rankings,
             batch,
-            lambda rows: cache.log_probabilities(logits[rows], found.part(rows, cache.vocabulary_size)).astype(
+            lambda rows: cache.log_probabilities(logits[rows], shares.part(rows, cache.vocabulary_size)).astype(
                 np.float32
             ),
         )
@@ -447,17 +446,17 @@ class StepAnswers:
         if kept.searched:
             logprobs[kept.searched] = kept.scores
         states, variations, runs = of_network
-        tokens, weights = found.tokens.tolist(), found.network.tolist()
+        tokens, weights = shares.tokens.tolist(), shares.network.tolist()
         unknown = [cache.unknown(*known) for known in zip(tokens, positions, strict=True)]
         mixed = [
-            None if one is None else bounds.variation_of_mixture(one, weight, more)
-            for one, weight, more in zip(variations, weights, unknown, strict=True)
+            None if variation is None else bounds.variation_of_mixture(variation, weight, more)
+            for variation, weight, more in zip(variations, weights, unknown, strict=True)
         ]
         errors = [math.inf if more else error for error, more in zip(runs, unknown, strict=True)]
         proved = [False] * len(errors)
         if min(errors) < math.inf:
             proved = self.builder.margin.proves_mixtures(
-                probabilities, outputs.lengths, found.network, np.array(errors)
+                probabilities, outputs.lengths, shares.network, np.array(errors)
             ).tolist()
         listed = ids.tolist(), logprobs.tolist(), probabilities.tolist()
         return Listed(*listed, proved, StepBounds(states, mixed, runs), tokens)
@@ -495,10 +494,10 @@ class StepAnswers:
         searched: list[int] = []
         scores = NO_SCORES
         if too_few and len(too_few) * self.builder.vocabulary.size <= SEARCHED_AT_ONCE:
-            found, scores = largest_of_each([rankings[row] for row in too_few], scores_of(too_few), most)
+            best_ids, scores = largest_of_each([rankings[row] for row in too_few], scores_of(too_few), most)
             is_whole: NDArray[np.bool_] = np.isfinite(scores[:, -1])
             searched, scores = [*compress(too_few, is_whole.tolist())], scores[is_whole]
-            ids[searched] = found[is_whole]
+            ids[searched] = best_ids[is_whole]
         for row in {*too_few}.difference(searched):
             del rankings[row]
         # Of the other rows, those without a filter have at least 2 tokens: see `most_predictions`.

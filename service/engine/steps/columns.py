@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.service.batching.batch import ColumnBatch
+from wane.service.batching.batcher import Batcher, Columns
 from wane.service.batching.ticket import Ticket
 from wane.service.deadline import TOO_LATE
 from wane.service.engine import routing
@@ -44,8 +45,8 @@ from wane.service.engine.steps.rows import (
 )
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.sessions import Commit, Sessions, StepKind
-from wane.service.sessions.stores.store import Appended, SessionRecord
+from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.stores.store import Appended, Commit, SessionRecord
 from wane.service.state.pool import ZERO
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
@@ -65,7 +66,7 @@ NOT_COMMITTED = "the step could not be committed or answered"
 StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 
 
-class StepColumns:
+class StepColumns(Columns):
     """Queues, runs, commits and answers one model's steps in rows.
 
     All methods must be called on the event loop's thread.
@@ -75,14 +76,12 @@ class StepColumns:
         self,
         answers: StepAnswers,
         sessions: Sessions,
+        batcher: Batcher,
         metrics: Metrics,
         procedure: StepProcedure,
-        *,
-        max_queue: int,
-        queue_columns: Callable[[], None],
     ) -> None:
-        """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock. `max_queue`
-        limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued."""
+        """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock. The
+        `batcher` runs the batches."""
         builder, model = answers.builder, answers.builder.manifest.name
         self._size = builder.vocabulary.size
         self._reserved = builder.vocabulary.reserved
@@ -98,8 +97,8 @@ class StepColumns:
         self._admission = answers.admission
         self._procedure = procedure
         self._most_predictions = answers.most_predictions
-        self._max_queue = max_queue
-        self._queue_columns = queue_columns
+        self._batcher = batcher
+        batcher.columns = self
         self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
         self._conflicts = metrics.step_conflicts.labels(model)
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
@@ -125,7 +124,7 @@ class StepColumns:
             or row.token in self._reserved
             or not 0 < row.top_k <= self._most_predictions
             or not NO_POSITION <= row.position <= MAX_POSITION
-            or len(self.rows) >= self._max_queue
+            or len(self.rows) >= self._batcher.max_queue
             or self._admission.closed
             or not self._locks.take(session)
         ):
@@ -161,15 +160,14 @@ class StepColumns:
             self._state_cache.release(cached.slot)
             return None
         self.resident.hits += record.position > 0
-        kind, dropped_tokens = StepKind.NEXT, cached.dropped_tokens
-        row.stored = Commit(record, (row.token,), row.key, write, dropped_tokens, kind, row.creator)
+        row.stored = Commit(record, (row.token,), row.key, write, cached.dropped_tokens)
         row.is_plain = False
         return cached.slot
 
     def _put(self, row: StepRow, slot: int) -> None:
         if not self.rows:
             self._flushes = self.resident.flushes
-            self._queue_columns()
+            self._batcher.queue_columns()
         row.slot, row.queued_s = slot, time.perf_counter()
         self.rows.append(row)
         if not row.is_plain and row.filter_tokens:
@@ -193,7 +191,7 @@ class StepColumns:
         if self._closed:
             raise Unavailable("the server is stopping")
         if not ticket.admitted:
-            if len(self.rows) >= self._max_queue:
+            if len(self.rows) >= self._batcher.max_queue:
                 self._refused.inc()
                 raise Overloaded(f"the queue is full: {len(self.rows)} requests are waiting")
             ticket.admitted = True
@@ -216,7 +214,7 @@ class StepColumns:
         if not waiting:
             return None
         if self.rows:
-            self._queue_columns()
+            self._batcher.queue_columns()
         batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
         if batch.may_wait or True in map(IS_DONE, waiting) or batch.deadline <= now_s:
@@ -343,7 +341,7 @@ class StepColumns:
         """Starts the commit of rows by the store. They are answered when it has ended. The rows that create their
         sessions, which takes longer, are committed and answered by themselves."""
         commits = batch.commits
-        creates = [commit.kind is StepKind.FIRST for commit in commits]
+        creates = [commit.creator is not None for commit in commits]
         if True in creates and False in creates:
             flags = np.array(creates)
             self._start_commit(batch.part(~flags), times)
@@ -421,7 +419,7 @@ class StepColumns:
             return
         if not self.rows:
             self._flushes = self.resident.flushes
-            self._queue_columns()
+            self._batcher.queue_columns()
         for row in batch.rows:
             row.runs_alone, row.is_plain = True, False
         self.rows[:0] = batch.rows

@@ -16,7 +16,7 @@ from wane.service.batching.batch import ColumnBatch
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.observability.tracing import Traced
-from wane.service.sessions.sessions import Commit, StepKind
+from wane.service.sessions.stores.store import Commit
 from wane.service.types.answer import Answer
 from wane.service.types.request import NO_FILTER, Owner, StepRequest
 
@@ -95,7 +95,7 @@ class StepRow(Pending[Answer]):
         """Returns whether the row may be answered by arrays: it asks nothing, or only that some tokens are not listed.
         `most_predictions`: the largest top_k of rows that are answered by arrays."""
         stored, request = self.stored, self.request
-        if stored is not None and (self.was_rebuilt or stored.kind is not StepKind.NEXT):
+        if stored is not None and (self.was_rebuilt or stored.creator is not None):
             return False
         return request is None or (
             request.top_k <= most_predictions

@@ -16,8 +16,8 @@ from wane.service.errors import Overloaded, QuotaExceeded
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.packed import PackedSessions, entry_bytes
 from wane.service.sessions.stores.store import (
-    Append,
     Appended,
+    Commit,
     Flush,
     LastStep,
     SessionRecord,
@@ -121,19 +121,19 @@ class MemoryStore:
         if self.get_cached(session) is not None:
             self.sessions.touch(session)
 
-    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
+    async def append_many(self, commits: Sequence[Commit]) -> list[Appended]:
         """See `Store`. States are not kept."""
         results = list[Appended]()
-        for record, tokens, step, _ in appends:
+        for commit in commits:
+            record, position = commit.record, commit.position
             held = self.get_cached(record.session)
             if held is None or held.revision != record.revision:
                 results.append(None)
                 continue
-            session, model, version, mode, before = record[:5]
-            position, vocabulary = before + len(tokens), record.vocabulary
-            tail = record.tail.append(tokens, position, self.session_history_tokens)
-            revision = record.revision + 1
-            after = SessionRecord(session, model, version, mode, position, tail, revision, step, 0.0, vocabulary)
+            session, model, version, mode = record[:4]
+            tail = record.tail.append(commit.tokens, position, self.session_history_tokens)
+            revision, vocabulary = record.revision + 1, record.vocabulary
+            after = SessionRecord(session, model, version, mode, position, tail, revision, commit.step, 0.0, vocabulary)
             self.sessions.put(after)
             results.append(after)
         self.sessions.squeeze()

@@ -35,8 +35,8 @@ from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
 from wane.service.sessions.stores.packed import PackedSessions
 from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Row, script
 from wane.service.sessions.stores.store import (
-    Append,
     Appended,
+    Commit,
     DamagedSession,
     Flush,
     SessionRecord,
@@ -151,7 +151,7 @@ class RedisStore:
         for key in self.keys(session):
             self.trips.tell("PEXPIRE", key, self._ttl_ms)
 
-    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
+    async def append_many(self, commits: Sequence[Commit]) -> list[Appended]:
         """See `Store`. If a session is not at the revision of its `record`, caches the current session.
 
         A script that was sent twice may have appended the tokens the first time, and may have failed the second time,
@@ -160,12 +160,13 @@ class RedisStore:
         """
         afters, others, rows = list[SessionRecord](), list[int](), list[Row]()
         keep = self.session_history_tokens
-        for record, tokens, step, snapshot in appends:
-            position, width, revision = record.position + len(tokens), record.tail.width, record.revision + 1
+        for commit in commits:
+            record, tokens, position = commit.record, commit.tokens, commit.position
+            width, revision, vocabulary = record.tail.width, record.revision + 1, record.vocabulary
             tail = record.tail.append(tokens, position, keep)
             session, model, version, mode = record[:4]
             after = SessionRecord(
-                session, model, version, mode, position, tail, revision, step, 0.0, record.vocabulary, True
+                session, model, version, mode, position, tail, revision, commit.step, 0.0, vocabulary, True
             )
             other = branch()
             arguments = (
@@ -175,7 +176,7 @@ class RedisStore:
                 codec.head(after),
                 b"".join([token.to_bytes(width, "little") for token in tokens]),
                 0 if position <= keep else keep * width,
-                b"" if snapshot is None else write_snapshot(snapshot),
+                b"" if commit.snapshot is None else write_snapshot(commit.snapshot),
             )
             rows.append((self.keys(session), arguments))
             afters.append(after)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from wane.service.errors import Unavailable
 from wane.service.types.common import Mode
+from wane.service.types.request import Owner
 
 
 class DamagedSession(Unavailable, code=Unavailable.code):
@@ -185,15 +186,31 @@ class SessionRecord(NamedTuple):
         return self._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
 
 
-class Append(NamedTuple):
-    """One change of `Store.append_many`: appends `tokens` if the session is at the revision of `record`
-    (compare-and-append). `snapshot`: the state after `tokens`, which the store should keep. A store that does not keep
+class Commit(NamedTuple):
+    """A step to be committed: `tokens` are appended if the session is at the revision of `record` (compare-and-append).
+
+    key: the step's idempotency key. slot: the slot of the state after the step, which has not read the session's first
+    `dropped_tokens` tokens; None if there is no state. creator: the owner of the session that the step creates; None if
+    the session exists. snapshot: the state after the step, if the store should keep it. A store that does not keep
     states ignores it."""
 
     record: SessionRecord
     tokens: Sequence[int]
-    step: LastStep
+    key: str | None = None
+    slot: int | None = None
+    dropped_tokens: int = 0
+    creator: Owner | None = None
     snapshot: Snapshot | None = None
+
+    @property
+    def position(self) -> int:
+        """The session's position after the step."""
+        return self.record.position + len(self.tokens)
+
+    @property
+    def step(self) -> LastStep:
+        """The `LastStep` that the session will have."""
+        return LastStep(self.record.position, of_tokens(self.tokens), of_key(self.key))
 
 
 Appended = SessionRecord | Exception | None
@@ -246,9 +263,9 @@ class Store(Protocol):
         """Returns the session's model and vocabulary as this process last saw them, without a request to the backend.
         Returns None if this process has not seen the session."""
 
-    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
-        """Makes the appends of a batch, each to another session, and returns a result for each. Each append succeeds
-        or fails by itself. A store of another process makes them in one round trip."""
+    async def append_many(self, commits: Sequence[Commit]) -> list[Appended]:
+        """Appends the tokens of a batch of steps, each to another session, and returns a result for each. Each append
+        succeeds or fails by itself. A store of another process makes them in one round trip."""
 
     def buffer(self, session: str, flush: Flush, most_bytes: int) -> bool:
         """Leaves the tokens of a stored session to a buffer, which uses up to `most_bytes` for them. The session's

@@ -234,7 +234,7 @@ async def test_a_document_is_streamed_in_order_with_progress(
                 done.append(item.done)
             else:
                 summary = item
-    assert tuple(seen) == whole.logprobs
+    assert seen == whole.logprobs
     assert done == sorted(done) and len(set(done)) > 5 and done[-1] == len(tokens)
     assert summary.perplexity == pytest.approx(np.exp(-np.mean(known(whole.logprobs))))
 

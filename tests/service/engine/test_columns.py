@@ -26,8 +26,8 @@ from wane.service.errors import (
 from wane.service.runners.outputs import Outputs, TopColumns
 from wane.service.runners.runner import Array, Feeds
 from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.sessions import Commit, Sessions
-from wane.service.sessions.stores.store import SessionRecord
+from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.stores.store import Commit, SessionRecord
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import ANYBODY, Filter, StepRequest

@@ -438,9 +438,9 @@ async def test_a_score_of_skipped_events_only(harness: EngineHarness) -> None:
     for truncated in (False, True):
         request = ScoreRequest((), unknown_names=("a", "b"), skipped=(0, 1), truncated=truncated, top_k=2)
         score = await harness.engine.score(request)
-        assert (score.tokens, score.logprobs, score.perplexity) == ((None, None), (None, None), None)
-        assert score.predictions == (None, None)
-        assert score.error_bounds == ((None, None) if truncated else None)
+        assert (score.tokens, score.logprobs, score.perplexity) == ([None, None], [None, None], None)
+        assert score.predictions == [None, None]
+        assert score.error_bounds == ([None, None] if truncated else None)
 
 
 # Models without a start token

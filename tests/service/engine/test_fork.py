@@ -9,7 +9,7 @@ import pytest
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, listed
 from wane.service.errors import InvalidRequest, QuotaExceeded, SessionExists, UnknownSession
-from wane.service.sessions.stores.store import Append, LastStep
+from wane.service.sessions.stores.store import Commit
 from wane.service.types.answer import NewSession, SessionView
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import ANYBODY, Owner, StepRequest
@@ -108,8 +108,7 @@ async def test_a_fork_of_a_session_whose_state_is_behind_runs_only_the_tokens_th
 ) -> None:
     await begin(harness)
     record = await harness.engine.sessions.read("a")
-    last = LastStep(record.position, b"", None)
-    await harness.store.append_many([Append(record, (3, 4), last)])  # as another replica does
+    await harness.store.append_many([Commit(record, (3, 4))])  # as another replica does
     await harness.engine.fork("a", "b", 5)
     assert harness.runner.calls == []
     await harness.engine.create_session("c")

@@ -17,7 +17,7 @@ async def test_random_forks_continuations_and_rewinds_are_within_their_bounds() 
 
 
 async def test_the_fuzz_finds_a_fork_with_a_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "copy", lambda *_: None)
+    monkeypatch.setattr(StatePool, "unpack", lambda *_: None)
     with pytest.raises(AssertionError):
         await run(400, 1)
 

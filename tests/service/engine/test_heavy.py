@@ -57,7 +57,7 @@ async def test_a_long_document_is_checked_on_another_thread(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness()
-    is_aside = watched(monkeypatch, harness.engine._limits, "tokens")
+    is_aside = watched(monkeypatch, harness.engine.limits, "tokens")
     assert len((await harness.engine.score(ScoreRequest((5,) * LONG_DOCUMENT))).logprobs) == LONG_DOCUMENT
     assert is_aside()
 

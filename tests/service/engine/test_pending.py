@@ -14,8 +14,8 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan
 from wane.service.engine.pending import Admission, Pending
 from wane.service.errors import DeadlineExceeded, Unavailable
-from wane.service.sessions.sessions import Commit, Sessions
-from wane.service.sessions.stores.store import Appended
+from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.stores.store import Appended, Commit
 from wane.service.types.answer import Answer
 from wane.service.types.common import Mode
 from wane.service.types.request import PredictRequest, StepRequest

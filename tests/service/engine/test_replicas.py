@@ -269,13 +269,20 @@ async def test_a_replica_without_its_store_refuses_steps_while_the_other_replica
 
 
 @pytest.mark.parametrize("earlier", [0, 2])
-async def test_a_fork_takes_the_state_of_its_session_to_other_replicas(make_replica: MakeReplica, earlier: int) -> None:
+@pytest.mark.parametrize("worker", ["of the session", "another"])
+async def test_a_fork_takes_the_state_of_its_session_to_other_replicas(
+    make_replica: MakeReplica, earlier: int, worker: str
+) -> None:
     first, second = [await make_replica(store_policy="state", state_checkpoint_interval_tokens=4) for _ in range(2)]
     await first.engine.create_session("s")
     for token in range(5, 27):  # more tokens than a session keeps, so that only a state has read all of them
         await step(first, token)
     await second.engine.get_session("s")
-    forked = await first.engine.fork("s", "t", 22 - earlier)
+    if worker == "another":
+        _, history = await first.engine.history("s", 22 - earlier)
+        forked = await first.engine.create_session("t", history=history)
+    else:
+        forked = await first.engine.fork("s", "t", 22 - earlier)
     assert (forked.durable, forked.error_bound) == (True, 0.0)
     second.runner.calls.clear()
     answer = await second.engine.submit(StepRequest("t", (9,)))

@@ -99,7 +99,7 @@ async def test_the_first_token_of_a_truncated_sequence_has_no_score(
     score = await harness.engine.score(ScoreRequest(tokens, truncated=True))
     assert score.logprobs[0] is None
     assert score.logprobs[1:] == pytest.approx(truncated(harness, tokens), abs=1e-5)
-    assert score.error_bounds == (None, epsilon(1), epsilon(2), epsilon(3))
+    assert score.error_bounds == [None, epsilon(1), epsilon(2), epsilon(3)]
     assert (len(score.tokens), score.error_bound) == (4, epsilon(1))
     assert score.perplexity == pytest.approx(np.exp(-np.mean(truncated(harness, tokens))))
     assert harness.runner.calls == [("scan", [[10, 11, 12]])]
@@ -114,9 +114,7 @@ async def test_each_token_of_a_truncated_sequence_has_its_own_bound(
     assert len(score.logprobs) == 600
     assert score.logprobs[300] == pytest.approx(truncated(harness, tokens[:301])[-1], abs=1e-5)
     assert score.error_bounds is not None
-    assert score.error_bounds[1:] == tuple(
-        harness.manifest.certificate.error_bound_at(known) for known in range(1, 600)
-    )
+    assert score.error_bounds[1:] == [*map(harness.manifest.certificate.error_bound_at, range(1, 600))]
 
 
 async def test_parallel_scoring_adds_the_bound_of_each_chunk_boundary(
@@ -141,12 +139,12 @@ async def test_parallel_scoring_adds_the_bound_of_each_chunk_boundary(
 
 async def test_one_truncated_token_has_no_score_and_needs_no_run(harness: EngineHarness) -> None:
     score = await harness.engine.score(ScoreRequest((10,), truncated=True))
-    assert (score.logprobs, score.error_bounds) == ((None,), (None,))
-    assert (score.tokens, score.perplexity, score.error_bound) == ((10,), None, None)
+    assert (score.logprobs, score.error_bounds) == ([None], [None])
+    assert (score.tokens, score.perplexity, score.error_bound) == ([10], None, None)
     assert harness.runner.calls == []
 
 
 async def test_a_truncated_score_of_an_uncertified_model_has_no_bounds(harness: EngineHarness) -> None:
     score = await harness.engine.score(ScoreRequest((10, 11, 12), truncated=True))
-    assert (score.error_bounds, score.error_bound) == ((None, None, None), None)
+    assert (score.error_bounds, score.error_bound) == ([None, None, None], None)
     assert (await harness.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None

@@ -26,7 +26,7 @@ from wane.service.errors import (
     WaneError,
 )
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import Append, Appended, LastStep, SessionRecord, Store, of_tokens
+from wane.service.sessions.stores.store import Appended, Commit, SessionRecord, Store
 from wane.service.types.answer import SessionView
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.request import Filter, PredictRequest, ScoreRequest, StepRequest
@@ -142,17 +142,16 @@ class ContendedStore(MemoryStore):
         self.attempts = 0
         self.lost = False
 
-    async def append_many(self, appends: Sequence[Append]) -> list[Appended]:
+    async def append_many(self, commits: Sequence[Commit]) -> list[Appended]:
         if self.lost:
             raise Unavailable("the store is lost")
         self.attempts += 1
         if self.losses:
             self.losses -= 1
-            (wanted,) = appends
-            theirs = wanted.step._replace(tokens=of_tokens(self.theirs))
-            (won,) = await super().append_many([wanted._replace(tokens=self.theirs, step=theirs)])
+            (wanted,) = commits
+            (won,) = await super().append_many([wanted._replace(tokens=self.theirs)])
             assert isinstance(won, SessionRecord)
-        return await super().append_many(appends)
+        return await super().append_many(commits)
 
 
 async def test_a_step_fails_with_a_conflict_after_three_retries(
@@ -184,7 +183,7 @@ async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
     """Appends a step directly to the store, as another replica would."""
     record = await store.get(session)
     assert record is not None
-    assert await append_to(store, record, tokens, LastStep(record.position, of_tokens(tokens), None))
+    assert await append_to(store, record, tokens)
 
 
 @pytest.mark.parametrize("appended", [False, True])

@@ -13,7 +13,7 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
 from wane.service.engine.pending import Pending, step_many
 from wane.service.errors import InvalidRequest, UnknownSession
-from wane.service.sessions.stores.store import Append, Appended
+from wane.service.sessions.stores.store import Appended, Commit
 from wane.service.types.answer import Answer
 from wane.service.types.request import StepRequest
 
@@ -79,9 +79,9 @@ async def test_a_failed_commit_fails_only_its_own_step(
     await start_sessions(started)
     append_many = started.store.append_many
 
-    async def failing(appends: Sequence[Append]) -> list[Appended]:
-        results = await append_many([one for one in appends if one.record.session != "a"])
-        return [OSError("no more room") if one.record.session == "a" else results.pop(0) for one in appends]
+    async def failing(commits: Sequence[Commit]) -> list[Appended]:
+        results = await append_many([commit for commit in commits if commit.record.session != "a"])
+        return [OSError("no more room") if commit.record.session == "a" else results.pop(0) for commit in commits]
 
     with monkeypatch.context() as patched:
         patched.setattr(started.store, "append_many", failing)

@@ -56,7 +56,7 @@ class Bench:
         """Creates a session, and appends the token 5. From now on the session's steps are processed in columns."""
         await self.store.create(SessionRecord(session, "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300)))
         created = present(self.store.get_cached(session))
-        record = await append(self.store, created, (5,), LastStep(0, of_tokens((5,)), None))
+        record = await append(self.store, created, (5,))
         assert record is not None
         with self.cache.lease() as slot:
             self.cache.put(session, CachedState(slot, record.revision, 0, 1), self.clock())
@@ -142,8 +142,7 @@ async def test_a_buffered_session_reads_as_if_each_token_had_been_appended(
             one.clock.now_s += seconds
         bench.step("a", token=token)
         before = await other.record("a")
-        step = LastStep(before.position, of_tokens((token,)), None)
-        assert await append(other.store, before, (token,), step) is not None
+        assert await append(other.store, before, (token,)) is not None
     began, expected = (await other.record("a")).revision - len(steps), await other.record("a")
     for one in (bench, other):
         one.clock.now_s += idle_s

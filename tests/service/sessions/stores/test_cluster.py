@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from tests.service.sessions.stores.append import append
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.redis_server import DURABLE, TIMEOUT_S, RedisServer, free_port, redis_server
-from tests.service.sessions.stores.test_redis import SNAPSHOT, STEP, begin, record
+from tests.service.sessions.stores.test_redis import SNAPSHOT, begin, record
 from wane.service.errors import Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
@@ -58,7 +58,7 @@ async def test_a_batch_of_many_sessions_is_one_round_trip_to_all_nodes(
     store = await make_store(f"redis+cluster://127.0.0.1:{nodes[0].port}", store_namespace="n", metrics=metrics)
     names = [str(index) for index in range(40)]
     begun = await asyncio.gather(*(begin(store, name) for name in names))
-    appended = await asyncio.gather(*(append(store, one, (5, 6), STEP, SNAPSHOT) for one in begun))
+    appended = await asyncio.gather(*(append(store, one, (5, 6), SNAPSHOT) for one in begun))
     assert all(appended)
     held = []
     for server in nodes:
@@ -67,7 +67,7 @@ async def test_a_batch_of_many_sessions_is_one_round_trip_to_all_nodes(
             await client.script_flush()
     assert all(held)
     assert held[0] | held[1] == {f"wane:n:{{{name}}}{end}" for name in names for end in ("", ":state")}
-    after = await asyncio.gather(*(append(store, one, (7,), STEP) for one in appended if one))
+    after = await asyncio.gather(*(append(store, one, (7,)) for one in appended if one))
     assert [one.position for one in after if one] == [3] * 40
     found = await store.get("7")
     assert found is not None

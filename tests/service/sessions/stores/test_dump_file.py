@@ -120,7 +120,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     for one in records():
         await store.create(one._replace(idle_s=0.0))
     begun = present(await store.get("a"))
-    appended = await append(store, begun, (5, 6), STEP)
+    appended = await append(store, begun, (5, 6))
     clock.now_s += 60
     await store.touch("a")
     clock.now_s += 41  # the session b~:.- has expired
@@ -135,7 +135,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     assert after.sessions.used_bytes == entry_bytes("a", len(found.tail.data))
     # The file is renamed, because its sessions now continue in this process.
     assert names(tmp_path) == ["sessions.read"]
-    assert await append(after, found, (7,), STEP)
+    assert await append(after, found, (7,))
 
 
 async def test_a_store_that_is_closed_while_opening_leaves_the_file_to_the_next_store(

@@ -9,10 +9,8 @@ from tests.service.sessions.stores.append import append, present
 from wane.service.errors import Overloaded
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.packed import EXPIRED_AT_ONCE, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, TokenHistory, digest, follows
+from wane.service.sessions.stores.store import LastStep, SessionRecord, TokenHistory, digest, follows, of_tokens
 from wane.service.types.common import Mode
-
-STEP = LastStep(0, b"hash", None)
 
 
 def make_store(session_history_tokens: int = 4, budget_bytes: int = 2**24) -> tuple[MemoryStore, Clock]:
@@ -24,9 +22,9 @@ def record(session: str = "s", model: str = "m") -> SessionRecord:
     return SessionRecord(session, model, "1", Mode.AUTO, 0, TokenHistory.start(0, 300))
 
 
-async def step(store: MemoryStore, session: str, tokens: tuple[int, ...], last: LastStep) -> SessionRecord | None:
+async def step(store: MemoryStore, session: str, tokens: tuple[int, ...]) -> SessionRecord | None:
     """Appends tokens to the store's current record of the session."""
-    return await append(store, await store.get(session) or record(session), tokens, last)
+    return await append(store, await store.get(session) or record(session), tokens)
 
 
 async def rewind(store: MemoryStore, session: str, position: int) -> SessionRecord | None:
@@ -39,10 +37,11 @@ async def test_an_append_changes_position_revision_history_and_last_step() -> No
     store, _ = make_store()
     assert await store.create(record())
     before = await store.get("s")
-    appended = await step(store, "s", (7, 8), STEP)
+    appended = await step(store, "s", (7, 8))
     assert before is not None
     assert appended is not None
-    assert (appended.position, appended.revision, appended.last) == (2, before.revision + 1, STEP)
+    last = LastStep(0, of_tokens((7, 8)), None)
+    assert (appended.position, appended.revision, appended.last) == (2, before.revision + 1, last)
     assert appended.tail.ids().tolist() == [0, 7, 8]
     assert await store.get("s") == appended
 
@@ -51,8 +50,8 @@ async def test_an_append_at_another_revision_has_no_effect() -> None:
     store, _ = make_store()
     await store.create(record())
     before = present(await store.get("s"))
-    assert await append(store, before._replace(revision=before.revision + 1), (7,), STEP) is None
-    assert await step(store, "t", (7,), STEP) is None
+    assert await append(store, before._replace(revision=before.revision + 1), (7,)) is None
+    assert await step(store, "t", (7,)) is None
     assert await store.get("s") == before
 
 
@@ -63,7 +62,7 @@ async def test_an_append_with_the_revision_of_a_deleted_session_has_no_effect_on
     await store.delete("s")
     await store.create(record(model="other")._replace(position=2, tail=deleted.tail.append((7, 8), 2, 4)))
     created = await store.get("s")
-    assert await append(store, deleted, (9,), STEP) is None
+    assert await append(store, deleted, (9,)) is None
     assert await store.get("s") == created
     await store.delete("s")
     assert store.sessions.used_bytes == 0
@@ -74,7 +73,7 @@ async def test_a_rewind_removes_tokens_and_the_last_step_and_changes_the_revisio
     await store.create(record())
     created = await store.get("s")
     for token in range(10, 16):
-        await step(store, "s", (token,), STEP)
+        await step(store, "s", (token,))
     full = await store.get("s")
     assert created is not None and full is not None
     assert follows(full.revision, created.revision)
@@ -104,7 +103,7 @@ async def test_a_session_idle_beyond_its_ttl_does_not_exist() -> None:
     assert found.idle_s == 10
     clock.now_s += 0.001
     assert await store.get("s") is None
-    assert await step(store, "s", (7,), STEP) is None
+    assert await step(store, "s", (7,)) is None
     assert await store.count("m") == 0
 
 
@@ -113,7 +112,7 @@ async def test_touch_append_and_rewind_reset_the_idle_time_but_reads_do_not() ->
     await store.create(record())
     changes: list[Callable[[], Awaitable[object]]] = [
         lambda: store.touch("s"),
-        lambda: step(store, "s", (7,), STEP),
+        lambda: step(store, "s", (7,)),
         lambda: rewind(store, "s", 0),
     ]
     for change in changes:
@@ -172,10 +171,10 @@ async def test_memory_is_counted_through_every_change_and_freed() -> None:
     names = [str(index) for index in range(200)]
     for name in names:
         await store.create(record(name))
-        await step(store, name, (7, 8), STEP)
+        await step(store, name, (7, 8))
     assert store.sessions.used_bytes == sum(entry_bytes(name, 6) for name in names)
     for name in names:
-        await step(store, name, (7, 8, 9), STEP)
+        await step(store, name, (7, 8, 9))
     assert store.sessions.used_bytes == sum(entry_bytes(name, 8) for name in names)
     for name in names:
         await rewind(store, name, 3)
@@ -197,9 +196,9 @@ async def test_sessions_over_the_budget_evict_the_session_that_is_idle_longest()
         clock.now_s += 1
         await store.create(record(name, model))
     await store.touch("a")  # now the session b has been idle longest
-    await step(store, "c", (1, 2, 3, 4), STEP)
+    await step(store, "c", (1, 2, 3, 4))
     assert ended == []
-    await step(store, "a", (1,), STEP)
+    await step(store, "a", (1,))
     assert ended == ["n"]
     assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
     assert [await store.count(model) for model in "mn"] == [2, 0]
@@ -213,7 +212,7 @@ async def test_one_call_removes_a_limited_number_of_expired_sessions() -> None:
         await store.create(record(name))
     clock.now_s += 11
     assert not any([await store.get(name) for name in names])
-    assert await step(store, names[-1], (7,), STEP) is None
+    assert await step(store, names[-1], (7,)) is None
     assert not await store.delete(names[0])
     assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
@@ -222,7 +221,7 @@ async def test_the_store_returns_the_model_and_vocabulary_of_a_session_until_it_
     store, clock = make_store()
     await store.create(record()._replace(vocabulary="v"))
     await store.create(record("t", "n")._replace(vocabulary="w"))
-    await step(store, "s", (7,), STEP)
+    await step(store, "s", (7,))
     assert [store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
     clock.now_s += 11
     assert store.kind("s") is None
@@ -231,7 +230,7 @@ async def test_the_store_returns_the_model_and_vocabulary_of_a_session_until_it_
 async def test_the_id_of_an_expired_session_is_free() -> None:
     store, clock = make_store()
     await store.create(record())
-    await step(store, "s", (7,), STEP)
+    await step(store, "s", (7,))
     clock.now_s += 11
     assert await store.create(record())
     found = present(await store.get("s"))

@@ -14,7 +14,7 @@ from tests.service.sessions.stores.append import append
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
 from tests.service.sessions.stores.test_memory import record as in_memory
-from tests.service.sessions.stores.test_redis import STEP, record
+from tests.service.sessions.stores.test_redis import record
 from wane.service.errors import QuotaExceeded
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.redis import REPLACE, RedisStore
@@ -95,7 +95,7 @@ async def test_expired_sessions_in_redis_free_the_quota_and_sessions_in_use_do_n
     while asyncio.get_running_loop().time() < ended:
         here = await store.get("alice/1")
         assert here is not None
-        assert await append(store, here, (7,), STEP) is not None
+        assert await append(store, here, (7,)) is not None
     assert await store.create(record("alice/3"), 3)
     assert await store.create(record("alice/4"), 3)
     with pytest.raises(QuotaExceeded):

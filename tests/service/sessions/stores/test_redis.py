@@ -22,13 +22,20 @@ from wane.service.errors import Overloaded, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
-from wane.service.sessions.stores.store import DamagedSession, LastStep, SessionRecord, Snapshot, TokenHistory, follows
+from wane.service.sessions.stores.store import (
+    DamagedSession,
+    LastStep,
+    SessionRecord,
+    Snapshot,
+    TokenHistory,
+    follows,
+    of_tokens,
+)
 from wane.service.types.common import Mode
 from wane.service.types.request import StepRequest
 
 pytestmark = pytest.mark.stack
 
-STEP = LastStep(0, b"tokens", b"key")
 SNAPSHOT = Snapshot(2, 0, b"maker", b"state")
 
 
@@ -54,8 +61,8 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_session_round_trips_and_its_changes_are_durable(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     before = await begin(store)
-    appended = present(await append(store, before, (7, 8), STEP))
-    assert (appended.position, appended.last, appended.durable) == (2, STEP, True)
+    appended = present(await append(store, before, (7, 8)))
+    assert (appended.position, appended.last, appended.durable) == (2, LastStep(0, of_tokens((7, 8)), None), True)
     assert appended.tail.ids().tolist() == [0, 7, 8]
     found = present(await store.get("s"))
     assert found._replace(idle_s=0.0) == appended
@@ -76,7 +83,7 @@ async def test_a_session_created_from_a_history_is_kept_and_continues(
         for index in range(4):
             position += 1
             grown = grown.append((20 + index,), position, 4)
-            found = await append(other, found, (20 + index,), STEP) or found
+            found = await append(other, found, (20 + index,)) or found
             here = present(await one.get(name))
             assert (here.position, here.tail) == (found.position, found.tail) == (position, grown)
 
@@ -86,7 +93,7 @@ async def test_a_new_session_does_not_get_the_state_of_an_earlier_session(
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    await append(store, here, (5, 6), STEP, SNAPSHOT)
+    await append(store, here, (5, 6), SNAPSHOT)
     async with Redis.from_url(common.url) as redis:
         await redis.delete(store.keys("s")[0])
     assert await store.create(record(position=9, tail=TokenHistory.start(0, 300).ending((7, 8), 9, 4)))
@@ -123,7 +130,7 @@ async def test_the_loser_of_two_concurrent_appends_has_the_winners_session(
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    results = await asyncio.gather(append(one, here, (7,), STEP), append(other, here, (8,), STEP))
+    results = await asyncio.gather(append(one, here, (7,)), append(other, here, (8,)))
     won = [result for result in results if result is not None]
     assert len(won) == 1
     assert one.get_cached("s") is not None
@@ -138,11 +145,11 @@ async def test_a_session_that_is_deleted_and_created_again_is_a_different_sessio
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    old = present(await append(one, here, (7,), STEP))
+    old = present(await append(one, here, (7,)))
     await other.delete("s")
     again = await begin(other)
-    assert await append(other, again, (8,), STEP)
-    assert await append(one, old, (9,), STEP) is None
+    assert await append(other, again, (8,))
+    assert await append(one, old, (9,)) is None
     recalled = present(one.get_cached("s"))
     assert recalled.tail.ids().tolist() == [0, 8]
     assert not follows(recalled.revision, old.revision)
@@ -154,7 +161,7 @@ async def test_an_append_to_a_deleted_session_fails_and_drops_the_session_from_t
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
     await other.delete("s")
-    assert await append(one, here, (7,), STEP) is None
+    assert await append(one, here, (7,)) is None
     assert one.get_cached("s") is None
 
 
@@ -163,7 +170,7 @@ async def test_a_revision_follows_an_earlier_revision_after_appends_but_not_afte
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    after = present(await append(store, here, (5, 6, 7), STEP))
+    after = present(await append(store, here, (5, 6, 7)))
     assert follows(after.revision, here.revision)
     assert await store.rewind("s", here.revision, 2) is None
     rewound = present(await store.rewind("s", after.revision, 2))
@@ -178,8 +185,8 @@ async def test_a_state_is_kept_until_the_session_is_rewound_to_before_the_state(
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    here = await append(store, here, (5, 6), STEP, SNAPSHOT) or here
-    here = await append(store, here, (7,), STEP) or here
+    here = await append(store, here, (5, 6), SNAPSHOT) or here
+    here = await append(store, here, (7,)) or here
     found = present(await store.get("s"))
     assert found.snapshot == SNAPSHOT
     here = await store.rewind("s", here.revision, 2) or here
@@ -199,7 +206,7 @@ async def test_an_idle_session_expires_and_a_session_in_use_does_not(
     # The time to live is so long that a delay of a minute does not affect this test.
     store = await make_store(common.url, session_ttl_s=30_000.0)
     here = await begin(store)
-    await append(store, here, (5, 6), STEP, SNAPSHOT)
+    await append(store, here, (5, 6), SNAPSHOT)
     keys = store.keys("s")
     async with Redis.from_url(common.url) as redis:
         for key in keys:
@@ -239,7 +246,7 @@ async def test_commits_of_one_event_loop_turn_are_one_round_trip(common: RedisSe
     store = await make_store(common.url, metrics=metrics)
     names = [str(index) for index in range(50)]
     begun = await asyncio.gather(*(begin(store, name) for name in names))
-    appended = await asyncio.gather(*(append(store, one, (7,), STEP) for one in begun))
+    appended = await asyncio.gather(*(append(store, one, (7,)) for one in begun))
     assert all(appended)
     count = metrics.registry.get_sample_value("wane_store_roundtrip_commands_count", {"store": "redis"})
     commands = metrics.registry.get_sample_value("wane_store_roundtrip_commands_sum", {"store": "redis"})
@@ -251,7 +258,7 @@ async def test_scripts_that_redis_has_lost_are_sent_again(common: RedisServer, m
     here = await begin(store)
     async with Redis.from_url(common.url) as redis:
         await redis.script_flush()
-        assert await append(store, here, (7,), STEP)
+        assert await append(store, here, (7,))
         assert await store.get("s") is not None
         await redis.script_flush()
         others = await asyncio.gather(*(begin(store, str(index)) for index in range(20)), store.get("s"))
@@ -262,10 +269,10 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     store = await make_store(server.url)
     here = await begin(store)
     for token in range(5, 25):
-        here = await append(store, here, (token,), STEP) or here
+        here = await append(store, here, (token,)) or here
     server.kill()
     with pytest.raises(Unavailable, match="cannot be reached"):
-        await append(store, here, (99,), STEP)
+        await append(store, here, (99,))
     assert not store.standing.reachable
     with pytest.raises(Unavailable):
         await store.get("s")
@@ -274,7 +281,7 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     found = present(await store.get("s"))
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
     # The restarted Redis does not have the store's script, so the store must send the script again.
-    after = present(await append(store, here, (25,), STEP))
+    after = present(await append(store, here, (25,)))
     assert after.position == 21
 
 
@@ -283,7 +290,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
 ) -> None:
     store = await make_store(server.url)
     here = await begin(store)
-    here = await append(store, here, (5,), STEP) or here
+    here = await append(store, here, (5,)) or here
     run = await last_save(server)
     # Restarts Redis until the time that `last_save` returns changes. Redis reports this time in whole seconds, so a
     # quick restart may not change it.
@@ -291,9 +298,9 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
         server.kill()
         server.start()
     await until(lambda: store.standing.reachable)
-    after = present(await append(store, here, (6,), STEP))
+    after = present(await append(store, here, (6,)))
     assert not follows(after.revision, here.revision)
-    later = present(await append(store, after, (7,), STEP))
+    later = present(await append(store, after, (7,)))
     assert follows(later.revision, after.revision)
     found = present(await store.get("s"))
     assert found.revision == later.revision
@@ -310,9 +317,9 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         store = await make_store(f"redis://127.0.0.1:{between.port}/0")
         direct = await make_store(server.url)
         here = await begin(store)
-        here = await append(store, here, (5,), STEP) or here  # after this append Redis has the store's script
+        here = await append(store, here, (5,)) or here  # after this append Redis has the store's script
         between.hold_answers()
-        appending = asyncio.create_task(append(store, here, (7,), STEP))
+        appending = asyncio.create_task(append(store, here, (7,)))
 
         async def arrived() -> bool:
             found = await direct.get("s")
@@ -338,14 +345,14 @@ async def test_a_cut_network_is_detected_and_then_commands_fail_immediately(
         here = await begin(store)
         between.sever()
         with pytest.raises(Unavailable):
-            await append(store, here, (7,), STEP)
+            await append(store, here, (7,))
         assert not store.standing.reachable
         with pytest.raises(Unavailable):  # fails immediately, because the store sends nothing
-            await append(store, here, (7,), STEP)
+            await append(store, here, (7,))
         await store.touch("s")  # a touch raises no error if Redis is unreachable
         between.mend()
         await until(lambda: store.standing.reachable)
-        assert await append(store, here, (7,), STEP)
+        assert await append(store, here, (7,))
 
 
 async def test_a_new_primary_is_used_although_the_earlier_one_keeps_its_connections(
@@ -373,7 +380,7 @@ async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: M
     here = await begin(store)
     server.pause()
     with pytest.raises(Unavailable):
-        await append(store, here, (7,), STEP)
+        await append(store, here, (7,))
     server.resume()
     await until(lambda: store.standing.reachable)
     found = present(await store.get("s"))
@@ -426,7 +433,7 @@ async def test_connections_that_were_closed_while_idle_are_replaced(common: Redi
     assert len(store.trips._idle) == 2
     async with Redis.from_url(common.url) as redis:
         await redis.client_kill_filter(_type="normal")
-    assert await append(store, here, (7,), STEP)
+    assert await append(store, here, (7,))
     assert store.standing.reachable
 
 
@@ -436,10 +443,10 @@ async def test_a_full_redis_rejects_but_is_reachable(server: RedisServer, make_s
     async with Redis.from_url(server.url) as redis:
         await redis.config_set("maxmemory", 1)
         with pytest.raises(Overloaded, match="full"):
-            await append(store, here, (7,), STEP)
+            await append(store, here, (7,))
         await redis.config_set("maxmemory", 0)
     assert store.standing.reachable
-    assert await append(store, here, (7,), STEP)
+    assert await append(store, here, (7,))
 
 
 async def test_a_session_written_by_another_version_is_not_changed(common: RedisServer, make_store: MakeStore) -> None:
@@ -460,13 +467,13 @@ async def test_the_store_is_read_before_a_step_if_other_replicas_also_step_its_s
     assert one.get_cached("s", to_step=True) is not None
     for _ in range(20):
         found = present(await other.get("s"))
-        await append(other, found, (7,), STEP)
-        await append(one, here, (8,), STEP)  # fails, because the other replica has appended first
+        await append(other, found, (7,))
+        await append(one, here, (8,))  # fails, because the other replica has appended first
         here = one.get_cached("s") or here
     assert one.get_cached("s", to_step=True) is None
     assert one.get_cached("s") is not None
     for _ in range(40):
-        here = await append(one, here, (8,), STEP) or await one.get("s") or here
+        here = await append(one, here, (8,)) or await one.get("s") or here
     assert one.get_cached("s", to_step=True) is not None
 
 
@@ -476,7 +483,7 @@ async def test_an_append_sent_twice_has_an_unknown_outcome_if_a_later_append_was
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     begun = await begin(one)
-    here = present(await append(one, begun, (4,), STEP))
+    here = present(await append(one, begun, (4,)))
     send = one.trips.send
 
     async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
@@ -484,12 +491,12 @@ async def test_an_append_sent_twice_has_an_unknown_outcome_if_a_later_append_was
         if carried_out:
             await send(commands)
         there = present(await other.get("s"))
-        assert await append(other, there, (9,), STEP)
+        assert await append(other, there, (9,))
         raise ConnectionError("gone")
 
     monkeypatch.setattr(one.trips, "send", cut_off)
     with pytest.raises(Unavailable, match="may have made the change"):
-        await append(one, here, (5,), STEP)
+        await append(one, here, (5,))
     assert one.standing.reachable
     found = present(await one.get("s"))
     assert found.tail.ids().tolist() == ([0, 4, 5, 9] if carried_out else [0, 4, 9])
