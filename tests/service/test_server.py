@@ -168,15 +168,6 @@ def test_an_invalid_setting_ends_the_process_with_its_name(
     assert message.startswith("error: ") and variable in message
 
 
-@pytest.mark.parametrize("arguments", [["--woorkers", "2"], ["--prot", "80"], ["sevre"]], ids=" ".join)
-def test_an_unknown_option_ends_the_process_with_its_name(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["serve", *arguments])
-    assert arguments[0] in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("settings", "named"), [({"WANE_BUNDLES": "/nowhere"}, "/nowhere"), ({"WANE_DEFAULT_MODEL": "gpt"}, "'gpt'")]
 )
