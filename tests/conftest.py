@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -67,6 +68,8 @@ LEFT_OUT = (
     "tests, wheel, and all tests that need torch"
 )
 MAX_WORKER_BYTES = {"quick": 5 * 2**28, "rest": 2**31, "all": 2**31}
+SLOW = re.compile(r"\bmark\.(slow|stack)\b")
+"""Matches the text of a file in which a test has the mark `slow` or `stack`."""
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
 
@@ -101,9 +104,13 @@ class NoTorch(MetaPathFinder):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Does not import the files that the group `quick` leaves out, because importing them takes time."""
-    quick = config.getoption("group") == "quick"
-    return True if quick and collection_path.is_file() and is_rest(collection_path) else None
+    """Does not import the files of which the group has no test, because importing them takes time and memory."""
+    group = config.getoption("group")
+    if group == "all" or not collection_path.name.startswith("test_"):
+        return None
+    if group == "quick":
+        return True if is_rest(collection_path) else None
+    return None if is_rest(collection_path) or SLOW.search(collection_path.read_text(encoding="utf-8")) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
