@@ -43,6 +43,9 @@ def test_no_name_in_the_plot_covers_another_name_or_a_spread(tmp_path: Path, mon
 @pytest.mark.slow
 def test_the_command_measures_the_bundles_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped bundle takes the place of a trained family, and a small corpus that of WikiText-2."""
+    small = (families.EXPERIMENTS / "gru.toml").read_text(encoding="utf-8").replace("batch = 32", "batch = 2")
+    (tmp_path / "gru.toml").write_text(small, encoding="utf-8")
+    monkeypatch.setattr(families, "EXPERIMENTS", tmp_path)
     monkeypatch.setattr(families, "TRAINED_STEPS", 1)
     monkeypatch.setattr(families, "load_corpus", lambda config: text_corpus(2000))
     monkeypatch.setattr(families, "read_stream", lambda *arguments: np.arange(200) % 97)

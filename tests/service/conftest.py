@@ -128,7 +128,7 @@ async def server(
 
 @pytest.fixture(scope="module", autouse=True)
 def close_bundles() -> Iterator[None]:
-    """Drops the shipped models at the end of each file, because all of them together need 230 MiB."""
+    """Drops the shipped models at the end of each file."""
     yield
     opened.cache_clear()
 

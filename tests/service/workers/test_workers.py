@@ -26,8 +26,11 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from tests.service.live_server import BUNDLE, LiveServer, live_server, run
+from tests.service.versions import put
 from wane.arguments import FAILED
+from wane.cli import main
 from wane.service.auth.keys import digest
+from wane.service.workers import supervisor
 from wane.service.workers.placement import worker_of
 
 WORKERS = 2
@@ -637,25 +640,27 @@ def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions(fragi
 
 
 def test_a_worker_that_starts_again_serves_the_models_that_the_others_serve(tmp_path: Path) -> None:
-    for name in ("rnn-stable", "gated-stable"):
-        shutil.copytree(Path(BUNDLE).with_name(name), tmp_path / name)
-    with live_server("--workers", str(WORKERS), "--bundles", str(tmp_path)) as running:
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    for name in ("one", "other"):
+        put(folder, "1", name=name)
+    with live_server("--workers", str(WORKERS), "--bundles", str(folder)) as running:
         with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
 
             def served() -> set[tuple[str, ...]]:
                 answers = [http.get("/v1/models") for _ in range(24)]  # of both workers, by chance
                 return {tuple(sorted(model["id"] for model in answer.json()["data"])) for answer in answers}
 
-            http.post("/v2/repository/models/rnn-stable/unload").raise_for_status()
+            http.post("/v2/repository/models/other/unload").raise_for_status()
             kill(running, 1)
-            assert served() == {("gated-stable",)}
-            http.post("/v2/repository/models/gated-stable/unload").raise_for_status()
+            assert served() == {("one",)}
+            http.post("/v2/repository/models/one/unload").raise_for_status()
             kill(running, 1)
             assert served() == {()}
-            for name in ("gated-stable", "rnn-stable"):
+            for name in ("one", "other"):
                 http.post(f"/v2/repository/models/{name}/load").raise_for_status()
             kill(running, 1)
-            assert served() == {("gated-stable", "rnn-stable")}
+            assert served() == {("one", "other")}
         assert running.stop() == 0
 
 
@@ -715,20 +720,19 @@ async def test_a_drain_finishes_the_steps_in_flight() -> None:
         assert await asyncio.to_thread(running.process.wait, 30) == 0
 
 
-def test_a_busy_port_and_a_wrong_number_are_errors() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+def test_a_busy_port_and_a_wrong_number_are_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "run", lambda *_: pytest.fail("the workers were started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         refused: Sequence[tuple[Sequence[str], str]] = (
-            (("--workers", "2", "--port", port), "cannot listen on"),
+            (("--workers", "2", "--port", str(taken.getsockname()[1])), "cannot listen on"),
             (("--workers", "0"), "--workers"),
             (("--workers", "many"), "--workers"),
         )
         for options, said in refused:
-            ended = run("serve", *options)
-            assert ended.returncode != 0
-            assert said in ended.stderr
+            assert main(["serve", *options]) == FAILED
+            assert said in capsys.readouterr().err
 
 
 def test_workers_that_cannot_start_end_the_server(tmp_path: Path) -> None:
