@@ -100,7 +100,7 @@ def is_enough(steps: Sequence[Steps]) -> bool:
 
 
 class Kept(NamedTuple):
-    """What a test compares of an answer. A list of all tokens would take 400 KiB as the client's objects."""
+    """What a test compares of an answer. Hundreds of answers that list all tokens would need much memory."""
 
     position: int | None
     bound: float | None

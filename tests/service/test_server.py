@@ -169,7 +169,8 @@ def test_an_invalid_setting_ends_the_process_with_its_name(
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"), [({"WANE_BUNDLES": "/nowhere"}, "/nowhere"), ({"WANE_DEFAULT_MODEL": "gpt"}, "'gpt'")]
+    ("settings", "named"),
+    [({"WANE_BUNDLES": "/nowhere"}, "/nowhere"), ({"WANE_BUNDLES": BUNDLE, "WANE_DEFAULT_MODEL": "gpt"}, "'gpt'")],
 )
 def test_missing_models_end_the_process_with_a_message(settings: dict[str, str], named: str) -> None:
     assert_ends_with_message(run("serve", "--port", "0", env=environment(**settings)), named)
