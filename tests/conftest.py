@@ -70,6 +70,8 @@ LEFT_OUT = (
 MAX_WORKER_BYTES = {"quick": 5 * 2**28, "rest": 2**31, "all": 2**31}
 SLOW = re.compile(r"\bmark\.(slow|stack)\b")
 """Matches the text of a file in which a test has the mark `slow` or `stack`."""
+LONG = [HERE / "service" / name for name in ("workers/test_workers.py", "test_server.py", "test_conformance.py")]
+"""The files of the group `quick` that take longest. By their names, they would start last."""
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
 
@@ -114,8 +116,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Removes tests of other groups. Moves the files with slow tests to the front, because a slow file that starts last
-    would still run after all other tests have ended."""
+    """Removes tests of other groups. Moves long files to the front, because a long file that starts last would still
+    run after all other tests have ended."""
     for item in items:
         if is_slow(item) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
@@ -126,8 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen[(is_rest(item.path) or is_slow(item)) == (group == "rest")].append(item)
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    long = {item.path for item in items if item.get_closest_marker("slow")} | {*LONG}
+    items.sort(key=lambda item: item.path not in long)
 
 
 STEP_BYTES = 32 * 2**20
