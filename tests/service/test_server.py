@@ -35,7 +35,8 @@ from tests.service.live_server import (
     starting_server,
 )
 from tests.service.problems import assert_problem
-from tests.service.shipped import FOLDER, PATHS
+from tests.service.shipped import PATHS
+from tests.service.versions import put
 from wane.cli import main
 from wane.service.app import Application
 from wane.service.server import configured, say_ready
@@ -321,22 +322,23 @@ def test_the_line_for_a_terminal_is_one_write(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_a_corrupt_bundle_that_is_required_stops_the_server(tmp_path: Path) -> None:
-    for name in ("gated-stable", "lstm"):
-        shutil.copytree(FOLDER / name, tmp_path / name)
-    named = flip_a_byte(tmp_path / "gated-stable")
-    chosen = ("--bundles", str(tmp_path), "--default-model", "lstm", "--session-file", str(tmp_path / "sessions"))
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    put(folder, "1", name="whole")
+    named = flip_a_byte(put(folder, "1", name="corrupt"))
+    chosen = ("--bundles", str(folder), "--default-model", "whole", "--session-file", str(tmp_path / "sessions"))
     with live_server(*chosen) as server:
         assert httpx.post(f"{server.url}/v1/sessions", json={"session": "kept"}).status_code == 201
         ready = httpx.get(f"{server.url}/readyz")
-        assert (ready.status_code, [model["model"] for model in ready.json()["models"]]) == (200, ["lstm"])
+        assert (ready.status_code, [model["model"] for model in ready.json()["models"]]) == (200, ["whole"])
         (failed,) = ready.json()["failed"]
-        assert failed["model"] == "gated-stable" and f"gated-stable/{named}: SHA-256 differs" in failed["reason"]
-        assert httpx.get(f"{server.url}/v2/models/lstm/ready").status_code == 200
-        unknown = httpx.get(f"{server.url}/v2/models/gated-stable/ready")
+        assert failed["model"] == "corrupt" and f"corrupt/{named}: SHA-256 differs" in failed["reason"]
+        assert httpx.get(f"{server.url}/v2/models/whole/ready").status_code == 200
+        unknown = httpx.get(f"{server.url}/v2/models/corrupt/ready")
         assert unknown.status_code == 404 and named in unknown.json()["error"]
         assert any(named in line and '"warning"' in line for line in server.said)
         assert server.stop() == 0
-    for arguments in (["--default-model", "gated-stable"], ["--require-all"]):
+    for arguments in (["--default-model", "corrupt"], ["--require-all"]):
         assert_ends_with_message(run("serve", "--port", "0", *chosen, *arguments), named)
     with live_server(*chosen) as server:
         assert httpx.get(f"{server.url}/v1/sessions/kept").status_code == 200
