@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -67,6 +68,10 @@ LEFT_OUT = (
     "tests, wheel, and all tests that need torch"
 )
 MAX_WORKER_BYTES = {"quick": 5 * 2**28, "rest": 2**31, "all": 2**31}
+SLOW = re.compile(r"\bmark\.(slow|stack)\b")
+"""Matches the text of a file in which a test has the mark `slow` or `stack`."""
+LONG = [HERE / "service" / name for name in ("workers/test_workers.py", "test_server.py", "test_conformance.py")]
+"""The files of the group `quick` that take longest. By their names, they would start last."""
 SLOW_S = 900
 """The time limit of a test with the mark `slow` or `stack`. pyproject.toml has the limit of other tests."""
 
@@ -101,14 +106,18 @@ class NoTorch(MetaPathFinder):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Does not import the files that the group `quick` leaves out, because importing them takes time."""
-    quick = config.getoption("group") == "quick"
-    return True if quick and collection_path.is_file() and is_rest(collection_path) else None
+    """Does not import the files of which the group has no test, because importing them takes time and memory."""
+    group = config.getoption("group")
+    if group == "all" or not collection_path.name.startswith("test_"):
+        return None
+    if group == "quick":
+        return True if is_rest(collection_path) else None
+    return None if is_rest(collection_path) or SLOW.search(collection_path.read_text(encoding="utf-8")) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Removes tests of other groups. Moves the files with slow tests to the front, because a slow file that starts last
-    would still run after all other tests have ended."""
+    """Removes tests of other groups. Moves long files to the front, because a long file that starts last would still
+    run after all other tests have ended."""
     for item in items:
         if is_slow(item) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
@@ -119,8 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen[(is_rest(item.path) or is_slow(item)) == (group == "rest")].append(item)
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    long = {item.path for item in items if item.get_closest_marker("slow")} | {*LONG}
+    items.sort(key=lambda item: item.path not in long)
 
 
 STEP_BYTES = 32 * 2**20

@@ -57,15 +57,6 @@ async def client(app: Application, registry: FakeRegistry) -> AsyncIterator[http
         yield client
 
 
-@pytest.fixture
-async def loading() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application with a real registry, which has not started to load its models."""
-    settings, metrics = Settings(), Metrics()
-    app = create_app(settings, ModelRegistry(settings, metrics), metrics, on_load_failure=never)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
-        yield client
-
-
 class SocketServer(DrainingServer):
     """A server of the application with the fake engine. The server runs in the test's event loop."""
 
@@ -137,7 +128,7 @@ async def server(
 
 @pytest.fixture(scope="module", autouse=True)
 def close_bundles() -> Iterator[None]:
-    """Drops the shipped models at the end of each file, because all of them together need 230 MiB."""
+    """Drops the shipped models at the end of each file."""
     yield
     opened.cache_clear()
 

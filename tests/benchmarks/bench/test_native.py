@@ -6,14 +6,18 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 
-def test_the_operator_s_states_and_log_probabilities_match_the_oracle(tmp_path: Path) -> None:
+def test_the_operator_s_states_and_log_probabilities_match_the_oracle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from benchmarks.bench import lstm256
     from benchmarks.bench.native import NativeLstm
     from wane.models.bundle import Bundle
     from wane.models.reference import Reference
 
+    monkeypatch.setattr(lstm256, "SAMPLE_TOKENS", 64)
     lstm256.export(tmp_path)
     bundle = Bundle.read(tmp_path / lstm256.NAME)
     tokens = np.random.default_rng(1).integers(256, size=41)

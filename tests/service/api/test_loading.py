@@ -12,6 +12,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from tests.service.api.test_problem import CATALOG_ROUTES
 from tests.service.conftest import SocketServer, never
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.problems import assert_members, assert_problem
@@ -22,28 +23,14 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 STEPS = {"steps": [{"session": "a", "tokens": [1]}, {"session": "b", "tokens": [1]}]}
-REQUESTS = [
-    ("POST", "/v1/predict", {"tokens": [1]}),
-    ("POST", "/v1/predict", {"session": "s"}),
-    ("POST", "/v1/compare", {"tokens": [1]}),
-    ("POST", "/v1/score", {"tokens": [1]}),
-    ("POST", "/v1/generate", {"tokens": [1]}),
-    ("POST", "/v1/sessions", {}),
-    ("GET", "/v1/sessions/s", None),
-    ("DELETE", "/v1/sessions/s", None),
-    ("POST", "/v1/sessions/s/tokens", {"tokens": [1]}),
-    ("POST", "/v1/sessions/s/rewind", {"position": 0}),
-    ("POST", "/v1/sessions/tokens", STEPS),
-    ("GET", "/v1/models/fake", None),
-    ("GET", "/v1/models", None),
-    ("GET", "/v1/report", None),
-]
-each_request = pytest.mark.parametrize(("method", "path", "body"), REQUESTS, ids=str)
 SOON = {"x-request-timeout-ms": "1"}
 KEY = "alice-0123456789abcdefgh"
 
 
-@each_request
+# The fake engine has no answer to continuations.
+@pytest.mark.parametrize(
+    ("method", "path", "body"), [route for route in CATALOG_ROUTES if "continuations" not in route[1]], ids=str
+)
 async def test_a_request_is_answered_once_the_model_is_loaded(
     client: httpx.AsyncClient, registry: FakeRegistry, method: str, path: str, body: object
 ) -> None:
@@ -55,7 +42,7 @@ async def test_a_request_is_answered_once_the_model_is_loaded(
     assert (await asking).is_success
 
 
-@each_request
+@pytest.mark.parametrize(("method", "path", "body"), CATALOG_ROUTES, ids=str)
 async def test_a_request_that_waits_past_its_deadline_is_answered_504(
     client: httpx.AsyncClient, registry: FakeRegistry, method: str, path: str, body: object
 ) -> None:
@@ -109,7 +96,7 @@ async def test_a_request_without_a_key_does_not_wait() -> None:
     registry.begin_loading()
     app = create_app(settings, cast(ModelRegistry, registry), Metrics(), on_load_failure=never)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
-        for method, path, body in REQUESTS:
+        for method, path, body in CATALOG_ROUTES:
             response = await client.request(method, path, json=body)
             assert response.status_code == 401, path
         assert (await client.get("/v2/models/fake/ready")).status_code == 401

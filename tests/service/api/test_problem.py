@@ -85,32 +85,22 @@ def named(case: tuple[str, str, object]) -> str:
     return f"{method} {path} {json.dumps(body)}"
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda case: case[2])
-@pytest.mark.parametrize("route", ENGINE_ROUTES, ids=named)
-async def test_errors_of_the_engine_have_one_shape(
+@pytest.mark.parametrize(
+    ("route", "of", "failure"),
+    [(route, "engine", failure) for route in ENGINE_ROUTES for failure in FAILURES]
+    + [(route, "registry", failure) for route in CATALOG_ROUTES for failure in (FAILURES[11], FAILURES[15])],
+    ids=lambda case: case if isinstance(case, str) else case[2] if isinstance(case[0], Exception) else named(case),
+)
+async def test_errors_of_the_engine_and_of_the_registry_have_one_shape(
     client: httpx.AsyncClient,
     registry: FakeRegistry,
     route: tuple[str, str, object],
+    of: str,
     failure: tuple[Exception, int, str],
 ) -> None:
     method, path, body = route
     error, status, code = failure
-    registry.engine.failure = error
-    document = assert_problem(await client.request(method, path, json=body), status, code)
-    assert "secret" not in str(document)
-
-
-@pytest.mark.parametrize("failure", [FAILURES[11], FAILURES[15]], ids=lambda case: case[2])
-@pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
-async def test_errors_of_the_registry_have_one_shape(
-    client: httpx.AsyncClient,
-    registry: FakeRegistry,
-    route: tuple[str, str, object],
-    failure: tuple[Exception, int, str],
-) -> None:
-    method, path, body = route
-    error, status, code = failure
-    registry.failure = error
+    (registry.engine if of == "engine" else registry).failure = error
     document = assert_problem(await client.request(method, path, json=body), status, code)
     assert "secret" not in str(document)
 
@@ -202,23 +192,6 @@ async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient
     registry.engine.failure = Overloaded("full", retry_after_s=2.1)
     response = await client.post("/v1/predict", json={"tokens": [1]})
     assert response.headers["retry-after"] == "3"
-
-
-@pytest.mark.parametrize("case", CATALOG_ROUTES, ids=named)
-async def test_a_request_waits_for_its_model_until_its_deadline(
-    loading: httpx.AsyncClient, case: tuple[str, str, object]
-) -> None:
-    method, path, body = case
-    response = await loading.request(method, path, json=body, headers={"x-request-timeout-ms": "1"})
-    assert "loading" in assert_problem(response, 504, "deadline_exceeded")["detail"]
-
-
-async def test_the_device_is_null_while_the_models_load(loading: httpx.AsyncClient) -> None:
-    response = await loading.get("/readyz")
-    assert (response.status_code, response.json()) == (
-        503,
-        {"ready": False, "status": "loading", "device": None, "models": [], "loading": [], "failed": [], "store": None},
-    )
 
 
 async def test_an_unexpected_failure_is_logged_with_its_traceback_and_request_id(

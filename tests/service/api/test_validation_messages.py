@@ -21,6 +21,9 @@ LONG = "x" * 65
 SAID: list[tuple[str, Any, str]] = [
     (PREDICT, {"": 1}, "'': there is no such field"),
     (PREDICT, {" ": 1}, "' ': there is no such field"),
+    (PREDICT, {"str": 1}, "str: there is no such field"),
+    (PREDICT, {"list[int]": 1}, "list[int]: there is no such field"),
+    (GENERATE, {"temprature": 1}, "temprature: there is no such field; did you mean `temperature`?"),
     (PREDICT, {"a\nb": 1}, "'a\\nb': there is no such field"),
     # msgspec's messages end in a path, which these names imitate.
     (PREDICT, {".0": 1}, ".0: there is no such field"),

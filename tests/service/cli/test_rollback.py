@@ -100,7 +100,8 @@ async def test_a_server_rolls_back_and_forward_under_a_live_session(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
-    settings = Settings(bundles=folder, device="cpu", max_batch_size=4, model_poll_interval_s=0.01, default_model=MODEL)
+    shutil.rmtree(folder / "other")
+    settings = Settings(bundles=folder, device="cpu", max_batch_size=4, model_poll_interval_s=0.01)
     registry = ModelRegistry(settings, Metrics())
     await registry.load()
     await registry.get().create_session("s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,17 @@ from wane.service.types.text import GeneratedToken
 STREAMED = 1000
 
 
-@pytest.fixture(params=PATHS, ids=[path.name for path in PATHS])
-async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+@pytest.fixture(scope="module", params=PATHS, ids=[path.name for path in PATHS])
+def path(request: pytest.FixtureRequest) -> Path:
+    """The path of a shipped model. The scope makes pytest run all tests with one model before those with the next."""
+    path: Path = request.param
+    return path
+
+
+@pytest.fixture
+async def engine(path: Path) -> AsyncIterator[Engine]:
     """An engine that serves one shipped model, after the engine's warm-up."""
-    bundle, runner = opened(request.param)
+    bundle, runner = opened(path)
     settings = Settings(max_batch_size=8)
     history = max(settings.session_history_tokens, bundle.manifest.history_tokens)  # enough for the model's cache
     store = MemoryStore(history, settings.session_ttl_s, settings.session_budget_bytes)
@@ -86,10 +94,7 @@ async def test_stepping_a_thousand_tokens_agrees_with_scoring_them(engine: Engin
     assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
 
 
-async def test_a_truncated_sequence_runs_exactly_its_own_tokens(
-    engine: Engine,
-) -> None:
-    (path,) = (path for path in PATHS if path.name == engine.name)
+async def test_a_truncated_sequence_runs_exactly_its_own_tokens(path: Path, engine: Engine) -> None:
     bundle, _ = opened(path)
     oracle = Reference(bundle.manifest.architecture, bundle.weights())
     tokens = some_tokens(engine, 12)

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import weakref
 from collections.abc import AsyncIterator, Callable
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -76,10 +76,9 @@ on_cuda = pytest.mark.skipif(not has_gpu(), reason="no GPU, or this onnxruntime 
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
 
 
-@cache
+@lru_cache(maxsize=2)
 def on_device(path: Path, device: Device = "cpu") -> tuple[Bundle, DeviceRunner]:
-    """Returns a bundle and its runner, with padded batches. All tests share one copy of the bundle and of the runner
-    for each device."""
+    """Returns a bundle and its runner, with padded batches. Tests share them."""
     bundle = opened(path)[0]
     return bundle, DeviceRunner(bundle, device, threads=1)
 

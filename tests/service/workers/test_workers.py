@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from select import select
@@ -26,8 +26,11 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from tests.service.live_server import BUNDLE, LiveServer, live_server, run
+from tests.service.versions import put
 from wane.arguments import FAILED
+from wane.cli import main
 from wane.service.auth.keys import digest
+from wane.service.workers import supervisor
 from wane.service.workers.placement import worker_of
 
 WORKERS = 2
@@ -44,6 +47,31 @@ def server() -> Iterator[LiveServer]:
 def alone() -> Iterator[LiveServer]:
     """A server with one process."""
     with live_server("--bundles", BUNDLE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def started_again() -> Iterator[LiveServer]:
+    """A server of which tests kill workers. It must end with the status 0 all the same."""
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture
+def fragile(started_again: LiveServer) -> LiveServer:
+    """The server `started_again`, whose workers are all ready."""
+    until_ready(started_again)
+    return started_again
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with the keys `one`, which has no limits, and `few`, `slow` and `large`."""
+    limits = {"one": "", "few": "sessions=5", "slow": "rate=0.01 burst=6", "large": "rate=0.01 burst=4"}
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("".join(f"{key}:sha256:{digest(key.encode()).hex()} {of}\n" for key, of in limits.items()))
+    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
         yield running
 
 
@@ -331,33 +359,30 @@ def test_a_plain_step_of_another_worker_fails_counts_and_logs_like_an_own_one() 
     assert 'route="/v1/sessions/{session}/tokens",status="409"} 48.0' in counted
 
 
-def test_a_plain_step_whose_worker_ends_is_answered_and_may_have_been_made(http: httpx.Client) -> None:
-    del http
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        name = of_worker(1, "ends")
-        pid = workers_of(running)[1]
-        with httpx.Client(base_url=running.url, timeout=30) as http:
-            http.post("/v1/sessions", json={"session": name}).raise_for_status()
-        os.kill(pid, signal.SIGSTOP)
-        host, port = running.url.removeprefix("http://").split(":")
-        head = f"POST /v1/sessions/{name}/tokens HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n"
-        clients = [socket.create_connection((host, int(port)), timeout=30) for _ in range(12)]
-        for client in clients:
-            client.sendall(head.encode() + b'{"tokens": [5]}')
-        until_answered(running)
-        os.kill(pid, signal.SIGKILL)
-        running.read_until("worker 1 has ended with status -9, and is started again")
-        answers: list[bytes] = []
-        while clients and not any(b"may have made the step" in answer for answer in answers):
-            for client in select(clients, [], [], 60)[0]:  # some wait until the killed worker is back
-                clients.remove(client)
-                with client, suppress(ConnectionError):
-                    answers.append(client.recv(2000))
-        told = [answer for answer in answers if b"may have made the step" in answer]
-        assert told and all(answer.startswith(b"HTTP/1.1 503") for answer in told), answers
-        for client in clients:
-            client.close()
-        assert running.stop() == 0
+def test_a_plain_step_whose_worker_ends_is_answered_and_may_have_been_made(fragile: LiveServer) -> None:
+    name = of_worker(1, "ends")
+    pid = workers_of(fragile)[1]
+    with httpx.Client(base_url=fragile.url, timeout=30) as http:
+        http.post("/v1/sessions", json={"session": name}).raise_for_status()
+    os.kill(pid, signal.SIGSTOP)
+    host, port = fragile.url.removeprefix("http://").split(":")
+    head = f"POST /v1/sessions/{name}/tokens HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n"
+    clients = [socket.create_connection((host, int(port)), timeout=30) for _ in range(12)]
+    for client in clients:
+        client.sendall(head.encode() + b'{"tokens": [5]}')
+    until_answered(fragile)
+    os.kill(pid, signal.SIGKILL)
+    fragile.read_until("worker 1 has ended with status -9, and is started again")
+    answers: list[bytes] = []
+    while clients and not any(b"may have made the step" in answer for answer in answers):
+        for client in select(clients, [], [], 60)[0]:  # some wait until the killed worker is back
+            clients.remove(client)
+            with client, suppress(ConnectionError):
+                answers.append(client.recv(2000))
+    told = [answer for answer in answers if b"may have made the step" in answer]
+    assert told and all(answer.startswith(b"HTTP/1.1 503") for answer in told), answers
+    for client in clients:
+        client.close()
 
 
 def test_sequences_of_the_open_inference_protocol_keep_their_worker(http: httpx.Client) -> None:
@@ -423,7 +448,7 @@ def test_a_client_that_leaves_does_not_disturb_the_others(server: LiveServer, ht
         assert answer.json()["position"] == 1
 
 
-def test_web_sockets_of_a_killed_worker_are_closed() -> None:
+def test_web_sockets_of_a_killed_worker_are_closed(fragile: LiveServer) -> None:
     """Those that another worker accepted get the code 1012, those of the killed worker itself end without a code."""
     count = 16
 
@@ -453,9 +478,8 @@ def test_web_sockets_of_a_killed_worker_are_closed() -> None:
         os.kill(process, signal.SIGKILL)
         return set(await asyncio.gather(*early)), set(await asyncio.gather(*late))
 
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        httpx.post(f"{running.url}/v1/sessions", json={"session": of_worker(1)}).raise_for_status()
-        early, late = asyncio.run(killed(running, workers_of(running)[1]))
+    httpx.post(f"{fragile.url}/v1/sessions", json={"session": of_worker(1)}).raise_for_status()
+    early, late = asyncio.run(killed(fragile, workers_of(fragile)[1]))
     assert early == {CloseCode.SERVICE_RESTART, CloseCode.ABNORMAL_CLOSURE}
     assert CloseCode.SERVICE_RESTART in late
 
@@ -497,24 +521,16 @@ def test_a_model_is_loaded_and_unloaded_in_all_workers(http: httpx.Client) -> No
     assert {http.post("/v1/predict", json={"tokens": [5]}).status_code for _ in range(8)} == {httpx.codes.OK}
 
 
-def test_the_limits_of_a_key_hold_for_all_workers_together(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    few, slow, large = ("few", "sessions=5"), ("slow", "rate=0.01 burst=6"), ("large", "rate=0.01 burst=4")
-    keys.write_text(
-        "".join(f"{name}:sha256:{digest(name.encode()).hex()} {limits}\n" for name, limits in (few, slow, large))
-    )
-    with (
-        live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running,
-        httpx.Client(base_url=running.url) as http,
-    ):
+def test_the_limits_of_a_key_hold_for_all_workers_together(keyed: LiveServer) -> None:
+    with httpx.Client(base_url=keyed.url) as http:
 
         def asked(key: str, body: dict[str, Any]) -> int:
             headers = {"authorization": f"Bearer {key}", "connection": "close"}
             return http.post("/v1/sessions", json=body, headers=headers).status_code
 
-        made = [asked(few[0], {}) for _ in range(9)]
+        made = [asked("few", {}) for _ in range(9)]
         assert made == [httpx.codes.CREATED] * 5 + [httpx.codes.TOO_MANY_REQUESTS] * 4
-        made = [asked(slow[0], {}) for _ in range(9)]
+        made = [asked("slow", {}) for _ in range(9)]
         assert made == [httpx.codes.CREATED] * 6 + [httpx.codes.TOO_MANY_REQUESTS] * 3
         steps = [{"session": name, "tokens": [5], "create": True} for name in NAMES]
         for key, status in (("large", 200), ("large", 429), ("wrong", 401)):
@@ -526,7 +542,7 @@ def test_the_limits_of_a_key_hold_for_all_workers_together(tmp_path: Path) -> No
             else:
                 assert answer.headers["content-type"] == "application/problem+json"
                 assert {"retry-after", "www-authenticate"} & set(answer.headers)
-        host, port = running.url.removeprefix("http://").split(":")
+        host, port = keyed.url.removeprefix("http://").split(":")
         for path in ("/v1/predict", "/v1/sessions/tokens", "/v1/sessions/s0/tokens", "/v1/sessions/s1/tokens"):
             with socket.create_connection((host, int(port)), timeout=15) as client:
                 head = f"POST {path} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
@@ -561,17 +577,22 @@ def workers_of(server: LiveServer) -> list[int]:
     return [numbers[number] for number in range(WORKERS)]
 
 
-def kill(server: LiveServer, http: httpx.Client, worker: int) -> None:
+def kill(server: LiveServer, worker: int) -> None:
     """Kills a worker, and waits until it has started again."""
     before = workers_of(server)[worker]
     os.kill(before, signal.SIGKILL)
+    until_ready(server, lambda workers: workers[worker] != before)
+
+
+def until_ready(server: LiveServer, wanted: Callable[[list[int]], bool] = lambda _: True) -> None:
+    """Waits until all workers are ready, and their process ids are as wanted."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with suppress(httpx.TransportError, IndexError, KeyError):
-            if workers_of(server)[worker] != before and http.get("/readyz").is_success:
+            if wanted(workers_of(server)) and httpx.get(f"{server.url}/readyz", timeout=30).is_success:
                 return
         time.sleep(0.1)
-    pytest.fail("the worker was not started again")
+    pytest.fail("a worker was not started again")
 
 
 def counts(http: httpx.Client) -> dict[str, float]:
@@ -580,68 +601,66 @@ def counts(http: httpx.Client) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines if re.search("_(?:total|bucket|count|sum)(?:{|$)", name)}
 
 
-def test_counters_do_not_fall_when_a_worker_is_killed() -> None:
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
-            body = {"steps": [{"session": name, "tokens": [5], "create": True} for name in NAMES]}
-            for killed in (0, 1, 1):
-                http.post("/v1/sessions/tokens", json=body).raise_for_status()
-                before = counts(http)
-                kill(running, http, killed)
-                after = counts(http)
-                fallen = {
-                    name: (value, after.get(name)) for name, value in before.items() if after.get(name, 0) < value
-                }
-                assert not fallen
-            answers = {name: value for name, value in after.items() if name.startswith("wane_answers_total")}
-            assert sum(answers.values()) == 3 * len(NAMES)
-        assert running.stop() == 0
+def test_counters_do_not_fall_when_a_worker_is_killed(fragile: LiveServer) -> None:
+    def answers(found: dict[str, float]) -> float:
+        return sum(value for name, value in found.items() if name.startswith("wane_answers_total"))
+
+    with httpx.Client(base_url=fragile.url, headers={"connection": "close"}, timeout=30) as http:
+        body = {"steps": [{"session": name, "tokens": [5], "create": True} for name in NAMES]}
+        first = counts(http)
+        for killed in (0, 1, 1):
+            http.post("/v1/sessions/tokens", json=body).raise_for_status()
+            before = counts(http)
+            kill(fragile, killed)
+            after = counts(http)
+            fallen = {name: (value, after.get(name)) for name, value in before.items() if after.get(name, 0) < value}
+            assert not fallen
+        assert answers(after) - answers(first) == 3 * len(NAMES)
 
 
-def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions() -> None:
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE) as running:
-        with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
-            names = [of_worker(worker, "k") for worker in range(WORKERS)]
-            for name in names:
-                http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
-            os.kill(workers_of(running)[1], signal.SIGKILL)
-            deadline, seen = time.monotonic() + 60, set[int]()
-            while httpx.codes.NOT_FOUND not in seen and time.monotonic() < deadline:
-                try:
-                    seen.add(http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5]}).status_code)
-                except httpx.TransportError:  # the killed worker had accepted the connection
-                    continue
-            assert seen <= {httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE}
-            assert httpx.codes.NOT_FOUND in seen
-            answer = http.post(f"/v1/sessions/{names[0]}/tokens", json={"tokens": [5]})
-            assert answer.json()["position"] == 2
-            assert (
-                http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5], "create": True}).json()["position"]
-                == 1
-            )
-        assert running.stop() == 0
+def test_a_killed_worker_is_started_again_and_the_other_keeps_its_sessions(fragile: LiveServer) -> None:
+    with httpx.Client(base_url=fragile.url, headers={"connection": "close"}, timeout=30) as http:
+        names = [of_worker(worker, "k") for worker in range(WORKERS)]
+        for name in names:
+            http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5], "create": True}).raise_for_status()
+        os.kill(workers_of(fragile)[1], signal.SIGKILL)
+        deadline, seen = time.monotonic() + 60, set[int]()
+        while httpx.codes.NOT_FOUND not in seen and time.monotonic() < deadline:
+            try:
+                seen.add(http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5]}).status_code)
+            except httpx.TransportError:  # the killed worker had accepted the connection
+                continue
+        assert seen <= {httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE}
+        assert httpx.codes.NOT_FOUND in seen
+        answer = http.post(f"/v1/sessions/{names[0]}/tokens", json={"tokens": [5]})
+        assert answer.json()["position"] == 2
+        assert (
+            http.post(f"/v1/sessions/{names[1]}/tokens", json={"tokens": [5], "create": True}).json()["position"] == 1
+        )
 
 
 def test_a_worker_that_starts_again_serves_the_models_that_the_others_serve(tmp_path: Path) -> None:
-    for name in ("rnn-stable", "gated-stable"):
-        shutil.copytree(Path(BUNDLE).with_name(name), tmp_path / name)
-    with live_server("--workers", str(WORKERS), "--bundles", str(tmp_path)) as running:
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    for name in ("one", "other"):
+        put(folder, "1", name=name)
+    with live_server("--workers", str(WORKERS), "--bundles", str(folder)) as running:
         with httpx.Client(base_url=running.url, headers={"connection": "close"}, timeout=30) as http:
 
             def served() -> set[tuple[str, ...]]:
                 answers = [http.get("/v1/models") for _ in range(24)]  # of both workers, by chance
                 return {tuple(sorted(model["id"] for model in answer.json()["data"])) for answer in answers}
 
-            http.post("/v2/repository/models/rnn-stable/unload").raise_for_status()
-            kill(running, http, 1)
-            assert served() == {("gated-stable",)}
-            http.post("/v2/repository/models/gated-stable/unload").raise_for_status()
-            kill(running, http, 1)
+            http.post("/v2/repository/models/other/unload").raise_for_status()
+            kill(running, 1)
+            assert served() == {("one",)}
+            http.post("/v2/repository/models/one/unload").raise_for_status()
+            kill(running, 1)
             assert served() == {()}
-            for name in ("gated-stable", "rnn-stable"):
+            for name in ("one", "other"):
                 http.post(f"/v2/repository/models/{name}/load").raise_for_status()
-            kill(running, http, 1)
-            assert served() == {("gated-stable", "rnn-stable")}
+            kill(running, 1)
+            assert served() == {("one", "other")}
         assert running.stop() == 0
 
 
@@ -661,29 +680,20 @@ def test_a_worker_that_cannot_start_again_is_tried_again_and_the_other_serves(tm
                     answer = http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5]})
                     assert answer.status_code == httpx.codes.OK, answer.text
             aside.rename(bundle)
-            deadline = time.monotonic() + 60
-            while http.get("/readyz").status_code != httpx.codes.OK and time.monotonic() < deadline:
-                time.sleep(0.1)
-            http.get("/readyz").raise_for_status()
+            until_ready(running)
             assert http.post(f"/v1/sessions/{name}/tokens", json={"tokens": [5]}).json()["position"] == 26
         assert running.stop() == 0
 
 
-def test_a_hang_up_reloads_the_keys_also_while_a_worker_starts(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"one:sha256:{digest(b'one').hex()}\n")
-    with live_server("--workers", str(WORKERS), "--bundles", BUNDLE, "--api-keys-file", str(keys)) as running:
-        before = workers_of(running)
-        os.kill(before[1], signal.SIGKILL)
-        for _ in range(20):
-            running.process.send_signal(signal.SIGHUP)
-            time.sleep(0.1)
-        with httpx.Client(base_url=running.url, headers={"authorization": "Bearer one"}, timeout=30) as http:
-            deadline = time.monotonic() + 60
-            while http.get("/readyz").status_code != httpx.codes.OK and time.monotonic() < deadline:
-                time.sleep(0.1)
-        assert workers_of(running)[0] == before[0]
-        assert running.stop() == 0
+def test_a_hang_up_reloads_the_keys_also_while_a_worker_starts(keyed: LiveServer) -> None:
+    before = workers_of(keyed)
+    os.kill(before[1], signal.SIGKILL)
+    for _ in range(20):
+        keyed.process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+    until_ready(keyed)
+    assert workers_of(keyed)[0] == before[0]
+    assert keyed.stop() == 0
 
 
 async def waiting(http: httpx.AsyncClient) -> bool:
@@ -710,20 +720,19 @@ async def test_a_drain_finishes_the_steps_in_flight() -> None:
         assert await asyncio.to_thread(running.process.wait, 30) == 0
 
 
-def test_a_busy_port_and_a_wrong_number_are_errors() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+def test_a_busy_port_and_a_wrong_number_are_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "run", lambda *_: pytest.fail("the workers were started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         refused: Sequence[tuple[Sequence[str], str]] = (
-            (("--workers", "2", "--port", port), "cannot listen on"),
+            (("--workers", "2", "--port", str(taken.getsockname()[1])), "cannot listen on"),
             (("--workers", "0"), "--workers"),
             (("--workers", "many"), "--workers"),
         )
         for options, said in refused:
-            ended = run("serve", *options)
-            assert ended.returncode != 0
-            assert said in ended.stderr
+            assert main(["serve", *options]) == FAILED
+            assert said in capsys.readouterr().err
 
 
 def test_workers_that_cannot_start_end_the_server(tmp_path: Path) -> None:
