@@ -302,7 +302,7 @@ class ModelRegistry:
         """Returns the body of /v1/report. It includes replaced versions that are kept for their sessions. Raises
         Unavailable."""
         engines = [*self.list(), *self.retired_engines.lingering]
-        return {"device": self.device, "models": [await engine.report() for engine in engines]}
+        return Report(self.device, [await engine.report() for engine in engines])
 
     # Loading and unloading models while the server runs
 

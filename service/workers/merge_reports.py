@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from wane.service.engine.live_accuracy import live_counts
+from msgspec.structs import asdict
+
+from wane.service.engine.live_accuracy import LiveCounts
 from wane.service.observability.metrics import quantile
 
 Document = dict[str, Any]
@@ -73,7 +75,7 @@ def _live_accuracy(parts: Sequence[Document | None]) -> Document | None:
     names = ("judged", "hits", "reciprocal_ranks", "unjudged")
     return {
         "k": some[0]["k"],
-        **{span: live_counts(*(sum(part[span][name] for part in some) for name in names)) for span in spans},
+        **{span: asdict(LiveCounts.of(*(sum(part[span][name] for part in some) for name in names))) for span in spans},
     }
 
 

@@ -73,8 +73,8 @@ async def test_a_text_over_the_limit_is_refused_before_its_ids_are_listed(
             taken.append(len(self))
             return self._encoding.ids
 
-    encodings = harness.vocabulary.encodings
-    monkeypatch.setattr(harness.vocabulary, "encodings", lambda lines: [Counted(one) for one in encodings(lines)])
+    encodings = harness.vocabulary._encodings
+    monkeypatch.setattr(harness.vocabulary, "_encodings", lambda lines: [Counted(one) for one in encodings(lines)])
     with pytest.raises(TooLarge, match="the input has at least 6005 tokens, but at most 5000 are allowed"):
         await harness.engine.encode("abcd\n" + "x" * 6000)
     assert taken == [4]
