@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 from msgspec.structs import asdict
@@ -27,6 +27,10 @@ logger = logging.getLogger("wane.engine")
 PHASES = ("queue", "compute", "total")
 REACHED = (*(step * 10.0**power for power in range(-4, 0) for step in (1, 2, 5)), 1.0)
 """The bounds of the buckets for error bounds of windows. Neighbours differ by a factor of 2 to 2.5."""
+
+Cumulative = Sequence[tuple[float, int]]
+"""The cumulative buckets of a histogram: for each, its upper bound and the number of values that are at most the bound.
+"""
 
 ShadowOutcome = Literal["compared", "dropped", "failed"]
 
@@ -49,6 +53,12 @@ class DurationsReport(Result):
     count: Annotated[int, says("the number of durations")]
     sum_ms: Annotated[float, says("their sum")]
     buckets: Annotated[list[Bucket], says("cumulative buckets; those of several replicas can be added")]
+
+    @classmethod
+    def of(cls, cumulative: Cumulative, sum_ms: float) -> Self:
+        p50, p90, p99 = [quantile(cumulative, share) for share in (0.5, 0.9, 0.99)]
+        buckets = [Bucket(None if math.isinf(le) else le, count) for le, count in cumulative]
+        return cls(p50, p90, p99, count=cumulative[-1][1], sum_ms=sum_ms, buckets=buckets)
 
 
 class PhasesReport(Result):
@@ -83,6 +93,12 @@ class WindowReport(Result):
     p50: Annotated[float | None, says("the median of the error bounds, as Prometheus computes it from the buckets")]
     p90: Annotated[float | None, says("the 90th percentile, computed likewise")]
     buckets: Annotated[list[BoundBucket], says("cumulative buckets of the error bounds")]
+
+    @classmethod
+    def of(cls, k: int, prove: bool, cumulative: Cumulative, top1_proved: int) -> Self:
+        p50, p90 = [quantile(cumulative, share) for share in (0.5, 0.9)]
+        buckets = [BoundBucket(None if math.isinf(le) else le, count) for le, count in cumulative]
+        return cls(k, prove, cumulative[-1][1], top1_proved, p50, p90, buckets)
 
 
 class ShadowReport(Result):
@@ -119,18 +135,7 @@ class Report(Result):
 
 def durations(seconds: Observed) -> DurationsReport:
     """Returns the report of a histogram of seconds."""
-    cumulative = [(1e3 * le, count) for le, count in seconds.cumulative()]
-    p50, p90, p99 = [quantile(cumulative, share) for share in (0.5, 0.9, 0.99)]
-    buckets = [Bucket(None if math.isinf(le) else le, count) for le, count in cumulative]
-    return DurationsReport(p50, p90, p99, count=cumulative[-1][1], sum_ms=1e3 * seconds.total, buckets=buckets)
-
-
-def window_report(k: int, prove: bool, variations: Observed, proved: int) -> WindowReport:
-    """Returns the error bounds of the windows of about `k` tokens. proved: see `WindowReport.top1_proved`."""
-    cumulative = variations.cumulative()
-    p50, p90 = [quantile(cumulative, share) for share in (0.5, 0.9)]
-    buckets = [BoundBucket(None if math.isinf(le) else le, count) for le, count in cumulative]
-    return WindowReport(k, prove, answers=cumulative[-1][1], top1_proved=proved, p50=p50, p90=p90, buckets=buckets)
+    return DurationsReport.of([(1e3 * le, count) for le, count in seconds.cumulative()], 1e3 * seconds.total)
 
 
 Seconds = Sequence[float] | NDArray[np.float64]
@@ -293,7 +298,10 @@ class Stats:
             for mode in Mode
             if mode in self._modes
         }
-        windows = [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)]
+        windows = [
+            WindowReport.of(*key, bounds.cumulative(), self._proved[key])
+            for key, bounds in sorted(self._windows.items())
+        ]
         sources = {source: statistics.report() for source, statistics in self._by_source.items()}
         agreement = AgreementBySource(**asdict(self._agreement.report()), sources=sources)
         counts = self._shadows
