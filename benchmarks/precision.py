@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -150,7 +151,7 @@ def measure(path: Path, rounds: int) -> Subject:
         "model": bundle.manifest.name,
         "window": bundle.manifest.window,
         "runs": runs,
-        "agreement": found.document(),
+        "agreement": to_builtins(found.report()),
     }
 
 

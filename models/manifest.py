@@ -84,96 +84,88 @@ class VocabularyInfo(Frozen):
 
 
 class Perplexity(Frozen):
-    """The perplexity of one split in one mode.
-
-    `per_token`: the perplexity per token.
-    `per_word`: the perplexity per word, where one `<eos>` per line counts as a word. It is null for event models.
-    """
+    """The perplexity of one split in one mode."""
 
     per_token: float = Field(gt=0)
+    """the perplexity per token"""
     per_word: float | None = Field(default=None, gt=0)
+    """the perplexity per word, where one `<eos>` per line counts as a word. It is null for event models"""
 
 
 class WindowPerplexity(Frozen):
-    """The perplexity of predictions from exactly the last k tokens, at positions spread over a split.
-
-    `positions`: the number of positions.
-    `recurrent`: the uninterrupted run's perplexity at the same positions.
-    `by_k`: the perplexity for each evaluated k.
-    """
+    """The perplexity of predictions from exactly the last k tokens, at positions spread over a split."""
 
     positions: int = Field(ge=0)
+    """the number of positions"""
     recurrent: Perplexity
+    """the uninterrupted run's perplexity at the same positions"""
     by_k: dict[Positive, Perplexity]
+    """the perplexity for each evaluated k"""
 
 
 class Quality(Frozen):
     """The claimed perplexities by split. If there is a cache, they are perplexities of the mixture with the cache,
-    except `without_cache`.
-
-    `tokens`, `words`: the numbers of tokens and of words of each split.
-    `recurrent`: the perplexity of the uninterrupted run over the whole split.
-    `window`: the perplexities of windows at sampled positions.
-    `window_within_half_percent`: the smallest evaluated k such that, for all evaluated windows of at least k tokens,
-        the validation perplexity per token is within 0.5 % of the recurrent one. It is null if there is no such k.
-    `without_cache`: the perplexity of the uninterrupted run over the whole split, for the network alone.
-    """
+    except `without_cache`."""
 
     tokens: dict[str, NotNegative]
+    """the number of tokens of each split"""
     words: dict[str, NotNegative]
+    """the number of words of each split"""
     recurrent: dict[str, Perplexity]
+    """the perplexity of the uninterrupted run over the whole split"""
     window: dict[str, WindowPerplexity]
+    """the perplexities of windows at sampled positions"""
     window_within_half_percent: Positive | None
+    """the smallest evaluated k such that, for all evaluated windows of at least k tokens, the validation perplexity per
+    token is within 0.5 % of the recurrent one. It is null if there is no such k"""
     without_cache: dict[str, Perplexity] | None = None
+    """the perplexity of the uninterrupted run over the whole split, for the network alone"""
 
 
 class Condition(Frozen):
-    """One sufficient condition for contraction, as evaluated for a layer.
-
-    `rule`: the condition's name.
-    `norm`: the norm in which the condition holds.
-    `factor`: the contraction factor that the condition proves in this norm. It is null if the condition does not apply
-        to the layer.
-    """
+    """One sufficient condition for contraction, as evaluated for a layer."""
 
     rule: str
+    """the condition's name"""
     norm: str
+    """the norm in which the condition holds"""
     factor: float | None = Field(ge=0)
+    """the contraction factor that the condition proves in this norm. It is null if the condition does not apply to the
+    layer"""
 
 
 class Contraction(Frozen):
-    """One layer's contraction factor.
-
-    `layer`: the layer's index. `norm`: the norm of the factor. `conditions`: all conditions that were evaluated.
-    `factor`: one step multiplies the difference of two states by at most this number, in the norm `norm`.
-    `rule`: the rule that proves this, the best of `conditions`.
-    `weights`: the numbers by which the state tensors are divided in the norm, in the state's order (`p` and `q` in the
-        norm's text). The list is empty if the state is one tensor, or if the norm has a weight for each unit. Weights
-        for each unit are not stored, but recomputed.
-    `input_gain`: the bound of the change of the layer's state in one step, in the 2-norm, per unit change of its input.
-        It is null if there is no bound.
-    `reach`: the 2-norm bound of the layer's output over all states that are reached from zero. It is also the bound of
-        the output's error at the start of a window. It is null if there is no bound.
-    """
+    """One layer's contraction factor."""
 
     layer: NotNegative
+    """the layer's index"""
     factor: float = Field(ge=0)
+    """one step multiplies the difference of two states by at most this number, in the norm `norm`"""
     rule: str
+    """the rule that proves this, the best of `conditions`"""
     norm: str
+    """the norm of the factor"""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """the numbers by which the state tensors are divided in the norm, in the state's order (`p` and `q` in the norm's
+    text). The list is empty if the state is one tensor, or if the norm has a weight for each unit. Weights for each
+    unit are not stored, but recomputed"""
     conditions: tuple[Condition, ...] = ()
+    """all conditions that were evaluated"""
     input_gain: float | None = Field(default=None, ge=0)
+    """the bound of the change of the layer's state in one step, in the 2-norm, per unit change of its input. It is null
+    if there is no bound"""
     reach: float | None = Field(default=None, ge=0)
+    """the 2-norm bound of the layer's output over all states that are reached from zero. It is also the bound of the
+    output's error at the start of a window. It is null if there is no bound"""
 
 
 class StateError(Frozen):
-    """The bound of the error of one state tensor.
-
-    `box`: the bound of the error of every unit. `ball`: the bound of the 2-norm of all units' errors.
-    """
+    """The bound of the error of one state tensor."""
 
     box: float = Field(ge=0)
+    """the bound of the error of every unit"""
     ball: float = Field(ge=0)
+    """the bound of the 2-norm of all units' errors"""
 
 
 class Rounding(Frozen):
@@ -184,34 +176,35 @@ class Rounding(Frozen):
     vocabulary, tokens repeated for 4 / (1 - factor) steps (at most 4,096) after two different sequences, cycles of two
     and three tokens, and sequences chosen to make the state large. The repeated tokens include those that reduce the
     difference of two states least.
-
-    `dtype`: the number format of the graphs. `step_error`: how the error of one step is known. `steps`: the number of
-        measured steps. `safety`: the factor of the largest measured error.
-    `step`: the largest error of one step, times `safety`, by state tensor of the layers.
-    `output`: the largest error of the output, times a safety factor. This error is the sum of two numbers: the 2-norm
-        error of `hidden` (0 in a plain network, where `hidden` is a state), and the greatest minus the least error of
-        the logits, divided by `head_diameter`.
-    `states`: the errors of a whole run of any length, by state tensor.
-    `carried`: the 2-norm error of `hidden` in a whole run of any length, including `output`. In residual networks, in
-        which a LayerNorm may amplify rounding without limit, it is the largest possible distance.
-    `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
-        enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
-        `models/certificate/rounding.py` states. It is null if the architecture has layers with finite memory.
-    `sequences`: the token sequences for which the errors of steps were accumulated. "all": by the theorem that bounds a
-        window's error for any tokens. `states` and `carried` are recomputed from `step` when a bundle is loaded.
-        "probed", along the measured sequences only, occurs in bundles up to schema 4, which are served as uncertified.
     """
 
     dtype: Literal["float32"] = "float32"
+    """the number format of the graphs"""
     step_error: Literal["measured"] = "measured"
+    """how the error of one step is known"""
     sequences: Literal["all", "probed"]
+    """the token sequences for which the errors of steps were accumulated. "all": by the theorem that bounds a window's
+    error for any tokens. `states` and `carried` are recomputed from `step` when a bundle is loaded. "probed", along the
+    measured sequences only, occurs in bundles up to schema 4, which are served as uncertified"""
     steps: Positive
+    """the number of measured steps"""
     safety: float = Field(ge=1)
+    """the factor of the largest measured error"""
     step: dict[str, StateError]
+    """the largest error of one step, times `safety`, by state tensor of the layers"""
     output: float = Field(ge=0)
+    """the largest error of the output, times a safety factor. This error is the sum of two numbers: the 2-norm error of
+    `hidden` (0 in a plain network, where `hidden` is a state), and the greatest minus the least error of the logits,
+    divided by `head_diameter`"""
     states: dict[str, StateError]
+    """the errors of a whole run of any length, by state tensor"""
     carried: float = Field(ge=0)
+    """the 2-norm error of `hidden` in a whole run of any length, including `output`. In residual networks, in which a
+    LayerNorm may amplify rounding without limit, it is the largest possible distance"""
     worst_case: float | None = Field(default=None, ge=0)
+    """a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement enters it.
+    It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
+    `models/certificate/rounding.py` states. It is null if the architecture has layers with finite memory"""
 
     @property
     def between_runs(self) -> float:
@@ -230,33 +223,34 @@ class Readout(Frozen):
     rounding of the recurrence. Above the cell, each run adds the rounding of its own sums. LayerNorms amplify these
     differences. `between` reads the amplification from the answer's own LayerNorms.
 
-    `width`, `epsilon`: H and the number that every LayerNorm adds to the variance.
-    `gate`: the largest relative excess of a computed gate over the certificate's bound of it.
-    `name`: the name of the state tensor.
-    `states`: the bound of the difference of the states of two runs, by unit and in the 2-norm.
-    `state`: the bound of this difference after the mixing matrix, in the 2-norm.
-    `mixed`, `fed`, `top`: the errors that one evaluation adds at the sum after the mixing matrix, at the sum after the
-        feed-forward part, and at `hidden`, in the 2-norm. `top` includes the error of the logits.
-    `relative`: the further error of both sums, per unit of the 2-norm of the sum after the mixing matrix.
-    `slope`: the Lipschitz constant of the feed-forward part behind its LayerNorm. It is null without such a part.
-    `gain`: the largest absolute gain of the last LayerNorm.
-
     The argument `norms` is an output of the graphs in float32. Its columns are the mean of the input of the first
     LayerNorm above the cell, and 1 / sqrt(variance + epsilon) of the input of each LayerNorm above the cell.
     """
 
     width: Positive
+    """H, the width of `hidden`"""
     epsilon: float = Field(gt=0)
+    """the number that every LayerNorm adds to the variance"""
     gate: float = Field(ge=0)
+    """the largest relative excess of a computed gate over the certificate's bound of it"""
     name: str
+    """the name of the state tensor"""
     states: StateError
+    """the bound of the difference of the states of two runs, by unit and in the 2-norm"""
     state: float = Field(ge=0)
+    """the bound of this difference after the mixing matrix, in the 2-norm"""
     mixed: float = Field(ge=0)
+    """the error that one evaluation adds at the sum after the mixing matrix, in the 2-norm"""
     relative: float = Field(ge=0)
+    """the further error of the sums of `mixed` and `fed`, per unit of the 2-norm of the sum after the mixing matrix"""
     slope: float | None = Field(default=None, ge=0)
+    """the Lipschitz constant of the feed-forward part behind its LayerNorm. It is null without such a part"""
     fed: float = Field(ge=0)
+    """the error that one evaluation adds at the sum after the feed-forward part, in the 2-norm"""
     gain: float = Field(ge=0)
+    """the largest absolute gain of the last LayerNorm"""
     top: float = Field(ge=0)
+    """the error that one evaluation adds at `hidden`, in the 2-norm, including the error of the logits"""
 
     @property
     def furthest(self) -> float:
@@ -307,41 +301,41 @@ class Readout(Frozen):
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `layers`: the contraction of each layer with fading memory. Layers with finite memory have none: beyond their reach,
-        nothing is left.
-    `contractive`: whether every layer with fading memory has a factor < 1. Each token multiplies the difference of two
-        of a layer's states by at most the layer's factor.
-    `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
-        arithmetic.
-    `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1 in exact
-        arithmetic: epsilon(k) = tanh(D e_k / 4). Each answer adds its own rounding.
-    `head_diameter`: D, the largest 2-norm distance of two rows of the output matrix, or an upper bound of this distance
-        if the vocabulary is large.
-    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. `reason`: why the model is not certified.
-    `rounding`: the rounding of the graphs, from measured errors of one step. `readout`: the rounding of the graphs by a
-        theorem, for residual networks with one layer of an input-gated cell. A model that is contractive may have one
-        of the two. Without both, nothing bounds the rounding.
-    `bit_identical`: whether the graphs give the same bits for the same tokens, step by step, as a window, in pieces,
-        alone and in the largest batch. It is not in a manifest, but measured when the bundle is loaded.
-    `of_finite`: the largest distance of a computed `hidden` from exact arithmetic, for a model of layers with finite
-        memory alone (`models/certificate/rounding.py`). It is computed when the bundle is loaded, if bits differ.
-
-    Only contractive models have the two curves. Both values at k hold for every window of at least k tokens, so the
-    curves never rise. The certificate is recomputed from the float32 weights when the bundle is loaded. The measured
-    part of `rounding` (`step` and `output`) is the exception: only a sample of it is measured again.
+    Only contractive models have the curves `state_error` and `error_bound`. Both values at k hold for every window of
+    at least k tokens, so the curves never rise. The certificate is recomputed from the float32 weights when the bundle
+    is loaded. The measured part of `rounding` (`step` and `output`) is the exception: only a sample of it is measured
+    again.
     """
 
     contractive: bool
+    """whether every layer with fading memory has a factor < 1. Each token multiplies the difference of two of a layer's
+    states by at most the layer's factor"""
     certified: bool = False
+    """whether epsilon(k) is at most 1e-3 for the largest window k"""
     reason: str | None = None
+    """why the model is not certified"""
     layers: tuple[Contraction, ...]
+    """the contraction of each layer with fading memory. Layers with finite memory have none: beyond their reach,
+    nothing is left"""
     state_error: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact arithmetic"""
     error_bound: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    """the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1 in exact arithmetic:
+    epsilon(k) = tanh(D e_k / 4). Each answer adds its own rounding"""
     head_diameter: float = Field(default=0.0, ge=0)
+    """D, the largest 2-norm distance of two rows of the output matrix, or an upper bound of this distance if the
+    vocabulary is large"""
     rounding: Rounding | None = None
+    """the rounding of the graphs, from measured errors of one step"""
     readout: Readout | None = None
+    """the rounding of the graphs by a theorem, for residual networks with one layer of an input-gated cell. A model
+    that is contractive may have one of the two. Without both, nothing bounds the rounding"""
     bit_identical: bool = Field(default=True, exclude=True)
+    """whether the graphs give the same bits for the same tokens, step by step, as a window, in pieces, alone and in the
+    largest batch. It is not in a manifest, but measured when the bundle is loaded"""
     of_finite: float | None = Field(default=None, ge=0, exclude=True)
+    """the largest distance of a computed `hidden` from exact arithmetic, for a model of layers with finite memory alone
+    (`models/certificate/rounding.py`). It is computed when the bundle is loaded, if bits differ"""
 
     @property
     def has_rounding(self) -> bool:
@@ -401,13 +395,12 @@ cache's table of weights."""
 
 
 class TransitionModel(Frozen):
-    """Transition tables that are mixed with network and cache (`models/transitions.py`).
-
-    `file`: the file of the tables. `weights`: the weights of the parts, for sessions of 1, 2, 3, and 4 or more events.
-    """
+    """Transition tables that are mixed with network and cache (`models/transitions.py`)."""
 
     file: str
+    """the file of the tables"""
     weights: tuple[tuple[NotNegativeShare, NotNegativeShare, NotNegativeShare, NotNegativeShare, NotNegativeShare], ...]
+    """the weights of the parts, for sessions of 1, 2, 3, and 4 or more events"""
 
     @model_validator(mode="after")
     def _consistent(self) -> TransitionModel:
@@ -424,21 +417,19 @@ class TransitionModel(Frozen):
 class CacheModel(Frozen):
     """A cache language model that is mixed with the network (`models/cache_mixture.py`).
 
-    `length`: N, the number of tokens that the cache holds.
-    `weights`: a table of weights. Each row has four weights, which sum to 1. They multiply the network's probability of
-        a token, the token's share in the cache, its share after the last token, and its share after the last two
-        tokens. If the last token has no earlier occurrence in the cache, the third weight is 0. If the last two tokens
-        have none, the fourth weight is 0.
-
-    `transitions`: tables that are mixed with the network and this cache; None for none.
-
     The row's index is 6 times the bin of the number of earlier occurrences of the last token in the cache, plus the bin
     of the number of earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more.
     """
 
     length: int = Field(ge=2, le=LARGEST_CACHE)
+    """N, the number of tokens that the cache holds"""
     weights: tuple[tuple[NotNegativeShare, NotNegativeShare, NotNegativeShare, NotNegativeShare], ...]
+    """a table of weights. Each row has four weights, which sum to 1. They multiply the network's probability of a
+    token, the token's share in the cache, its share after the last token, and its share after the last two tokens. If
+    the last token has no earlier occurrence in the cache, the third weight is 0. If the last two tokens have none, the
+    fourth weight is 0"""
     transitions: TransitionModel | None = None
+    """tables that are mixed with the network and this cache; None for none"""
 
     @classmethod
     def none(cls, length: int) -> CacheModel:

@@ -7,6 +7,7 @@ Protocol's), one function converts these exceptions to that format. `BundleError
 
 from __future__ import annotations
 
+import json
 import re
 
 REPR_MAX_CHARACTERS = 64
@@ -17,6 +18,12 @@ def truncate_repr(value: object) -> str:
     as the request's body."""
     text = repr(value[: REPR_MAX_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= REPR_MAX_CHARACTERS + 2 else f"{text[:REPR_MAX_CHARACTERS]}..."
+
+
+def as_json(value: object) -> str:
+    """Returns a value as JSON for a message. Escapes all characters but ASCII if a terminal would not print some."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)
 
 
 class WaneError(Exception):

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Annotated, NamedTuple, TypeVar
@@ -46,7 +45,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 from wane.service.settings import Settings
-from wane.service.types.body import Body, EventInput, InputSequence, RankedBody
+from wane.service.types.body import Body, EventInput, InputSequence, RankedBody, as_array
 from wane.service.types.request import MAX_POSITION, NO_FILTER, Filter, is_session_id
 
 MOST_DIGITS = 1000
@@ -342,15 +341,6 @@ def plain_steps(raw: bytes, most: int) -> PlainSteps | None:
     if not 0 < len(sessions) == len(body.steps) <= most or not all(map(is_session_id, sessions)):
         return None
     return body
-
-
-def as_array(tokens: Sequence[int]) -> Sequence[int]:
-    """Returns token ids as an array of 64-bit integers: numpy reads it without converting each id, and the garbage
-    collector does not visit the ids. Returns `tokens` if an id has more bits: no vocabulary has it."""
-    try:
-        return array("q", tokens)
-    except OverflowError:
-        return tokens
 
 
 async def tokens_of(

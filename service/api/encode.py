@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from wane.service.api.disconnect import has_left
 from wane.service.api.exchange import context
 from wane.service.errors import Abandoned
+from wane.service.observability.logs import without_commands
 from wane.service.types.answer import COLUMNS, SELDOM, Answer
 from wane.service.types.common import Result
 from wane.service.types.request import Latency
@@ -50,19 +51,18 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": self.body})
 
 
-json_bytes = msgspec.json.Encoder(enc_hook=to_jsonable_python).encode
-"""Encodes a result, a document, or a value in a document as JSON. A number that is not finite becomes null."""
+encoder = msgspec.json.Encoder(enc_hook=to_jsonable_python)
 
 
-def one_line(document: object) -> bytes:
-    """Encodes a message as JSON in one line. U+2028 and U+2029, which JSON has and some clients take as line breaks,
-    are escaped."""
-    return json_bytes(document).replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+def json_bytes(document: object) -> bytes:
+    """Encodes a result, a document, or a value in a document as JSON in one line. A number that is not finite becomes
+    null."""
+    return without_commands(encoder.encode(document))
 
 
 def event(document: object, name: str = "") -> bytes:
     """Returns one server-sent event. Its data is one `data:` line."""
-    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % one_line(document)
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % json_bytes(document)
 
 
 def members(result: Result) -> dict[str, object]:

@@ -6,7 +6,6 @@ a rejected body is read a second time, as a document without types, and the valu
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Hashable, Iterator
 from difflib import get_close_matches
@@ -16,7 +15,7 @@ from typing import TypeVar, cast
 from msgspec import ValidationError, convert, inspect
 from pydantic_core import from_json
 
-from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, truncate_repr
+from wane.service.errors import REPR_MAX_CHARACTERS, InvalidRequest, NotJson, as_json, truncate_repr
 from wane.service.types.body import Body
 
 B = TypeVar("B", bound=Body)
@@ -186,5 +185,5 @@ def _shown(value: object) -> str:
     """Returns a scalar value for a message, such as `is "x", but `. Lists and objects are not shown."""
     if isinstance(value, list | dict):
         return ""
-    text = json.dumps(value, ensure_ascii=False)
+    text = as_json(value)
     return f"is {text if len(text) <= REPR_MAX_CHARACTERS else text[:REPR_MAX_CHARACTERS] + '...'}, but "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -12,11 +11,11 @@ from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
-from msgspec import Struct
 from msgspec.json import schema_components
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from wane.models.layer_registry import Frozen
 from wane.service.api.body import ENCODING, WBITS
 from wane.service.api.exchange import TIMEOUT, TIMEOUT_HEADER
 from wane.service.api.schemas.sessions import StreamBody
@@ -103,10 +102,6 @@ Responses = Mapping[int | str, dict[str, Any]]
 NO_ANSWERS: Mapping[Any, Any] = {}
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
-MEANING = re.compile(r"((?:`\w+`(?:, | and ))*`\w+`):\s")
-"""In a docstring, the names of fields before their meaning, such as "`bounded`: the number of bounds". The meaning ends
-before the next names or at the end of the paragraph."""
-
 
 def answers(
     *kinds: type,
@@ -169,10 +164,10 @@ class Router(APIRouter):
         return self.post(path, response_model=None, responses=answered, **described)
 
 
-S = TypeVar("S", bound=Struct)
+K = TypeVar("K")
 
 
-def subclasses(kind: type[S]) -> Iterator[type[S]]:
+def subclasses(kind: type[K]) -> Iterator[type[K]]:
     """Yields the subclasses of a class, and their subclasses."""
     for inner in kind.__subclasses__():
         yield inner
@@ -205,8 +200,8 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
         [(kind, "serialization") for kind in manifests], ref_template=REFERENCE.format(name="{model}")
     )
     schemas |= described[1]["$defs"]
-    for kind in chain(subclasses(Body), subclasses(Result)):
-        for base in reversed(kind.__mro__[: kind.__mro__.index(Struct)]):
+    for kind in chain(subclasses(Body), subclasses(Result), subclasses(Frozen)):
+        for base in reversed([base for base in kind.__mro__ if base.__module__.startswith("wane.")]):
             for name, field in schemas.get(kind.__name__, {}).get("properties", {}).items():
                 if (text := field_texts(base.__module__).get((base.__name__, name))) is not None:
                     field["description"] = text
@@ -222,7 +217,10 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "an API key"}}
     document["security"] = [{}, {"key": []}]  # a server without keys ignores them
     for schema in _schemas(document):
-        describe_fields(schema)
+        for field in schema.get("properties", {}).values():
+            for option in field.get("anyOf", ()):  # a field that may be null is described as its value is
+                if "description" in option:
+                    field.setdefault("description", option.pop("description"))
         if AT_LEAST in schema:
             schema["minimum"] = schema.pop(AT_LEAST)
         if AT_MOST not in schema:
@@ -243,22 +241,6 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
                     parameter["example"] = parameter["schema"]["examples"][0]  # Swagger UI writes it into its forms
             read += (OF_BODIES if "requestBody" in operation else []) + OF_ALL
     return document
-
-
-def describe_fields(schema: dict[str, Any]) -> None:
-    """Describes the fields of an object as the docstring of its class does (see `MEANING`), and a field that may be
-    null as its value is described."""
-    fields = schema.get("properties", {})
-    for paragraph in str(schema.get("description", "")).split("\n\n"):
-        _, *parts = MEANING.split(paragraph)
-        for names, text in zip(parts[::2], parts[1::2], strict=True):
-            for name in re.findall(r"\w+", names):
-                if name in fields:
-                    fields[name].setdefault("description", " ".join(text.split()))
-    for field in fields.values():
-        for option in field.get("anyOf", ()):
-            if "description" in option:
-                field.setdefault("description", option.pop("description"))
 
 
 def nullable(schema: dict[str, Any]) -> dict[str, Any]:

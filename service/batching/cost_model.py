@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from wane.service.batching import batch
 from wane.service.batching.batch import Work
 from wane.service.runners.runner import Runner
 from wane.service.state.pool import START, ZERO, StatePool
-from wane.service.types.common import says
+from wane.service.types.common import Result, says
 
 RUN_EMA_ALPHA = 1 / 8
 """Weight of the latest run in the average run time of a batch (`RunTimeModel`)."""
@@ -58,7 +58,7 @@ REPEATS = 3
 """The number of times that warm-up measures each run. The fastest time counts."""
 
 
-class Cost(TypedDict):
+class Cost(Result):
     """The compute time of an item."""
 
     tokens: Annotated[float, says("the mean length of the measured items, in tokens")]
@@ -170,8 +170,7 @@ class CostModel:
     def document(self) -> Costs:
         """Returns the measured costs by role, shortest length first."""
         return {
-            role: [{"tokens": point.tokens, "compute_ms": 1e3 * point.seconds} for point in self._sorted(role)]
-            for role in self._points
+            role: [Cost(point.tokens, 1e3 * point.seconds) for point in self._sorted(role)] for role in self._points
         }
 
 

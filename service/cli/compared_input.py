@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -16,6 +15,7 @@ from wane.models.event_files.event_log import read_log
 from wane.models.event_files.faults import EventFileError
 from wane.models.event_files.format import EventFormat
 from wane.service.cli.connect import CommandError
+from wane.service.errors import as_json
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # An upper bound on the average number of characters per token of a text. For N tokens, the client sends at most N times
@@ -139,5 +139,5 @@ def _read_events(
 def _names(unknown: Counter[str]) -> str:
     """Returns the names of the most frequent unknown events, and how many more there are."""
     more = len(unknown) - NAMES
-    shown = ", ".join(json.dumps(name, ensure_ascii=False) for name, _ in unknown.most_common(NAMES))
+    shown = ", ".join(as_json(name) for name, _ in unknown.most_common(NAMES))
     return shown + (f" and {more:,} more" if more > 0 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax
 from wane.service.types.answer import Agreement
-from wane.service.types.common import says
+from wane.service.types.common import Result, says
 
 # Two float32 runs over the same tokens, in different batches or graphs, differ by rounding. The measured total
 # variations stay under 1e-6. A bound is violated only if it is exceeded by more than this constant.
@@ -61,14 +61,14 @@ def compare(
     )
 
 
-class TotalVariationReport(TypedDict):
+class TotalVariationReport(Result):
     """The total variation over all comparisons."""
 
     mean: Annotated[float | None, says("the mean; null without a comparison")]
     max: Annotated[float | None, says("the maximum; null without a comparison")]
 
 
-class ErrorBoundReport(TypedDict):
+class ErrorBoundReport(Result):
     """The error bounds of the compared answers."""
 
     bounded: Annotated[int, says("the number of comparisons that had a bound")]
@@ -76,7 +76,7 @@ class ErrorBoundReport(TypedDict):
     max: Annotated[float | None, says("the largest of these bounds; null: there was none")]
 
 
-class AgreementReport(TypedDict):
+class AgreementReport(Result):
     """The distance between the answers of the window and the recurrent mode, over all comparisons."""
 
     compared: Annotated[int, says("the number of comparisons")]
@@ -131,25 +131,25 @@ class AgreementStatistics:
             self.error_bound_max = max(self.error_bound_max, agreement.error_bound)
         self.bound_violations += violates(agreement)
 
-    def document(self) -> AgreementReport:
+    def report(self) -> AgreementReport:
         """Returns the statistics for `/v1/report`. Rates, means and maxima are null if there were no comparisons."""
         count, bounded = self.compared, self.bounded
-        return {
-            "compared": count,
-            "top1_match_rate": self.top1_matches / count if count else None,
-            "total_variation": {
-                "mean": self.total_variation_sum / count if count else None,
-                "max": self.total_variation_max if count else None,
-            },
-            "max_logit_difference": self.max_logit_difference if count else None,
-            "error_bound": {
-                "bounded": bounded,
-                "mean": self.error_bound_sum / bounded if bounded else None,
-                "max": self.error_bound_max if bounded else None,
-            },
-            "bound_violations": self.bound_violations,
-            "top1_proved_rate": self.top1_proved / count if count else None,
-        }
+        return AgreementReport(
+            compared=count,
+            top1_match_rate=self.top1_matches / count if count else None,
+            top1_proved_rate=self.top1_proved / count if count else None,
+            total_variation=TotalVariationReport(
+                mean=self.total_variation_sum / count if count else None,
+                max=self.total_variation_max if count else None,
+            ),
+            max_logit_difference=self.max_logit_difference if count else None,
+            error_bound=ErrorBoundReport(
+                bounded,
+                mean=self.error_bound_sum / bounded if bounded else None,
+                max=self.error_bound_max if bounded else None,
+            ),
+            bound_violations=self.bound_violations,
+        )
 
 
 def violates(agreement: Agreement) -> bool:

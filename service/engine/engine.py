@@ -609,15 +609,8 @@ class Engine:
 
     async def report(self) -> ModelReport:
         """Returns this model's entry of /v1/report."""
-        return {
-            "model": self.name,
-            "model_version": self.version,
-            "device": self.device,
-            **self._stats.document(),
-            "live_accuracy": None if self._live is None else self._live.document(),
-            "sessions": await self.sessions.counts(),
-            "costs": self.cost_model,
-        }
+        live_accuracy = None if self._live is None else self._live.report()
+        return self._stats.report(self.identity, live_accuracy, await self.sessions.counts(), self.cost_model)
 
     def publish(self) -> None:
         """Makes the model's Prometheus gauges read their values from this engine. The registry calls this method when
@@ -650,7 +643,7 @@ class Engine:
 
     async def expire(self) -> None:
         """Expires idle states and sessions."""
-        self._parked = (await self.sessions.counts())["parked"]
+        self._parked = (await self.sessions.counts()).parked
 
     def check_states(self) -> None:
         """Ends the process if the reference counts of the states or the cache's indexes are inconsistent."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from wane.models.manifest import Manifest, Unknown
 from wane.models.vocabulary import UNK, Vocabulary
 from wane.service.batching.turns import HEAVY_TOKENS
-from wane.service.errors import InvalidRequest, truncate_repr
+from wane.service.errors import InvalidRequest, as_json, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types.body import RankedBody
 from wane.service.types.request import Filter
@@ -54,7 +53,7 @@ class EventNames:
         names = [
             name for index, name in enumerate(vocabulary.texts[: EXAMPLES + len(unlisted)]) if index not in unlisted
         ]
-        example = json.dumps(names[:EXAMPLES], ensure_ascii=False)
+        example = as_json(names[:EXAMPLES])
         raise InvalidRequest(
             f'input is text, but model {self._model} reads events: write "events": {example} instead', "input"
         )

@@ -12,11 +12,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Annotated, TypedDict
+from typing import Annotated, Self
 
 from wane.service.observability.metrics import Metrics
 from wane.service.types.answer import Answer
-from wane.service.types.common import says
+from wane.service.types.common import Result, says
 
 SPAN_S = 600
 """The length of the sliding window in seconds."""
@@ -32,7 +32,7 @@ Step = tuple[str, int, int]
 SKIPPED = -1
 
 
-class LiveCounts(TypedDict):
+class LiveCounts(Result):
     """Counts of steps."""
 
     judged: Annotated[int, says("the steps whose first token was looked up in the list of the answer before it")]
@@ -42,25 +42,18 @@ class LiveCounts(TypedDict):
     mrr: Annotated[float | None, says("`reciprocal_ranks` / `judged`; null without a judged step")]
     unjudged: Annotated[int, says("the steps whose earlier answer is not kept")]
 
+    @classmethod
+    def of(cls, judged: int, hits: int, reciprocal_ranks: float, unjudged: int) -> Self:
+        recall, mrr = (hits / judged, reciprocal_ranks / judged) if judged else (None, None)
+        return cls(judged, hits, reciprocal_ranks, recall, mrr, unjudged)
 
-class LiveReport(TypedDict):
+
+class LiveReport(Result):
     """The live accuracy of one version of a model."""
 
     k: Annotated[int, says("the largest number of tokens of an answer that are compared")]
     since_start: Annotated[LiveCounts, says("the counts since the start")]
     recent: Annotated[LiveCounts, says("the counts of the last 10 to 11 minutes")]
-
-
-def live_counts(judged: int, hits: int, reciprocal_ranks: float, unjudged: int) -> LiveCounts:
-    """Returns counts as a document."""
-    return {
-        "judged": judged,
-        "hits": hits,
-        "reciprocal_ranks": reciprocal_ranks,
-        "recall": hits / judged if judged else None,
-        "mrr": reciprocal_ranks / judged if judged else None,
-        "unjudged": unjudged,
-    }
 
 
 class LiveAccuracy:
@@ -122,22 +115,19 @@ class LiveAccuracy:
 
     def count(self) -> None:
         """Adds the latest counts to the metrics."""
-        counts = _document(self._ranks, self._counted)
+        counts = _difference(self._ranks, self._counted)
         self._counted = list(self._ranks)
-        added = counts["judged"], counts["hits"], counts["reciprocal_ranks"], counts["unjudged"]
+        added = counts.judged, counts.hits, counts.reciprocal_ranks, counts.unjudged
         for counter, value in zip(self._metrics, added, strict=True):
             counter.inc(value)
 
-    def document(self) -> LiveReport:
-        return {
-            "k": self.k,
-            "since_start": _document(self._ranks, [0] * len(self._ranks)),
-            "recent": _document(self._ranks, self._snapshots[0]),
-        }
+    def report(self) -> LiveReport:
+        since_start = _difference(self._ranks, [0] * len(self._ranks))
+        return LiveReport(self.k, since_start, recent=_difference(self._ranks, self._snapshots[0]))
 
 
-def _document(ranks: Sequence[int], before: Sequence[int]) -> LiveCounts:
-    """Returns the difference of two lists of counts as a document. See `LiveAccuracy`."""
+def _difference(ranks: Sequence[int], before: Sequence[int]) -> LiveCounts:
+    """Returns the difference of two lists of counts. See `LiveAccuracy`."""
     missed, *hits, unjudged = (count - earlier for count, earlier in zip(ranks, before, strict=True))
     reciprocal_ranks = sum(count / rank for rank, count in enumerate(hits, 1))
-    return live_counts(missed + sum(hits), sum(hits), reciprocal_ranks, unjudged)
+    return LiveCounts.of(missed + sum(hits), sum(hits), reciprocal_ranks, unjudged)

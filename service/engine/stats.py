@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Literal, NamedTuple, TypedDict
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 from msgspec.structs import asdict
@@ -19,7 +19,7 @@ from wane.service.engine.live_accuracy import LiveReport
 from wane.service.observability.metrics import COUNTED_TOGETHER, Metrics, Observed, quantile
 from wane.service.sessions.sessions import SessionsReport
 from wane.service.types.answer import Agreement, Answer
-from wane.service.types.common import Mode, ModelDocument, says
+from wane.service.types.common import Identity, Mode, Result, Served, says
 from wane.service.types.request import Latency
 
 logger = logging.getLogger("wane.engine")
@@ -28,17 +28,21 @@ PHASES = ("queue", "compute", "total")
 REACHED = (*(step * 10.0**power for power in range(-4, 0) for step in (1, 2, 5)), 1.0)
 """The bounds of the buckets for error bounds of windows. Neighbours differ by a factor of 2 to 2.5."""
 
+Cumulative = Sequence[tuple[float, int]]
+"""The cumulative buckets of a histogram: for each, its upper bound and the number of values that are at most the bound.
+"""
+
 ShadowOutcome = Literal["compared", "dropped", "failed"]
 
 
-class Bucket(TypedDict):
+class Bucket(Result):
     """A bucket of durations in milliseconds."""
 
     le_ms: Annotated[float | None, says("the upper bound of the bucket; null: no bound")]
     count: Annotated[int, says("the number of values that are at most the upper bound")]
 
 
-class DurationsReport(TypedDict):
+class DurationsReport(Result):
     """The durations of one phase, in milliseconds."""
 
     p50_ms: Annotated[
@@ -50,8 +54,14 @@ class DurationsReport(TypedDict):
     sum_ms: Annotated[float, says("their sum")]
     buckets: Annotated[list[Bucket], says("cumulative buckets; those of several replicas can be added")]
 
+    @classmethod
+    def of(cls, cumulative: Cumulative, sum_ms: float) -> Self:
+        p50, p90, p99 = [quantile(cumulative, share) for share in (0.5, 0.9, 0.99)]
+        buckets = [Bucket(None if math.isinf(le) else le, count) for le, count in cumulative]
+        return cls(p50, p90, p99, count=cumulative[-1][1], sum_ms=sum_ms, buckets=buckets)
 
-class PhasesReport(TypedDict):
+
+class PhasesReport(Result):
     """The latency of each phase."""
 
     queue: Annotated[DurationsReport, says("the time in the queue")]
@@ -59,21 +69,21 @@ class PhasesReport(TypedDict):
     total: Annotated[DurationsReport, says("the time from the start of the request in the engine to its answer")]
 
 
-class ModeReport(TypedDict):
+class ModeReport(Result):
     """The number and latency of predictions and steps in one mode."""
 
     requests: Annotated[int, says("the number of predictions and steps")]
     latency: Annotated[PhasesReport, says("the latency of each phase")]
 
 
-class BoundBucket(TypedDict):
+class BoundBucket(Result):
     """A bucket of error bounds."""
 
     le: Annotated[float | None, says("the upper bound of the bucket; null: no bound")]
     count: Annotated[int, says("the number of values that are at most the upper bound")]
 
 
-class WindowReport(TypedDict):
+class WindowReport(Result):
     """The error bounds that answers from windows reached, of those answers that have a bound and left tokens out."""
 
     k: Annotated[int, says("a power of two; the answers are those from windows of k to 2k - 1 tokens")]
@@ -84,8 +94,14 @@ class WindowReport(TypedDict):
     p90: Annotated[float | None, says("the 90th percentile, computed likewise")]
     buckets: Annotated[list[BoundBucket], says("cumulative buckets of the error bounds")]
 
+    @classmethod
+    def of(cls, k: int, prove: bool, cumulative: Cumulative, top1_proved: int) -> Self:
+        p50, p90 = [quantile(cumulative, share) for share in (0.5, 0.9)]
+        buckets = [BoundBucket(None if math.isinf(le) else le, count) for le, count in cumulative]
+        return cls(k, prove, cumulative[-1][1], top1_proved, p50, p90, buckets)
 
-class ShadowReport(TypedDict):
+
+class ShadowReport(Result):
     """The comparisons of sampled live answers with another way of computing them."""
 
     compared: Annotated[int, says("the number of sampled answers that were compared")]
@@ -94,19 +110,14 @@ class ShadowReport(TypedDict):
     cpu_s: Annotated[float, says("the shadows' processor time, in seconds")]
 
 
-class StatsReport(TypedDict):
-    """The part of a model's report that `Stats.document` returns."""
+class ModelReport(Served):
+    """One model's statistics since the start."""
 
     modes: Annotated[dict[Mode, ModeReport], says("the predictions and steps of each mode")]
     windows: Annotated[list[WindowReport], says("the error bounds that answers from windows reached")]
     operations: Annotated[dict[str, int], says("the number of answers of each kind of request")]
     agreement: Annotated[AgreementBySource, says("the agreement of recurrent mode and windows over all comparisons")]
     shadow: Annotated[ShadowReport, says("the comparisons of sampled live answers")]
-
-
-class ModelReport(ModelDocument, StatsReport):
-    """One model's statistics since the start."""
-
     live_accuracy: Annotated[
         LiveReport | None,
         says("how often the answers of steps listed the session's next token; null without the setting of this name"),
@@ -115,7 +126,7 @@ class ModelReport(ModelDocument, StatsReport):
     costs: Costs
 
 
-class Report(TypedDict):
+class Report(Result):
     """The body of `/v1/report`: measurements since the start."""
 
     device: Annotated[str, says("the device that runs the models")]
@@ -123,31 +134,8 @@ class Report(TypedDict):
 
 
 def durations(seconds: Observed) -> DurationsReport:
-    """Returns a histogram of seconds as a document in milliseconds."""
-    cumulative = seconds.cumulative()
-    p50, p90, p99 = [quantile(cumulative, share) for share in (0.5, 0.9, 0.99)]
-    return {
-        "p50_ms": None if p50 is None else 1e3 * p50,
-        "p90_ms": None if p90 is None else 1e3 * p90,
-        "p99_ms": None if p99 is None else 1e3 * p99,
-        "count": cumulative[-1][1],
-        "sum_ms": 1e3 * seconds.total,
-        "buckets": [{"le_ms": None if math.isinf(le) else 1e3 * le, "count": count} for le, count in cumulative],
-    }
-
-
-def window_report(k: int, prove: bool, variations: Observed, proved: int) -> WindowReport:
-    """Returns the error bounds of the windows of about `k` tokens. proved: see `WindowReport.top1_proved`."""
-    cumulative = variations.cumulative()
-    return {
-        "k": k,
-        "prove": prove,
-        "answers": cumulative[-1][1],
-        "top1_proved": proved,
-        "p50": quantile(cumulative, 0.5),
-        "p90": quantile(cumulative, 0.9),
-        "buckets": [{"le": None if math.isinf(le) else le, "count": count} for le, count in cumulative],
-    }
+    """Returns the report of a histogram of seconds."""
+    return DurationsReport.of([(1e3 * le, count) for le, count in seconds.cumulative()], 1e3 * seconds.total)
 
 
 Seconds = Sequence[float] | NDArray[np.float64]
@@ -176,9 +164,8 @@ class ModeStats:
         self._error_bound = metrics.answer_error_bound.labels(model, mode.value)
         self._proved = metrics.answers_top1_proved.labels(model, mode.value)
 
-    def document(self) -> PhasesReport:
-        queue, compute, total = map(durations, self._phases)
-        return {"queue": queue, "compute": compute, "total": total}
+    def report(self) -> PhasesReport:
+        return PhasesReport(*map(durations, self._phases))
 
     def made(self, counted: Sequence[Made]) -> None:
         for seconds, values in zip(self._phases, zip(*[made.phases for made in counted], strict=True), strict=True):
@@ -295,31 +282,28 @@ class Stats:
         for mode in self._modes.values():
             mode.end()
 
-    def document(self) -> StatsReport:
-        """Returns the report's fields `modes`, `windows`, `operations`, `agreement` and `shadow`."""
+    def report(
+        self, served: Identity, live_accuracy: LiveReport | None, sessions: SessionsReport, costs: Costs
+    ) -> ModelReport:
+        """Returns the model's entry of `/v1/report`."""
         self._count_made()
         operations: Counter[str] = Counter()
         for (operation, _), requests in self._answered.items():
             operations[operation] += requests
-        return {
-            "modes": {
-                mode: {
-                    "requests": self._answered["predict", mode] + self._answered["step", mode],
-                    "latency": self._modes[mode].document(),
-                }
-                for mode in Mode
-                if mode in self._modes
-            },
-            "windows": [window_report(*key, self._windows[key], self._proved[key]) for key in sorted(self._windows)],
-            "operations": dict(operations),
-            "agreement": {
-                **self._agreement.document(),
-                "sources": {source: statistics.document() for source, statistics in self._by_source.items()},
-            },
-            "shadow": {
-                "compared": self._shadows["compared"],
-                "dropped": self._shadows["dropped"],
-                "failed": self._shadows["failed"],
-                "cpu_s": self._shadow_cpu_s,
-            },
+        modes = {
+            mode: ModeReport(
+                requests=self._answered["predict", mode] + self._answered["step", mode],
+                latency=self._modes[mode].report(),
+            )
+            for mode in Mode
+            if mode in self._modes
         }
+        windows = [
+            WindowReport.of(*key, bounds.cumulative(), self._proved[key])
+            for key, bounds in sorted(self._windows.items())
+        ]
+        sources = {source: statistics.report() for source, statistics in self._by_source.items()}
+        agreement = AgreementBySource(**asdict(self._agreement.report()), sources=sources)
+        counts = self._shadows
+        shadow = ShadowReport(counts["compared"], counts["dropped"], counts["failed"], self._shadow_cpu_s)
+        return ModelReport(*served, modes, windows, operations, agreement, shadow, live_accuracy, sessions, costs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import re
 import sys
 import threading
 from datetime import UTC, datetime
@@ -18,8 +19,16 @@ SERVICE = logging.getLogger("wane")
 
 WAIT_S = 0.05  # the longest time in seconds that a log line waits for further lines before it is written
 
-LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-"""Escapes the characters that JSON allows in a string, but that some readers regard as the end of a line."""
+COMMANDS = re.compile(rb"\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
+"""In UTF-8, the characters that JSON allows in a string, but that are commands to a terminal (U+0080 to U+009F) or the
+end of a line to some readers (U+0085, U+2028 and U+2029)."""
+
+
+def without_commands(encoded: bytes) -> bytes:
+    """Escapes the characters in JSON that a terminal or a reader of lines would take as commands."""
+    if encoded.isascii() or (b"\xc2" not in encoded and b"\xe2\x80" not in encoded):
+        return encoded  # these tests are much faster than the expression
+    return COMMANDS.sub(lambda match: b"\\u%04x" % ord(match[0].decode()), encoded)
 
 
 class JsonFormatter(logging.Formatter):
@@ -42,8 +51,7 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         try:
-            text = orjson.dumps(line, default=str).decode()
-            return text if text.isascii() else text.translate(LINE_BREAKS)
+            return without_commands(orjson.dumps(line, default=str)).decode()
         except TypeError:  # orjson rejects strings with a lone surrogate
             return json.dumps(line, default=str)
 

@@ -85,7 +85,7 @@ class ModelRegistry:
         self._names_file = names_file
         self._owned = owned
         self._metrics = metrics
-        self._found: dict[str, FoundBundle] = {}  # the bundles to load at start, by model name
+        self._bundles: dict[str, FoundBundle] = {}  # the bundles to load at start, by model name
         self._loads: dict[str, asyncio.Task[Engine]] = {}  # the unfinished loads of these bundles, by model name
         # set when the store is open and the names of the models are known, and at shutdown
         self._open = asyncio.Event()
@@ -150,7 +150,7 @@ class ModelRegistry:
             if self.default in names and self.default not in bundles:
                 raise RegistryError(f"there is no bundle of the default model {self.default!r} any more")
             bundles = {name: bundle for name, bundle in bundles.items() if name in names}
-        self._found = dict(sorted(bundles.items(), key=lambda item: (item[0] != self.default, item[0])))
+        self._bundles = dict(sorted(bundles.items(), key=lambda item: (item[0] != self.default, item[0])))
         # If the registry was closed meanwhile, the saved sessions stay in their file for the next process.
         if self._status != "loading":
             return
@@ -159,7 +159,7 @@ class ModelRegistry:
         await store.open()
         if self._status != "loading":
             return
-        self._loads = {name: asyncio.create_task(self.load_model(name)) for name in self._found}
+        self._loads = {name: asyncio.create_task(self.load_model(name)) for name in self._bundles}
         self._open.set()
         for name, task in [*self._loads.items()]:
             await asyncio.wait([task])
@@ -302,7 +302,7 @@ class ModelRegistry:
         """Returns the body of /v1/report. It includes replaced versions that are kept for their sessions. Raises
         Unavailable."""
         engines = [*self.list(), *self.retired_engines.lingering]
-        return {"device": self.device, "models": [await engine.report() for engine in engines]}
+        return Report(self.device, [await engine.report() for engine in engines])
 
     # Loading and unloading models while the server runs
 
@@ -455,7 +455,7 @@ class ModelRegistry:
         entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in self.list()]
         entries += [IndexEntry(engine.name, engine.version, "READY", sessions_only) for engine in retired.lingering]
         entries += [IndexEntry(engine.name, engine.version, "UNLOADING", last_requests) for engine in retired.leaving]
-        coming = [*(self._found[name] for name in self.loading), *filter(None, [self._opening])]
+        coming = [*(self._bundles[name] for name in self.loading), *filter(None, [self._opening])]
         named = {(bundle.name, bundle.version) for bundle in coming if bundle.reason is None}
         entries += [IndexEntry(name, version, "LOADING", "") for name, version in named]
         told = {(entry.name, entry.version) for entry in entries if entry.state in ("READY", "LOADING")}

@@ -13,7 +13,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 from wane.models.manifest import Manifest
 from wane.service.errors import (
@@ -43,7 +43,7 @@ from wane.service.sessions.stores.store import (
 )
 from wane.service.settings import Settings
 from wane.service.state.pool import START, CachedState, StatePool
-from wane.service.types.common import Mode, says
+from wane.service.types.common import Mode, Result, says
 from wane.service.types.request import ANYBODY, History, Owner, StepRequest, id_of, name_within
 
 ID_BYTES = 16
@@ -89,7 +89,7 @@ def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
 
-class SessionsReport(TypedDict):
+class SessionsReport(Result):
     """The sessions of one version of a model."""
 
     resident: Annotated[int, says("the number of sessions with a state in memory")]
@@ -400,7 +400,7 @@ class Sessions:
         remaining sessions with a resident state, the number of those without one, and the number of rebuilt states."""
         self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
         count, cached = await self._store.count(self._model), len(self._state_cache)
-        return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
+        return SessionsReport(cached, max(count - cached, 0), self.rebuilt)
 
 
 def _difference(stored: SessionRecord, record: SessionRecord) -> str | None:

@@ -8,6 +8,7 @@ check them for every route. The OpenAPI description still shows the ranges.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -68,10 +69,10 @@ Positive = Annotated[Integer, keywords(**{AT_LEAST: 1})]
 Model = Annotated[Name | None, says("a model's name from /v1/models; default: the first model in that list")]
 Text = Annotated[str, says("a text; the model's vocabulary tokenises it", minLength=1)]
 TokenId = Annotated[int, keywords(minimum=0)]
-Tokens = Annotated[
-    tuple[TokenId, ...],
-    says("token ids", minItems=1),
-]
+TOKENS = says("token ids", minItems=1)
+Tokens = Annotated[tuple[TokenId, ...], TOKENS]
+TokenArray = Annotated[Sequence[TokenId], TOKENS]
+"""Token ids that a body converts to an array when it is decoded (see `as_array`)."""
 EventNumber = Annotated[int, keywords(minimum=-(2**63), maximum=2**64 - 1)]  # `EventNames` checks the range
 Event = str | EventNumber
 EventList = Annotated[tuple[Event, ...], says("names of events")]
@@ -207,9 +208,19 @@ class EventInput(Struct):
     unknown: Unknown | None
 
 
-InputSequence = str | tuple[int, ...] | EventInput
+InputSequence = str | Sequence[int] | EventInput
 
 R = TypeVar("R", bound="SequenceBody")
+
+
+def as_array(tokens: Sequence[int]) -> Sequence[int]:
+    """Returns token ids as an array of 64-bit integers: numpy reads it without converting each id, and the garbage
+    collector does not visit the ids. Returns `tokens` if they are one, or if an id has more bits: no vocabulary has it.
+    """
+    try:
+        return tokens if isinstance(tokens, array) else array("q", tokens)
+    except OverflowError:
+        return tokens
 
 
 class SequenceBody(Body, kw_only=True):
@@ -219,9 +230,14 @@ class SequenceBody(Body, kw_only=True):
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events",)}
 
     input: Text | None = None
-    tokens: Annotated[Tokens | None, at_most("max_input_tokens")] = None
+    tokens: Annotated[TokenArray | None, at_most("max_input_tokens")] = None
     events: Annotated[Events | None, at_most("max_input_tokens")] = None
     unknown: UnknownEvents | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens is not None:
+            self.tokens = as_array(self.tokens)
 
     @property
     def sequence(self) -> InputSequence:

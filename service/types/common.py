@@ -7,7 +7,7 @@ in seconds on the event loop's clock. Durations are in milliseconds.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -124,11 +124,3 @@ def any_of(*kinds: type) -> dict[str, Any]:
 
 Identity = tuple[str, str, str]
 """The model, version and device of an engine, in the order of the fields of `Served`."""
-
-
-class ModelDocument(TypedDict):
-    """The fields of `Served`, for documents that are dicts."""
-
-    model: Annotated[str, says("the model's name")]
-    model_version: Annotated[str, says("the version of the model's bundle")]
-    device: Annotated[str, says("the device that ran the model, such as cpu")]

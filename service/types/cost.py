@@ -5,7 +5,7 @@ vocabulary."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
@@ -48,9 +48,9 @@ class Cost(NamedTuple):
             )
 
 
-def length_of(sequence: object) -> int:
+def length_of(sequence: Any) -> int:
     """Returns the number of tokens of an input, or 0 for a text, which is not tokenised yet."""
-    return len(sequence) if isinstance(sequence, tuple) else len(getattr(sequence, "events", ()))
+    return 0 if isinstance(sequence, str) else len(getattr(sequence, "events", sequence))
 
 
 def within(number: int | None, most: int) -> int:

@@ -24,6 +24,7 @@ from wane.service.types.body import (
     SequenceBody,
     SessionId,
     Text,
+    TokenArray,
     Tokens,
     Tolerance,
     TopK,
@@ -121,7 +122,7 @@ class ScoreBody(SequenceBody, kw_only=True):
         {"input": f"{HISTORY} September", "method": "parallel", "tolerance": 0, "stream": True},
     )
 
-    tokens: Annotated[Tokens | None, at_most("max_scored_tokens")] = None
+    tokens: Annotated[TokenArray | None, at_most("max_scored_tokens")] = None
     events: Annotated[Events | None, at_most("max_scored_tokens")] = None
     model: Model = None
     method: ScoreMethod = ScoreMethod.SEQUENTIAL

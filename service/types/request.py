@@ -111,7 +111,7 @@ class PredictRequest(PredictBody):
     (`Forward.prompt`) the request may use and leaves. If it is None, the request uses and leaves none.
     """
 
-    tokens: Sequence[int] = ()  # type: ignore[assignment]
+    tokens: Sequence[int] = ()
     deadline: float | None = None
     logits: bool = False
     filter: Filter = NO_FILTER
@@ -224,7 +224,7 @@ class ScoreRequest(ScoreBody):
     last to predictions of its `owner`. `PredictRequest` describes `unknown_names`.
     """
 
-    tokens: Sequence[int] = ()  # type: ignore[assignment]
+    tokens: Sequence[int] = ()
     deadline: float | None = None
     unknown_names: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
@@ -277,7 +277,7 @@ class GenerateRequest(GenerateBody):
     `PredictRequest` describes `unknown_names` and `owner`.
     """
 
-    tokens: Sequence[int] = ()  # type: ignore[assignment]
+    tokens: Sequence[int] = ()
     stop: tuple[str, ...] = ()
     bias: Bias | None = None
     sample: int = 0
@@ -315,7 +315,7 @@ class CompareRequest(CompareBody):
     """Measure recurrent mode and windows of several sizes. Recurrent mode and each window predict the token after
     `tokens`, `repeat` times. `PredictRequest` describes `unknown_names`."""
 
-    tokens: Sequence[int] = ()  # type: ignore[assignment]
+    tokens: Sequence[int] = ()
     deadline: float | None = None
     unknown_names: tuple[str, ...] = ()
 

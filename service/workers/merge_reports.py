@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from wane.service.engine.live_accuracy import live_counts
-from wane.service.observability.metrics import quantile
+from msgspec import to_builtins
+from msgspec.structs import asdict
+
+from wane.service.engine.live_accuracy import LiveCounts
+from wane.service.engine.stats import Cumulative, DurationsReport, WindowReport
 
 Document = dict[str, Any]
-QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
 
 
 class MergeError(Exception):
@@ -73,7 +75,7 @@ def _live_accuracy(parts: Sequence[Document | None]) -> Document | None:
     names = ("judged", "hits", "reciprocal_ranks", "unjudged")
     return {
         "k": some[0]["k"],
-        **{span: live_counts(*(sum(part[span][name] for part in some) for name in names)) for span in spans},
+        **{span: asdict(LiveCounts.of(*(sum(part[span][name] for part in some) for name in names))) for span in spans},
     }
 
 
@@ -89,35 +91,21 @@ def _windows(parts: Sequence[Document]) -> list[Document]:
     by_key: dict[tuple[int, bool], list[Document]] = {}
     for part in parts:
         by_key.setdefault((part["k"], part["prove"]), []).append(part)
-    merged = []
-    for (k, prove), same in sorted(by_key.items(), key=itemgetter(0)):
-        cumulative, buckets = _buckets(same, "le")
-        merged.append(
-            {
-                "k": k,
-                "prove": prove,
-                **{name: sum(part[name] for part in same) for name in ("answers", "top1_proved")},
-                "p50": quantile(cumulative, 0.5),
-                "p90": quantile(cumulative, 0.9),
-                "buckets": buckets,
-            }
-        )
-    return merged
+    merged = [
+        WindowReport.of(k, prove, _cumulative(same, "le"), sum(part["top1_proved"] for part in same))
+        for (k, prove), same in sorted(by_key.items(), key=itemgetter(0))
+    ]
+    return [to_builtins(window) for window in merged]
 
 
 def _durations(parts: Sequence[Document]) -> Document:
-    cumulative, buckets = _buckets(parts, "le_ms")
-    return {
-        **{name: quantile(cumulative, share) for name, share in QUANTILES.items()},
-        "count": cumulative[-1][1],
-        "sum_ms": math.fsum(part["sum_ms"] for part in parts),
-        "buckets": buckets,
-    }
+    merged = DurationsReport.of(_cumulative(parts, "le_ms"), math.fsum(part["sum_ms"] for part in parts))
+    document: Document = to_builtins(merged)
+    return document
 
 
-def _buckets(parts: Sequence[Document], name: str) -> tuple[list[tuple[float, int]], list[Document]]:
-    """Returns the sums of the parts' cumulative buckets, as `quantile` reads them and as the report has them. name: the
-    field of a bucket's bound."""
+def _cumulative(parts: Sequence[Document], name: str) -> Cumulative:
+    """Returns the sums of the parts' cumulative buckets. name: the field of a bucket's bound."""
     bounds = [[bucket[name] for bucket in part["buckets"]] for part in parts]
     if any(other != bounds[0] for other in bounds[1:]):
         raise MergeError(
@@ -126,8 +114,7 @@ def _buckets(parts: Sequence[Document], name: str) -> tuple[list[tuple[float, in
     counts = [
         sum(bucket["count"] for bucket in same) for same in zip(*(part["buckets"] for part in parts), strict=True)
     ]
-    cumulative = [(math.inf if le is None else le, count) for le, count in zip(bounds[0], counts, strict=True)]
-    return cumulative, [{name: bound, "count": count} for bound, count in zip(bounds[0], counts, strict=True)]
+    return [(math.inf if le is None else le, count) for le, count in zip(bounds[0], counts, strict=True)]
 
 
 def _agreement(parts: Sequence[Document]) -> Document:

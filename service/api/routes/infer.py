@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import openapi, tensors
-from wane.service.api.body import LARGE_BYTES, Decoder, as_array, read
+from wane.service.api.body import LARGE_BYTES, Decoder, read
 from wane.service.api.deps import deadline, header, owner, settings
 from wane.service.api.disconnect import WHOLE_BODY, until_hangup
 from wane.service.api.exchange import admit, context, note_answer
@@ -64,7 +64,7 @@ from wane.service.engine.event_names import EventTokens
 from wane.service.errors import DeadlineExceeded, InvalidRequest, UnknownSession, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types.answer import Answer
-from wane.service.types.body import anchored
+from wane.service.types.body import anchored, as_array
 from wane.service.types.common import Mode
 from wane.service.types.cost import Cost
 from wane.service.types.request import ContinuationsRequest, Filter, Latency, PredictRequest, ScoreRequest, StepRequest

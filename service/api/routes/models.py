@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from msgspec import convert
-from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -181,7 +180,7 @@ async def report(request: Request) -> Response:
     """Returns measurements of this server: the latency of each mode, the agreement of recurrent mode and windows over
     all comparisons, and statistics of sessions. Waits until every model has loaded or failed."""
     await registry(request).wait_for_all(deadline(request))
-    return encode.reply(to_jsonable_python(await registry(request).report()))
+    return encode.reply(await registry(request).report())
 
 
 @router.on_get(

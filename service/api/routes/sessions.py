@@ -22,7 +22,6 @@ from wane.service.api.body import (
     ONE_TOKEN,
     PlainStep,
     PlainSteps,
-    as_array,
     decode,
     filter_of,
     only_token,
@@ -158,7 +157,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> tu
     of the history's events that the vocabulary lacks. Raises InvalidRequest, TooLarge."""
     if body.position is None:
         return None, ()
-    read = EventTokens(as_array(body.history or ()))
+    read = EventTokens(body.history or ())
     if body.input is not None:
         read = await tokens_of(engine, body.input, until)
     elif body.events is not None:

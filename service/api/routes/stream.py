@@ -12,7 +12,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token
 from wane.service.api.deps import session_key, settings
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.encode import one_line
+from wane.service.api.encode import json_bytes
 from wane.service.api.exchange import MessageExchange, RequestPolicy, context, registry
 from wane.service.api.problem import described
 from wane.service.api.routes.sessions import TOP_K, engine_to_step, step_request
@@ -131,7 +131,7 @@ class Stream:
             deadline = exchange.admit()
             with until_hangup(self.socket):
                 answer = await self.answer(message, deadline)
-            await self.send(one_line(answer))
+            await self.send(json_bytes(answer))
             status = HTTPStatus.OK
         except Abandoned:
             self.log["error"] = Abandoned.code
@@ -140,7 +140,7 @@ class Stream:
             raise
         except Exception as error:
             failure, code = described(self.scope, error), _close_code(error)
-            await self.send(one_line({"error": failure.body(self.request_context.request_id)}))
+            await self.send(json_bytes({"error": failure.body(self.request_context.request_id)}))
             status, failed = failure.status, failure.code
             if code is not None:
                 self.log["error"] = failure.code
@@ -193,7 +193,7 @@ async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
     failure, request_context = described(socket.scope, error), context(socket.scope)
     request_context.fields.update(error=failure.code, code=code)
     try:
-        await socket.send_text(one_line({"error": failure.body(request_context.request_id)}).decode())
+        await socket.send_text(json_bytes({"error": failure.body(request_context.request_id)}).decode())
         await socket.close(code, failure.code)
     except WebSocketDisconnect:  # the client disconnected while its model was being loaded
         request_context.fields["code"] = DISCONNECTED

@@ -23,10 +23,12 @@ from wane.service.types.body import (
     RankedBody,
     SessionId,
     Text,
+    TokenArray,
     Tokens,
     TopK,
     UnknownEvents,
     absent,
+    as_array,
     at_most,
     present,
 )
@@ -58,7 +60,7 @@ class SessionBody(Body, kw_only=True):
     model: Model = None
     session: Annotated[SessionId | None, says("the session's id; default: a new id")] = None
     mode: Annotated[Mode | None, says("the default mode of the session's steps")] = None
-    history: Annotated[Tokens | None, at_most("max_input_tokens")] = None
+    history: Annotated[TokenArray | None, at_most("max_input_tokens")] = None
     """token ids: the last tokens before `position`. If there are `position` of them, they are the whole sequence, and
     the start token is fed before them. If there are fewer, they are the end of a longer sequence (see `truncated` in
     /v1/predict)"""
@@ -72,6 +74,8 @@ class SessionBody(Body, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.history is not None:
+            self.history = as_array(self.history)
         name = next((name for name in self.not_both if getattr(self, name) is not None), None)
         if self.position is None and name is not None:
             raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")

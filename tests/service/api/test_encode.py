@@ -8,7 +8,9 @@ import json
 import httpx
 import pytest
 
+from tests.service import fake_engine
 from tests.service.fake_engine import MANIFEST, FakeEngine, FakeRegistry
+from wane.service.types.answer import Prediction
 from wane.service.types.predict import ScoreMethod
 from wane.service.types.request import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 
@@ -34,6 +36,22 @@ async def test_a_prediction_has_its_model_latency_and_bounds(client: httpx.Async
         "state_error_bound": 0.5,
         "top1_proved": True,
     }
+
+
+CONTROLS = "".join(map(chr, (*range(0x80, 0xA0), 0x2028, 0x2029)))
+
+
+async def test_controls_of_a_terminal_are_escaped_in_answers_and_messages(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U+009B begins a terminal's command, such as a change of the window's title, and JSON does not escape it."""
+    text = f"é{CONTROLS}漢"
+    monkeypatch.setattr(fake_engine, "PREDICTIONS", (Prediction(7, text, 0.5, -0.6931),))
+    answer = await client.post("/v1/predict", json={"tokens": [1]})
+    assert answer.json()["predictions"][0]["token"] == text
+    assert "é" in answer.text and "漢" in answer.text and not {*CONTROLS} & {*answer.text}
+    message = (await client.post("/v1/predict", json={"tokens": [1], "mode": text})).json()["detail"]
+    assert message.startswith('mode is "') and not {*CONTROLS} & {*message}
 
 
 async def test_both_modes_are_answered_with_their_agreement(client: httpx.AsyncClient) -> None:

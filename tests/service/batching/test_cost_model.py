@@ -87,11 +87,10 @@ async def test_an_engine_reports_its_measured_costs() -> None:
     harness = EngineHarness(cost_model=CostModel(PIECE))
     await harness.engine.submit(PredictRequest(tuple(range(2, 12))))
     report = await harness.engine.report()
-    costs = report["costs"]
-    assert isinstance(costs, dict)
+    costs = report.costs
     assert set(costs) == {"step", "head", "window", "advance"}
-    assert [point["tokens"] for point in costs["window"]] == [1, 4, 11, 16]
-    assert all(point["compute_ms"] > 0 for points in costs.values() for point in points)
+    assert [point.tokens for point in costs["window"]] == [1, 4, 11, 16]
+    assert all(point.compute_ms > 0 for points in costs.values() for point in points)
     await harness.engine.close()
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from wane.service.engine.agreement import AgreementStatistics, compare, violates
@@ -87,7 +88,7 @@ def test_the_running_figures_count_every_pair() -> None:
                 max_logit_difference=10 * distance,
             )
         )
-    assert statistics.document() == {
+    assert to_builtins(statistics.report()) == {
         "compared": 3,
         "top1_match_rate": pytest.approx(2 / 3),
         "total_variation": {"mean": pytest.approx(0.2), "max": 0.3},
@@ -99,7 +100,7 @@ def test_the_running_figures_count_every_pair() -> None:
 
 
 def test_figures_without_comparisons_are_null() -> None:
-    document = AgreementStatistics().document()
+    document: Any = to_builtins(AgreementStatistics().report())
     assert document["compared"] == document["bound_violations"] == 0
     assert document["total_variation"] == {"mean": None, "max": None}
     assert document["error_bound"] == {"bounded": 0, "mean": None, "max": None}

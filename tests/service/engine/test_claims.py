@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from tests.models.random_models import BLOCKS
 from tests.service.oracle import Small
@@ -112,7 +113,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
     answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING, filter=ALL))
     if view.error_bound is not None:  # the answer must have this bound or a smaller one
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
-    report: Any = await engine.report()
+    report: Any = to_builtins(await engine.report())
     assert report["agreement"]["bound_violations"] == 0
     await engine.close()
 

@@ -45,8 +45,7 @@ async def test_each_phase_has_its_latency(harness: EngineHarness) -> None:
 async def test_the_report_counts_one_comparison_for_each_window(harness: EngineHarness) -> None:
     await harness.engine.compare(CompareRequest(TOKENS, windows=(1, 2, 10), repeat=7))
     report = await harness.engine.report()
-    assert isinstance(report["agreement"], dict)
-    assert report["agreement"]["compared"] == 3
+    assert report.agreement.compared == 3
     assert harness.sample("wane_agreement_compared_total") == 3
 
 

@@ -93,6 +93,12 @@ async def test_a_model_of_events_refuses_text_and_shows_how_to_write_events(make
         await harness.engine.encode("open read")
 
 
+async def test_an_example_shows_no_controls_of_a_terminal(make_harness: MakeHarness) -> None:
+    harness = make_harness(vocabulary=name_vocabulary("events", ["\x9b2J"]))
+    with pytest.raises(InvalidRequest, match=r'write "events": \["\\u009b2J"\] instead'):
+        await harness.engine.encode("open read")
+
+
 async def test_a_deadline_applies_while_a_text_is_encoded(
     harness: EngineHarness, encoding: Encoding, travel: Callable[[float], None]
 ) -> None:

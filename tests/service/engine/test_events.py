@@ -16,7 +16,6 @@ from tests.service.engine.columns_fuzz import PlainStore
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name_vocabulary
 from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
-from wane.service.api.body import as_array
 from wane.service.batching.turns import HEAVY_TOKENS
 from wane.service.engine.event_names import EventTokens
 from wane.service.engine.steps.answers import StepAnswer
@@ -24,6 +23,7 @@ from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionCo
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
 from wane.service.types.answer import Answer, Prediction
+from wane.service.types.body import as_array
 from wane.service.types.common import Mode, StateSource
 from wane.service.types.predict import PredictBody
 from wane.service.types.request import (

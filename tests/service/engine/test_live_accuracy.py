@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.engine.live_accuracy import LIST_BYTES, SNAPSHOTS, SPAN_S, TOKEN_BYTES, LiveAccuracy, LiveCounts
@@ -20,13 +21,13 @@ from wane.service.types.common import Mode
 from wane.service.types.request import ANYBODY, Filter, History, PredictRequest, StepRequest
 
 K = 4
-NOTHING = {"judged": 0, "hits": 0, "reciprocal_ranks": 0.0, "recall": None, "mrr": None, "unjudged": 0}
+NOTHING = LiveCounts(judged=0, hits=0, reciprocal_ranks=0.0, recall=None, mrr=None, unjudged=0)
 
 
 def counts(harness: EngineHarness) -> LiveCounts:
     live = harness.engine._live
     assert live is not None
-    return live.document()["since_start"]
+    return live.report().since_start
 
 
 class Client:
@@ -55,9 +56,9 @@ class Client:
     def check(self, harness: EngineHarness) -> None:
         hits = [rank for rank in self.ranks if rank]
         found = counts(harness)
-        assert (found["judged"], found["hits"], found["unjudged"]) == (len(self.ranks), len(hits), self.unjudged)
-        assert found["reciprocal_ranks"] == pytest.approx(sum(1 / rank for rank in hits))
-        assert found["recall"] == (len(hits) / len(self.ranks) if self.ranks else None)
+        assert (found.judged, found.hits, found.unjudged) == (len(self.ranks), len(hits), self.unjudged)
+        assert found.reciprocal_ranks == pytest.approx(sum(1 / rank for rank in hits))
+        assert found.recall == (len(hits) / len(self.ranks) if self.ranks else None)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -90,7 +91,7 @@ async def test_the_counts_equal_those_of_the_client(make_harness: MakeHarness, c
         await asyncio.gather(*(client.step(*one, **random.choice(OPTIONS)) for one in sent))
     assert len({*client.ranks}) == K + 1
     client.check(harness)
-    assert counts(harness)["unjudged"] == 0 or "state_budget_bytes" in changes
+    assert counts(harness).unjudged == 0 or "state_budget_bytes" in changes
 
 
 async def test_what_has_no_answer_before_it_is_not_judged(make_harness: MakeHarness) -> None:
@@ -104,16 +105,16 @@ async def test_what_has_no_answer_before_it_is_not_judged(make_harness: MakeHarn
     await engine.submit(PredictRequest((), session="a"))
     await client.step("a", [7])
     client.check(harness)
-    assert counts(harness)["judged"] == 2
+    assert counts(harness).judged == 2
     await engine.rewind("a", 2)
     await client.step("a", [8])
-    assert counts(harness)["unjudged"] == 1
+    assert counts(harness).unjudged == 1
     await engine.delete_session("a")
     await engine.create_session("a", history=History((1, 2, 3), 3))
     client.answers.clear()
     await client.step("a", [9])  # the deleted session had an answer at position 3, too
     client.check(harness)
-    assert counts(harness)["unjudged"] == 2
+    assert counts(harness).unjudged == 2
 
 
 async def test_skipped_events_are_missed_and_the_list_before_them_judges_the_next_step(
@@ -130,10 +131,10 @@ async def test_skipped_events_are_missed_and_the_list_before_them_judges_the_nex
     client.ranks += [0, 0]
     await client.step("a", [6], unknown_names=("new",))
     client.check(harness)
-    assert counts(harness)["judged"] == 3
+    assert counts(harness).judged == 3
     await engine.rewind("a", 1)
     await engine.submit(skipped)
-    assert (counts(harness)["judged"], counts(harness)["unjudged"]) == (3, 1)
+    assert (counts(harness).judged, counts(harness).unjudged) == (3, 1)
 
 
 async def lose_answer(harness: EngineHarness, token: int, position: int) -> None:
@@ -158,9 +159,9 @@ async def test_an_answer_that_nobody_got_judges_nothing(make_harness: MakeHarnes
     await client.step("a", [5], creator=ANYBODY)
     await client.step("a", [6])
     await lose_answer(harness, 7, 3)
-    assert counts(harness)["judged"] == 2  # the step was committed, and its token follows an answer
+    assert counts(harness).judged == 2  # the step was committed, and its token follows an answer
     await harness.engine.submit(StepRequest("a", (8,)))
-    assert (counts(harness)["judged"], counts(harness)["unjudged"]) == (2, 1)
+    assert (counts(harness).judged, counts(harness).unjudged) == (2, 1)
 
 
 @pytest.mark.parametrize("removed", ["rewound", "deleted"])
@@ -177,8 +178,8 @@ async def test_an_answer_to_removed_tokens_judges_nothing(make_harness: MakeHarn
     await lose_answer(harness, 8, len(tokens))  # the session is at the position of the answer to the removed token
     before = counts(harness)
     await engine.submit(StepRequest("a", (9,)))
-    assert counts(harness)["judged"] == before["judged"]
-    assert counts(harness)["unjudged"] == before["unjudged"] + 1
+    assert counts(harness).judged == before.judged
+    assert counts(harness).unjudged == before.unjudged + 1
 
 
 async def test_the_kept_answers_count_against_the_budget_of_states(make_harness: MakeHarness) -> None:
@@ -203,7 +204,7 @@ def test_the_memory_of_the_kept_answers_is_what_is_counted() -> None:
 
 async def test_nothing_is_kept_without_the_setting(harness: EngineHarness) -> None:
     assert harness.engine._live is None
-    assert (await harness.engine.report())["live_accuracy"] is None
+    assert (await harness.engine.report()).live_accuracy is None
 
 
 def live(k: int = 3, most: int = 10) -> tuple[LiveAccuracy, Metrics]:
@@ -216,22 +217,15 @@ def test_the_sliding_window_forgets_what_is_older() -> None:
     found.keep([("a", 1, [7, 8, 9])])
     found.judge([("a", 1, 8)])
     for second in range(SPAN_S):
-        assert found.document()["recent"]["hits"] == 1, second
+        assert found.report().recent.hits == 1, second
         found.passed(1.0)
     found.keep([("a", 2, [7, 8, 9])])
     found.judge([("a", 2, 6)])
     for _ in range(SPAN_S // SNAPSHOTS):
         found.passed(1.0)
-    report = found.document()
-    assert report["recent"] == {**NOTHING, "judged": 1, "recall": 0.0, "mrr": 0.0}
-    assert report["since_start"] == {
-        **NOTHING,
-        "judged": 2,
-        "hits": 1,
-        "reciprocal_ranks": 0.5,
-        "recall": 0.5,
-        "mrr": 0.25,
-    }
+    report = found.report()
+    assert report.recent == replace(NOTHING, judged=1, recall=0.0, mrr=0.0)
+    assert report.since_start == replace(NOTHING, judged=2, hits=1, reciprocal_ranks=0.5, recall=0.5, mrr=0.25)
     values = {
         name: metrics.registry.get_sample_value(f"wane_live_{name}_total", {"model": "m", "version": "1"})
         for name in ("judged", "hits", "reciprocal_ranks", "unjudged")
@@ -245,5 +239,4 @@ def test_only_the_latest_sessions_are_kept() -> None:
         found.keep([(session, 1, [7])])
     for session in ("a", "b", "c"):
         found.judge([(session, 1, 7)])
-    assert found.document()["since_start"]["hits"] == 2
-    assert found.document()["since_start"]["unjudged"] == 1
+    assert (found.report().since_start.hits, found.report().since_start.unjudged) == (2, 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import to_builtins
 
 from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness
 from wane.models.manifest import Certificate
@@ -171,7 +172,7 @@ async def test_a_failed_try_is_followed_by_a_window_within_the_tolerance(make_ha
     exact = await harness.engine.submit(PredictRequest(tokens, tolerance=0.0, window=9))
     assert (exact.mode, exact.error_bound) == (Mode.RECURRENT, 0.0)
     assert [len(rows[0]) for _, rows in harness.runner.calls[2:]] == [9, 301]
-    report: Any = await harness.engine.report()
+    report: Any = to_builtins(await harness.engine.report())
     assert {mode: part["requests"] for mode, part in report["modes"].items()} == {"recurrent": 1, "window": 1}
 
 

@@ -51,7 +51,7 @@ async def settled(found: Shadow) -> None:
 async def report(harness: EngineHarness) -> tuple[AgreementBySource, ShadowReport]:
     """Returns the fields `agreement` and `shadow` of the report."""
     document = await harness.engine.report()
-    return document["agreement"], document["shadow"]
+    return document.agreement, document.shadow
 
 
 async def session_of(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
@@ -76,7 +76,7 @@ async def test_a_shadow_window_of_a_step_is_only_in_the_report(
     assert harness.runner.roles() == ["advance", "step"]
     assert harness.shadow_runner.calls == [("window", [list(tokens[-4:])])]
     agreement, shadows = await report(harness)
-    assert (agreement["compared"], shadows["compared"], shadows["dropped"], shadows["failed"]) == (1, 1, 0, 0)
+    assert (agreement.compared, shadows.compared, shadows.dropped, shadows.failed) == (1, 1, 0, 0)
     expected = compare(
         harness.runner.logits([EOS, *tokens]),
         harness.runner.logits(tokens[-4:]),
@@ -85,8 +85,8 @@ async def test_a_shadow_window_of_a_step_is_only_in_the_report(
         None,
         False,
     )
-    assert agreement["total_variation"]["max"] == pytest.approx(expected.total_variation)
-    assert agreement["max_logit_difference"] == pytest.approx(expected.max_logit_difference)
+    assert agreement.total_variation.max == pytest.approx(expected.total_variation)
+    assert agreement.max_logit_difference == pytest.approx(expected.max_logit_difference)
 
 
 async def test_a_one_token_step_is_compared_with_the_window_that_ends_in_it(
@@ -103,7 +103,7 @@ async def test_a_one_token_step_is_compared_with_the_window_that_ends_in_it(
     windows = [list((EOS, *tokens[:end]) if end <= 4 else tokens[end - 4 : end]) for end in range(1, 8)]
     assert harness.shadow_runner.calls == [("window", [window]) for window in windows]
     agreement, shadows = await report(harness)
-    assert (agreement["compared"], shadows["dropped"]) == (7, 0)
+    assert (agreement.compared, shadows.dropped) == (7, 0)
     expected = [
         compare(
             harness.runner.logits([EOS, *tokens[:end]]),
@@ -115,7 +115,7 @@ async def test_a_one_token_step_is_compared_with_the_window_that_ends_in_it(
         )
         for end, window in enumerate(windows, start=1)
     ]
-    assert agreement["max_logit_difference"] == pytest.approx(max(one.max_logit_difference for one in expected))
+    assert agreement.max_logit_difference == pytest.approx(max(one.max_logit_difference for one in expected))
 
 
 async def test_comparisons_of_requests_and_of_shadows_are_counted_separately(make_harness: MakeHarness) -> None:
@@ -125,12 +125,12 @@ async def test_comparisons_of_requests_and_of_shadows_are_counted_separately(mak
     await harness.engine.submit(PredictRequest((2, 3, 4, 5, 7)))
     await settled(shadow_of(harness))
     agreement, shadows = await report(harness)
-    sources = agreement["sources"]
-    assert [agreement["compared"], sources[Source.BOTH]["compared"], sources[Source.SHADOW]["compared"]] == [3, 1, 2]
-    assert shadows["cpu_s"] > 0
+    sources = agreement.sources
+    assert [agreement.compared, sources[Source.BOTH].compared, sources[Source.SHADOW].compared] == [3, 1, 2]
+    assert shadows.cpu_s > 0
     assert harness.sample("wane_shadow_total", outcome="compared") == 2
     assert harness.sample("wane_agreement_compared_total") == 3
-    assert harness.sample("wane_shadow_cpu_seconds_total") == shadows["cpu_s"]
+    assert harness.sample("wane_shadow_cpu_seconds_total") == shadows.cpu_s
 
 
 async def test_the_answer_of_a_window_is_compared_with_a_run_of_all_tokens_in_pieces(
@@ -152,9 +152,9 @@ async def test_the_answer_of_a_window_is_compared_with_a_run_of_all_tokens_in_pi
         None,
         False,
     )
-    assert agreement["total_variation"]["max"] == pytest.approx(expected.total_variation, abs=1e-9)
-    assert agreement["error_bound"]["max"] == answer.error_bound
-    assert agreement["bound_violations"] == 0
+    assert agreement.total_variation.max == pytest.approx(expected.total_variation, abs=1e-9)
+    assert agreement.error_bound.max == answer.error_bound
+    assert agreement.bound_violations == 0
 
 
 async def test_a_window_session_is_compared_with_a_run_of_its_stored_tokens(make_harness: MakeHarness) -> None:
@@ -182,8 +182,8 @@ async def test_a_session_is_compared_at_the_position_of_the_sampled_answer(make_
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
     recurrent, window = harness.runner.logits([EOS, *tokens]), harness.runner.logits(tokens[-4:])
-    assert agreement["compared"] == 1
-    assert agreement["max_logit_difference"] == pytest.approx(float(np.abs(recurrent - window).max()))
+    assert agreement.compared == 1
+    assert agreement.max_logit_difference == pytest.approx(float(np.abs(recurrent - window).max()))
 
 
 async def test_a_sampled_answer_does_not_keep_its_batch(make_harness: MakeHarness) -> None:
@@ -212,7 +212,7 @@ async def test_the_rate_sets_the_share_of_sampled_answers(
         await harness.engine.submit(PredictRequest((2 + token % 90,)))
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
-    assert shadows["compared"] == expected
+    assert shadows.compared == expected
     assert 80 <= expected <= 120
 
 
@@ -226,11 +226,11 @@ async def test_answers_beyond_the_queue_are_dropped_and_counted(
     await harness.shadow_runner.until_busy()
     for token in range(3, 8):
         await harness.engine.submit(StepRequest(session, (token,)))
-    assert (await report(harness))[1]["dropped"] == 3
+    assert (await report(harness))[1].dropped == 3
     assert harness.sample("wane_shadow_total", outcome="dropped") == 3
     harness.shadow_runner.gate.set()
     await settled(shadow_of(harness))
-    assert (await report(harness))[1]["compared"] == 3
+    assert (await report(harness))[1].compared == 3
 
 
 async def test_an_answer_over_the_token_limit_is_dropped(
@@ -242,7 +242,7 @@ async def test_an_answer_over_the_token_limit_is_dropped(
     await harness.engine.submit(PredictRequest(tuple(range(2, 10)), mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
-    assert (shadows["compared"], shadows["dropped"]) == (1, 1)
+    assert (shadows.compared, shadows.dropped) == (1, 1)
 
 
 async def test_no_shadow_starts_while_the_runner_is_busy(
@@ -329,7 +329,7 @@ async def test_an_answer_during_shutdown_is_not_sampled(
     harness.runner.gate.set()
     await live
     await drained
-    assert (await report(harness))[1] == {"compared": 0, "dropped": 0, "failed": 0, "cpu_s": 0.0}
+    assert (await report(harness))[1] == ShadowReport(compared=0, dropped=0, failed=0, cpu_s=0.0)
 
 
 async def test_a_comparison_over_its_bound_is_counted(
@@ -340,7 +340,7 @@ async def test_a_comparison_over_its_bound_is_counted(
     await session_of(harness, 2, 3)  # the window covers all tokens, so the bound is 0
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
-    assert agreement["sources"][Source.SHADOW]["bound_violations"] == agreement["bound_violations"] == 1
+    assert agreement.sources[Source.SHADOW].bound_violations == agreement.bound_violations == 1
     assert harness.sample("wane_agreement_bound_violations_total") == 1
     assert "contradict their bound or proof" in caplog.text
 
@@ -355,7 +355,7 @@ async def test_a_failed_shadow_is_counted_and_the_next_one_runs(
     await harness.engine.submit(PredictRequest((2, 4)))
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
-    assert (shadows["compared"], shadows["failed"]) == (1, 1)
+    assert (shadows.compared, shadows.failed) == (1, 1)
     assert "the repetition of a sampled answer in the other mode failed" in caplog.text
 
 
@@ -364,8 +364,8 @@ async def test_a_shadows_first_token_is_proved_by_its_margin(make_harness: MakeH
     await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
-    assert agreement["top1_proved_rate"] == 1.0
-    assert agreement["error_bound"]["max"] == harness.manifest.certificate.error_bound_at(130)
+    assert agreement.top1_proved_rate == 1.0
+    assert agreement.error_bound.max == harness.manifest.certificate.error_bound_at(130)
 
 
 async def test_a_shadow_uses_its_windows_radius(make_harness: MakeHarness) -> None:
@@ -373,7 +373,7 @@ async def test_a_shadow_uses_its_windows_radius(make_harness: MakeHarness) -> No
     await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
     epsilon = harness.manifest.certificate.error_bound_at(20)
-    found = (await report(harness))[0]["error_bound"]["max"]
+    found = (await report(harness))[0].error_bound.max
     assert epsilon is not None and found is not None and 0 < found < epsilon
 
 
@@ -396,10 +396,10 @@ async def test_a_served_model_has_shadows() -> None:
     both = await engine.submit(PredictRequest(tokens, mode=Mode.BOTH))
     await settled(found)
     document = await engine.report()
-    sources = document["agreement"]["sources"]
+    sources = document.agreement.sources
     assert both.agreement is not None
-    assert sources[Source.SHADOW]["compared"] == 2
-    assert sources[Source.SHADOW]["bound_violations"] == 0
-    assert sources[Source.SHADOW]["total_variation"]["max"] == pytest.approx(both.agreement.total_variation, abs=1e-6)
-    assert document["shadow"]["cpu_s"] > 0
+    assert sources[Source.SHADOW].compared == 2
+    assert sources[Source.SHADOW].bound_violations == 0
+    assert sources[Source.SHADOW].total_variation.max == pytest.approx(both.agreement.total_variation, abs=1e-6)
+    assert document.shadow.cpu_s > 0
     await registry.close()

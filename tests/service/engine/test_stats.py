@@ -4,29 +4,31 @@ import math
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from prometheus_client.utils import floatToGoString
 
 from tests.service.engine_harness import EngineHarness, MakeHarness, known
-from wane.service.engine.stats import PHASES, Made, Stats, durations
+from wane.service.engine.stats import PHASES, Bucket, Made, Stats, durations
 from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, Observed
+from wane.service.sessions.sessions import SessionsReport
 from wane.service.types.common import Mode
 from wane.service.types.request import GenerateRequest, Latency, PredictRequest, ScoreRequest, StepRequest
 
 TOKENS = tuple(range(10, 20))
 
 
+def document(stats: Stats) -> Any:
+    """Returns the report of a model without sessions, as in JSON."""
+    return to_builtins(stats.report(("m", "1", "cpu"), None, SessionsReport(0, 0, 0), {}))
+
+
 def test_a_report_has_the_quantiles_of_the_histogram() -> None:
     seconds = Observed((0.001, 0.002, 0.004))
     seconds.observe_all([0.0005] * 50 + [0.0015] * 40 + [0.003] * 8 + [1.0] * 2)
-    document = durations(seconds)
-    assert (document["p50_ms"], document["p90_ms"], document["p99_ms"]) == (1.0, 2.0, 4.0)
-    assert document["count"] == 100 and document["sum_ms"] == pytest.approx(2109.0)
-    assert [(bucket["le_ms"], bucket["count"]) for bucket in document["buckets"]] == [
-        (1.0, 50),
-        (2.0, 90),
-        (4.0, 98),
-        (None, 100),
-    ]
+    report = durations(seconds)
+    assert (report.p50_ms, report.p90_ms, report.p99_ms) == (1.0, 2.0, 4.0)
+    assert report.count == 100 and report.sum_ms == pytest.approx(2109.0)
+    assert report.buckets == [Bucket(1.0, 50), Bucket(2.0, 90), Bucket(4.0, 98), Bucket(None, 100)]
 
 
 def test_the_report_and_the_metrics_have_the_same_latencies() -> None:
@@ -34,16 +36,16 @@ def test_the_report_and_the_metrics_have_the_same_latencies() -> None:
     stats = Stats(metrics, "m")
     for value_ms in (0.01, 0.4, 3.0, 3.0, 7e4):
         stats.took(Mode.WINDOW, Latency(value_ms, 2 * value_ms, 3 * value_ms))
-    document: Any = stats.document()["modes"][Mode.WINDOW]["latency"]
+    latency = document(stats)["modes"]["window"]["latency"]
     for phase in PHASES:
         labels = {"model": "m", "mode": "window", "phase": phase}
 
         def sample(name: str, labels: dict[str, str] = labels, **more: str) -> float | None:
             return metrics.registry.get_sample_value(f"wane_answer_seconds_{name}", {**labels, **more})
 
-        assert document[phase]["count"] == sample("count") == 5
-        assert document[phase]["sum_ms"] == pytest.approx(1e3 * (sample("sum") or 0.0), rel=1e-12)
-        for bucket, bound in zip(document[phase]["buckets"], (*REQUEST_SECONDS, math.inf), strict=True):
+        assert latency[phase]["count"] == sample("count") == 5
+        assert latency[phase]["sum_ms"] == pytest.approx(1e3 * (sample("sum") or 0.0), rel=1e-12)
+        for bucket, bound in zip(latency[phase]["buckets"], (*REQUEST_SECONDS, math.inf), strict=True):
             assert bucket["count"] == sample("bucket", le=floatToGoString(bound))
 
 
@@ -64,8 +66,7 @@ def test_two_versions_have_their_own_reports_and_add_up_in_the_metrics() -> None
     assert total() == 3
     newer.took(Mode.WINDOW, Latency(1.0, 1.0, 1.0))
     assert total() == 4
-    document: Any = newer.document()["modes"][Mode.WINDOW]
-    assert document["latency"]["total"]["count"] == 3
+    assert document(newer)["modes"]["window"]["latency"]["total"]["count"] == 3
 
 
 def test_all_answers_of_a_batch_are_counted_before_the_model_is_unloaded() -> None:
@@ -88,7 +89,7 @@ def test_all_answers_of_a_batch_are_counted_before_the_model_is_unloaded() -> No
 
 
 def test_without_answers_there_are_no_modes() -> None:
-    assert Stats(Metrics(), "m").document()["modes"] == {}
+    assert document(Stats(Metrics(), "m"))["modes"] == {}
 
 
 def test_a_request_in_mode_both_counts_once_and_each_part_counts_in_its_mode() -> None:
@@ -96,7 +97,7 @@ def test_a_request_in_mode_both_counts_once_and_each_part_counts_in_its_mode() -
     report.answered("predict", Mode.BOTH)
     for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH):
         report.took(mode, Latency(1.0, 2.0, 3.0))
-    modes: Any = report.document()["modes"]
+    modes = document(report)["modes"]
     assert {mode: part["requests"] for mode, part in modes.items()} == {
         "recurrent": 0,
         "window": 0,
@@ -115,7 +116,7 @@ async def test_the_report_counts_requests_by_operation_and_mode(harness: EngineH
     await harness.engine.score(ScoreRequest(TOKENS))
     async for _ in await harness.engine.generate(GenerateRequest(TOKENS, max_tokens=2)):
         pass
-    report: Any = await harness.engine.report()
+    report: Any = to_builtins(await harness.engine.report())
     assert (report["model"], report["model_version"], report["device"]) == ("fake", "1", "cpu")
     assert report["operations"] == {"step": 3, "predict": 2, "score": 1, "generate": 1}
     assert {mode: part["requests"] for mode, part in report["modes"].items()} == {
@@ -174,7 +175,7 @@ async def test_the_report_has_the_bounds_that_windows_reached_by_k(make_harness:
         asked.append(await harness.engine.submit(PredictRequest(tokens, mode=mode, window=window, prove=prove)))
     await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=130))  # leaves nothing out
     await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
-    found: Any = (await harness.engine.report())["windows"]
+    found: Any = to_builtins(await harness.engine.report())["windows"]
     assert [(each["k"], each["prove"], each["answers"]) for each in found] == [
         (1, False, 1),
         (128, False, 2),
@@ -195,7 +196,7 @@ async def test_the_report_has_the_bounds_and_proofs_of_comparisons(make_harness:
     for window in (130, 1, 140):
         await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
     await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
-    agreement: Any = (await harness.engine.report())["agreement"]
+    agreement: Any = to_builtins(await harness.engine.report())["agreement"]
     epsilon = harness.manifest.certificate.error_bound_at
     bounds = known([epsilon(130), epsilon(1), epsilon(140), 0.0])
     assert agreement["error_bound"] == {"bounded": 4, "mean": pytest.approx(sum(bounds) / 4), "max": max(bounds)}
@@ -211,7 +212,7 @@ async def test_a_comparison_over_its_bound_is_counted_and_logged(
     answer = await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
     assert answer.agreement is not None and answer.agreement.error_bound is not None
     assert answer.agreement.total_variation > answer.agreement.error_bound
-    agreement: Any = (await harness.engine.report())["agreement"]
+    agreement: Any = to_builtins(await harness.engine.report())["agreement"]
     assert agreement["bound_violations"] == harness.sample("wane_agreement_bound_violations_total") == 1
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     fields = vars(record)["fields"]

@@ -25,6 +25,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
+from wane.service.sessions.sessions import SessionsReport
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Appended, Commit, SessionRecord, Store
 from wane.service.types.answer import SessionView
@@ -395,8 +396,8 @@ async def test_sessions_beyond_the_budget_are_evicted_and_rebuilt_exactly(make_h
     slot_bytes = 4 * (4 + 4 + 4)
     harness = make_harness(state_budget_bytes=8 * slot_bytes)
     sessions = [await start(harness, 10 + index, 20 + index) for index in range(12)]
-    counts = (await harness.engine.report())["sessions"]
-    assert counts == {"resident": 6, "parked": 6, "rebuilt": 0}  # two of eight slots are reserved
+    counts = (await harness.engine.report()).sessions
+    assert counts == SessionsReport(resident=6, parked=6, rebuilt=0)  # two of eight slots are reserved
     for index, session in enumerate(sessions):
         answer = await harness.engine.submit(StepRequest(session, (7,)))
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(
@@ -575,7 +576,7 @@ async def test_an_idle_session_expires_with_its_state(harness: EngineHarness) ->
 async def test_states_of_expired_sessions_are_released_without_a_request(harness: EngineHarness) -> None:
     await start(harness, 5)
     harness.clock.now_s += 3601
-    assert (await harness.engine.report())["sessions"] == {"resident": 0, "parked": 0, "rebuilt": 0}
+    assert (await harness.engine.report()).sessions == SessionsReport(resident=0, parked=0, rebuilt=0)
     assert harness.engine.state_cache.used_bytes == 0
 
 

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.server_harness import start_sessions
@@ -65,7 +66,7 @@ async def test_steps_have_their_own_answers_and_errors_in_one_batch(started: Eng
 
 async def test_steps_are_counted_once_each(started: EngineHarness) -> None:
     await step_many(started.engine.submit, requests(("a", 6), ("b", 6), ("c", 6)))
-    report: Any = await started.engine.report()
+    report: Any = to_builtins(await started.engine.report())
     assert report["operations"] == {"step": 6}  # the count includes the three steps that started the sessions
     assert report["modes"]["recurrent"]["requests"] == 6
     assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 6

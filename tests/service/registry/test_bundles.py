@@ -146,8 +146,7 @@ async def test_a_window_that_covers_a_session_agrees_with_its_steps_bit_for_bit(
         assert answer.agreement.error_bound == 0.0
         assert answer.agreement.total_variation == 0.0
     report = await engine.report()
-    assert isinstance(report["agreement"], dict)
-    assert report["agreement"]["bound_violations"] == 0
+    assert report.agreement.bound_violations == 0
 
 
 async def test_a_padded_batch_equals_single_runs(engine: Engine) -> None:

@@ -313,9 +313,8 @@ async def test_a_session_created_again_by_another_replica_is_found_on_its_new_mo
 
 async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:
     report = await registry.report()
-    assert report["device"] == "cpu"
-    assert isinstance(report["models"], list)
-    assert [model["model"] for model in report["models"]] == [engine.name for engine in registry.list()]
+    assert report.device == "cpu"
+    assert [model.model for model in report.models] == [engine.name for engine in registry.list()]
 
 
 async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_sessions(

@@ -334,9 +334,8 @@ async def test_sessions_of_another_tokenizer_stay_on_their_version(folder: Path,
         IndexEntry(MODEL, "1", "READY", "serves only the sessions of its tokenizer"),
         IndexEntry(MODEL, "2", "READY", ""),
     ]
-    report = (await registry.report())["models"]
-    assert isinstance(report, list)
-    assert [one["model_version"] for one in report] == ["2", "1"]
+    report = (await registry.report()).models
+    assert [one.model_version for one in report] == ["2", "1"]
 
 
 async def test_sessions_continue_when_their_tokenizer_is_served_again(folder: Path, registry: ModelRegistry) -> None:

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from msgspec import to_builtins
 
 from wane.service.engine.agreement import Source
 from wane.service.engine.live_accuracy import LiveAccuracy
-from wane.service.engine.stats import Stats
+from wane.service.engine.stats import Report, Stats
 from wane.service.observability.metrics import REQUEST_SECONDS, Metrics, quantile
+from wane.service.sessions.sessions import SessionsReport
 from wane.service.types.answer import Agreement
 from wane.service.types.common import Mode
 from wane.service.types.request import Latency
@@ -46,10 +48,10 @@ shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"
 
 def document(report: Stats, sessions: int = 0, live: LiveAccuracy | None = None) -> dict[str, Any]:
     """Returns a report document with one model, like the answer of /v1/report."""
-    counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
-    known: dict[str, Any] = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
-    known["live_accuracy"] = None if live is None else live.document()
-    return {"device": "cpu", "models": [{**known, **report.document()}]}
+    counts = SessionsReport(resident=sessions, parked=2 * sessions, rebuilt=3 * sessions)
+    model = report.report(("m", "1", "cpu"), None if live is None else live.report(), counts, {})
+    document: dict[str, Any] = to_builtins(Report("cpu", [model]))
+    return document
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -113,9 +115,9 @@ def test_merged_live_accuracy_equals_that_of_a_single_process(steps: list[tuple[
             live.keep([("a", 1, [1, 2, 3])])
             live.judge([("a", 1 if token else 2, token)])
     (found,) = merge([document(Stats(Metrics(), "m"), live=live) for live in parts])["models"]
-    assert_same(found["live_accuracy"], whole.document())
+    assert_same(found["live_accuracy"], to_builtins(whole.report()))
     reports = [document(Stats(Metrics(), "m"), live=live) for live in (None, whole)]
-    assert_same(merge(reports)["models"][0]["live_accuracy"], whole.document())
+    assert_same(merge(reports)["models"][0]["live_accuracy"], to_builtins(whole.report()))
 
 
 def test_live_accuracies_of_different_k_are_not_merged() -> None:
