@@ -44,9 +44,9 @@ from research.proofs import read_stream
 from wane.models.bundle import Bundle
 from wane.models.layer_registry import Frozen
 from wane.service.cli import render
-from wane.service.cli.agreement import choose
 from wane.service.cli.connect import connect
 from wane.service.cli.load import Load
+from wane.service.cli.measure import choose
 from wane.service.cli.side_by_side import (
     CONNECTIONS,
     WINDOW,

@@ -1,30 +1,36 @@
-"""`wane compare`: runs models over a text, or over sessions of events. Shows for each model its perplexity in recurrent
-mode and in windows, the size of its sessions, its latency and its rate. For one model, shows the agreement of the two
-modes, too."""
+"""`wane compare`: runs both modes of one model over a text, or over sessions of events. Shows the latency of each mode
+and the agreement of the two modes. With several models, shows for each model its perplexity in recurrent mode and in
+windows, the size of its sessions, its latency and its rate."""
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from wane.arguments import Parser
-from wane.client import WaneError
+from wane.client import Model, Wane, WaneError
 from wane.service.cli import render
-from wane.service.cli.agreement import choose, measure
-from wane.service.cli.compared_input import read_inputs, same_tokens
-from wane.service.cli.connect import CommandError, connect, traced
+from wane.service.cli.compared_input import ComparedInput, read_inputs, same_tokens
+from wane.service.cli.connect import CommandError, Document, connect, traced
 from wane.service.cli.load import Load
-from wane.service.cli.render import agreement_table, cost_table, quality_table
+from wane.service.cli.measure import choose, measure
+from wane.service.cli.render import agreement_table, cost_table, latency_table, quality_table
 from wane.service.cli.side_by_side import POSITIONS, WINDOW, Compared, measure_models
 
 FAILURES = (CommandError, WaneError, OSError, UnicodeError)
+
+Result = tuple[Document, list[Table], Callable[[Path], None]]
+"""A comparison as a JSON document and as tables, and a function that plots it to a file."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,40 +91,50 @@ def main(arguments: Sequence[str]) -> int:
     ):
         cards = [choose(client, name) for name in options.model or (None,)]
         inputs = read_inputs(client, cards, options.file, options.tokens, options.experiment)
-        load, window = Load(options.url), options.window
-        if window is None and len(cards) == 1:
-            window = cards[0].k
-        compared = [
-            Compared(client, load, card, its_input.sequences, window, POSITIONS)
-            for card, its_input in zip(cards, inputs, strict=True)
-        ]
-        figures = measure_models(compared, progress)
-        agreement = None
-        if len(cards) == 1:
-            agreement = measure(client, cards[0], window, inputs[0].sequences, progress)
+        compare = _compare_modes if len(cards) == 1 else _compare_models
+        document, tables, save = compare(client, cards, inputs, options, progress)
 
-    same = same_tokens(cards, inputs)
     console = Console()
     for card, its_input in zip(cards, inputs, strict=True):
         if card.vocabulary.kind == "events":
             of = f"{card.id}: " if len(cards) > 1 else ""
             console.print(of + its_input.describe(), highlight=False, markup=False, soft_wrap=True)
-    shown = sorted(figures, key=lambda figure: figure.perplexity) if same else figures
-    console.print(quality_table(shown, same), cost_table(shown))
-    if agreement is not None:
-        console.print(agreement_table(agreement))
+    console.print(*tables)
     if options.json is not None:
-        models = [
-            {**asdict(figure), "sequences": len(its_input.sequences), "unknown": dict(its_input.unknown)}
-            for figure, its_input in zip(figures, inputs, strict=True)
-        ]
-        document = {"url": options.url, "same_tokens": same, "models": models}
-        if agreement is not None:
-            document["agreement"] = asdict(agreement)
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if options.plot is not None:
-        if agreement is None:
-            render.save_models(figures, options.plot, same)
-        else:
-            render.save(figures[0].model, agreement, options.plot)
+        save(options.plot)
     return 0
+
+
+def _compare_modes(
+    client: Wane, cards: Sequence[Model], inputs: Sequence[ComparedInput], options: Namespace, progress: Progress
+) -> Result:
+    (card,), (its_input,) = cards, inputs
+    k = card.k if options.window is None else options.window
+    compared = measure(client, options.url, card, k, its_input, progress)
+    return asdict(compared), [latency_table(compared), agreement_table(compared)], partial(render.save, compared)
+
+
+def _compare_models(
+    client: Wane, cards: Sequence[Model], inputs: Sequence[ComparedInput], options: Namespace, progress: Progress
+) -> Result:
+    load = Load(options.url)
+    same = same_tokens(cards, inputs)
+    figures = measure_models(
+        [
+            Compared(client, load, card, its_input.sequences, options.window, POSITIONS)
+            for card, its_input in zip(cards, inputs, strict=True)
+        ],
+        progress,
+    )
+    models = [
+        {**asdict(figure), "unknown": dict(its_input.unknown)}
+        for figure, its_input in zip(figures, inputs, strict=True)
+    ]
+    shown = sorted(figures, key=lambda figure: figure.perplexity) if same else figures
+    return (
+        {"url": options.url, "same_tokens": same, "models": models},
+        [quality_table(shown, same), cost_table(shown)],
+        partial(render.save_models, figures, same_tokens=same),
+    )

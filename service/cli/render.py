@@ -12,12 +12,26 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from wane.service.cli.agreement import AgreementSummary, ModeAgreement
 from wane.service.cli.connect import Document
+from wane.service.cli.measure import PHASES, AgreementSummary, Measurements
 from wane.service.cli.side_by_side import CONNECTIONS, ROUNDS, ModelFigures, Spread
 
 
-def agreement_table(compared: ModeAgreement) -> Table:
+def latency_table(compared: Measurements) -> Table:
+    """Returns a table of latency in milliseconds, by mode and phase."""
+    title = f"Latency of one next token, ms ({compared.steps} tokens, {compared.device})"
+    table = _table(title, ("mode", "phase"), ("p50", "p90", "p99"))
+    for mode, phases in compared.latency.items():
+        label = mode if mode == "recurrent" else f"window of {compared.k}"
+        for phase in PHASES:
+            row = phases[phase]
+            values = [f"{value:.3f}" for value in (row.p50, row.p90, row.p99)]
+            table.add_row(label, phase.replace("_", " "), *values, end_section=phase == PHASES[-1])
+            label = ""
+    return table
+
+
+def agreement_table(compared: Measurements) -> Table:
     """Returns a table of the agreement of windows with recurrent mode. The first row is for windows of the model's k,
     at all positions. Each further row is for one window size, at a few positions."""
     columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound median", "bound max", "ms")
@@ -38,7 +52,7 @@ def agreement_table(compared: ModeAgreement) -> Table:
             end_section=last,
         )
 
-    add(str(compared.k), compared.of_k, "", last=True)
+    add(str(compared.model_k), compared.agreement, "", last=True)
     for line in compared.windows:
         add(str(line.window), line.agreement, f"{line.compute_ms:.3f}")
     return table
@@ -198,14 +212,14 @@ FORMATS = (".png", ".svg", ".pdf")
 FLOOR = 1e-9  # smaller values are drawn at this height, because a logarithmic axis has no zero
 
 
-def save(model: str, compared: ModeAgreement, path: Path) -> None:
-    """Writes the plot of a model's agreement to `path`. The suffix of `path` selects the format from FORMATS. Raises
-    OSError."""
+def save(compared: Measurements, path: Path) -> None:
+    """Writes the plot to `path`. The suffix of `path` selects the format from FORMATS. Raises OSError."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    distance, top1 = figure.subplots(1, 2)
-    figure.suptitle(f"{model}: recurrent against window")
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    latency, distance, top1 = figure.subplots(1, 3)
+    figure.suptitle(f"{compared.model} {compared.model_version} on {compared.device}: recurrent against window")
+    _draw_latency(latency, compared)
     _draw_distance(distance, compared)
     _draw_top1(top1, compared)
     figure.savefig(path, dpi=150)
@@ -263,7 +277,22 @@ def _label_points(axes: Axes, points: Sequence[tuple[str, Spread, float]]) -> No
         taken.append(box)
 
 
-def _draw_distance(axes: Axes, compared: ModeAgreement) -> None:
+def _draw_latency(axes: Axes, compared: Measurements) -> None:
+    """Draws the latency of each phase and mode, with a mark at the median and a line to the 99th percentile."""
+    for offset, (mode, phases) in zip((-0.12, 0.12), compared.latency.items(), strict=True):
+        places = [index + offset for index in range(len(PHASES))]
+        medians = [phases[phase].p50 for phase in PHASES]
+        tails = [phases[phase].p99 - phases[phase].p50 for phase in PHASES]
+        label = mode if mode == "recurrent" else f"window of {compared.k}"
+        lines = ([0.0] * len(PHASES), tails)
+        axes.errorbar(places, medians, lines, fmt="o", capsize=3, color=COLOURS[mode], label=label)
+    axes.set_xticks(range(len(PHASES)), [phase.replace("_", " ") for phase in PHASES])
+    title = f"Latency of one next token ({compared.steps} tokens)"
+    axes.set(yscale="log", title=title, ylabel="ms, from p50 to p99")
+    axes.legend(loc="lower right")
+
+
+def _draw_distance(axes: Axes, compared: Measurements) -> None:
     """For a window size at which every answer has an error bound, draws the largest bound, too."""
     sizes = [line.window for line in compared.windows]
     for name, label, style in (("max", "largest", "o-"), ("mean", "mean", "s--")):
@@ -279,7 +308,7 @@ def _draw_distance(axes: Axes, compared: ModeAgreement) -> None:
     _finish_window_axis(axes, compared, "lower left")
 
 
-def _draw_top1(axes: Axes, compared: ModeAgreement) -> None:
+def _draw_top1(axes: Axes, compared: Measurements) -> None:
     sizes = [line.window for line in compared.windows]
     shares = [100 * line.agreement.top1_match_rate for line in compared.windows]
     axes.plot(sizes, shares, "o-", color=COLOURS["window"], label="top-1 equal")
@@ -287,9 +316,9 @@ def _draw_top1(axes: Axes, compared: ModeAgreement) -> None:
     _finish_window_axis(axes, compared, "lower right")
 
 
-def _finish_window_axis(axes: Axes, compared: ModeAgreement, legend: str) -> None:
+def _finish_window_axis(axes: Axes, compared: Measurements, legend: str) -> None:
     sizes = [line.window for line in compared.windows]
-    axes.axvline(compared.k, color="grey", linewidth=0.8, label=f"the model's k = {compared.k}")
+    axes.axvline(compared.model_k, color="grey", linewidth=0.8, label=f"the model's k = {compared.model_k}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()

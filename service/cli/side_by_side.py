@@ -1,4 +1,4 @@
-"""Measures one or more models of one server side by side, on the same text or the same events.
+"""Measures several models of one server side by side, on the same text or the same events.
 
 - Perplexity: of all tokens in recurrent mode; and of windows of k tokens, at positions that are spread evenly. A
   window's perplexity is the recurrent perplexity, times the exponential of the mean change of the log-probability at
@@ -29,14 +29,14 @@ from rich.progress import Progress
 from wane.client import Model, Wane
 from wane.models.architecture import AnyArchitecture, Architecture, ImportedGraph
 from wane.models.weights import weight_shapes
-from wane.service.cli.agreement import track
 from wane.service.cli.connect import CommandError
 from wane.service.cli.load import Load
+from wane.service.cli.measure import track
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WINDOW = 64
 WITHIN = 1.01
-POSITIONS = 128
+POSITIONS = 256
 CONNECTIONS = 64
 ROUNDS = 5
 STEPS, WINDOWS_OF_A_ROUND, STEPS_OF_A_CONNECTION = 64, 32, 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,14 +13,21 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.progress import Progress
 
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.versions import make_eventful, put
 from wane.cli import main
-from wane.client import Agreement, Wane
-from wane.service.cli.agreement import COMPARED_POSITIONS, AgreementSummary, choose
-from wane.service.cli.compared_input import SAMPLE
+from wane.client import Agreement, Certificate, Model, VocabularyFacts, Wane
+from wane.service.cli.compared_input import SAMPLE, ComparedInput
 from wane.service.cli.connect import CommandError, connect
+from wane.service.cli.measure import (
+    COMPARED_POSITIONS,
+    PHASES,
+    AgreementSummary,
+    choose,
+    measure,
+)
 
 PNG = b"\x89PNG\r\n\x1a\n"
 STEPS = 24
@@ -37,34 +44,35 @@ def compared(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict
     return document
 
 
-def test_one_model_has_the_figures_of_several(compared: dict[str, Any]) -> None:
-    (figures,) = compared["models"]
-    assert (figures["tokens"], figures["sequences"], figures["window"]) == (STEPS, 1, compared["agreement"]["k"])
-    assert 0 < figures["step_ms"]["least"] <= figures["step_ms"]["most"]
+def test_both_modes_are_timed_in_every_phase(compared: dict[str, Any]) -> None:
+    assert set(compared["latency"]) == {"recurrent", "window"}
+    for phases in compared["latency"].values():
+        assert set(phases) == set(PHASES)
+        for quantiles in phases.values():
+            assert 0 <= quantiles["p50"] <= quantiles["p90"] <= quantiles["p99"]
+        assert phases["compute"]["p50"] < phases["total"]["p50"] < phases["round_trip"]["p50"]
 
 
 def test_agreement_is_counted_over_every_token(compared: dict[str, Any]) -> None:
-    agreement = compared["agreement"]["of_k"]
-    assert agreement["compared"] == STEPS
+    agreement = compared["agreement"]
+    assert agreement["compared"] == compared["steps"] == STEPS
     assert 0 <= agreement["top1_proved_rate"] <= agreement["top1_match_rate"] <= 1
     assert 0 <= agreement["total_variation_mean"] <= agreement["total_variation_max"] <= 1
 
 
 def test_agreement_is_shown_for_each_window_size(compared: dict[str, Any]) -> None:
-    windows = compared["agreement"]["windows"]
-    sizes = [line["window"] for line in windows]
-    assert sizes == sorted(set(sizes)) and compared["agreement"]["k"] in sizes and 1 in sizes
-    assert {line["agreement"]["compared"] for line in windows} == {COMPARED_POSITIONS}
+    sizes = [line["window"] for line in compared["windows"]]
+    assert sizes == sorted(set(sizes)) and compared["k"] in sizes and 1 in sizes
+    assert {line["agreement"]["compared"] for line in compared["windows"]} == {COMPARED_POSITIONS}
     # A window that includes the first token gives the recurrent model's answer.
-    for line in windows:
+    for line in compared["windows"]:
         if line["window"] >= STEPS:
             assert line["agreement"]["total_variation_max"] < 1e-5
             assert line["agreement"]["top1_match_rate"] == 1
 
 
 def test_a_comparison_deletes_its_sessions(compared: dict[str, Any], http: httpx.Client) -> None:
-    (figures,) = compared["models"]
-    (report,) = [one for one in http.get("/v1/report").json()["models"] if one["model"] == figures["model"]]
+    (report,) = [one for one in http.get("/v1/report").json()["models"] if one["model"] == compared["model"]]
     assert report["agreement"]["compared"] >= STEPS
     assert report["modes"]["recurrent"]["requests"] >= STEPS
 
@@ -118,9 +126,8 @@ def test_a_model_of_events_is_compared_over_the_sessions_of_a_file(
     sessions = [["event 5", "event 6", "event 7"], ["event 9", "event 5"]]
     lines = [sessions[0], {"session": "b", "events": sessions[1]}]
     figures = compare_sessions(shop, tmp_path, lines, "--window", "2")
-    (model,) = figures["models"]
-    assert (model["sequences"], model["tokens"], model["unknown"], model["window"]) == (2, 5, {}, 2)
-    assert figures["agreement"]["of_k"]["compared"] == 5
+    assert (figures["sequences"], figures["steps"], figures["unknown"]) == (2, 5, {})
+    assert figures["agreement"]["compared"] == 5
     printed = capsys.readouterr().out
     assert "Compared 5 events of 2 sessions." in printed and "Left out" not in printed
     # Compares each session separately, because a window must not extend over two sessions.
@@ -131,7 +138,7 @@ def test_a_model_of_events_is_compared_over_the_sessions_of_a_file(
             for end in range(1, len(events) + 1)
         ]
     expected = max(one.total_variation for one in agreements if one is not None)
-    (found,) = [line["agreement"] for line in figures["agreement"]["windows"] if line["window"] == 2]
+    (found,) = [line["agreement"] for line in figures["windows"] if line["window"] == 2]
     assert found["compared"] == 5
     assert expected > 0.01 and found["total_variation_max"] == pytest.approx(expected, abs=1e-6)
 
@@ -147,17 +154,15 @@ def test_unknown_events_are_left_out_counted_and_named(
     printed = capsys.readouterr().out
     assert "Left out 4 events (57.1%) that the vocabulary lacks" in printed
     assert all(name in printed for name in ('"socks"', '"hats"', '"17"'))
-    (model,) = figures["models"]
-    assert model["unknown"] == {"socks": 2, "hats": 1, "17": 1}
-    assert (model["sequences"], model["tokens"]) == (2, 3)
-    assert figures["agreement"]["of_k"] == plain["agreement"]["of_k"]
+    assert figures["unknown"] == {"socks": 2, "hats": 1, "17": 1}
+    assert (figures["sequences"], figures["steps"]) == (plain["sequences"], plain["steps"]) == (2, 3)
+    assert figures["agreement"] == plain["agreement"]
 
 
 def test_only_the_first_events_are_compared(shop: LiveServer, tmp_path: Path) -> None:
     lines = [["event 5", "event 6"], ["event 7", "event 9", "event 5"], ["event 6"]]
     figures = compare_sessions(shop, tmp_path, lines, "--tokens", "3")
-    (model,) = figures["models"]
-    assert (model["sequences"], model["tokens"]) == (2, 3)
+    assert (figures["sequences"], figures["steps"]) == (2, 3)
 
 
 def test_a_model_of_events_asks_for_a_file(shop: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,8 +193,8 @@ def test_a_table_of_clicks_is_compared_as_it_is_trained_on(
     experiment.write_text('[data]\nkind = "events"\n[data.columns]\nsession = 3\ntime = 1\nitem = 2\n')
     files = ["--file", str(clicks), "--json", str(figures)]
     assert main(["compare", shop.url, *files, "--experiment", str(experiment)]) == 0
-    (model,) = json.loads(figures.read_text())["models"]
-    assert (model["sequences"], model["tokens"], model["unknown"]) == (2, 4, {})
+    found = json.loads(figures.read_text())
+    assert (found["sequences"], found["steps"], found["unknown"]) == (2, 4, {})
     assert "read 4 events of 2 sessions from 4 lines" in capsys.readouterr().out
     assert main(["compare", shop.url, *files]) == 2
     assert "no columns 'session', 'time' and 'item' in the header" in capsys.readouterr().err
@@ -221,6 +226,34 @@ def test_the_error_names_a_server_that_does_not_answer(
 ) -> None:
     assert main([command, url]) == 2
     assert told in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
+    agreement = asdict(Agreement(True, True, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    served = {"model": "m", "model_version": "1", "device": "cpu"}
+    latency = {"queue_ms": 1.0, "compute_ms": 1.0, "total_ms": 1.0}
+    line = {"mode": "both", "window": 2, "predictions": [], "state": "full", "error_bound": 0.0, "agreement": agreement}
+    phases = {phase: {"p50_ms": 1.0, "p99_ms": 1.0} for phase in ("queue", "compute", "total")}
+    compared = {**line, "latency": phases}
+    comparison = {**served, "tokens": 1, "repeat": 1, "recurrent": compared, "windows": [compared, compared]}
+    answer = {**served, **line, "latency": latency, "state_error_bound": 0.0, "top1_proved": True}
+    answer |= {"position": 0, "models": [comparison]}
+    sent: list[list[int]] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/predict":
+            sent.append(json.loads(request.content)["tokens"])
+        if request.url.path.endswith("/tokens"):
+            return httpx.Response(200, json=answer | {"position": json.loads(request.content)["expected_position"] + 1})
+        return httpx.Response(200, json=answer)
+
+    vocabulary, certificate = VocabularyFacts("bpe", 16, 0), Certificate(True, True, None)
+    card = Model("m", "1", "cpu", "", "rnn", 4, 1, {}, vocabulary, certificate)
+    with connect("http://wane", None, httpx.MockTransport(respond)) as client:
+        found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), Progress(disable=True))
+    assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
+    # `k` is the size of the measured windows, and `model_k` is the model's default window size.
+    assert (found.k, found.model_k) == (2, 4)
 
 
 def test_a_server_without_models_is_reported() -> None:
