@@ -57,7 +57,8 @@ encoder = msgspec.json.Encoder(enc_hook=to_jsonable_python)
 def json_bytes(document: object) -> bytes:
     """Encodes a result, a document, or a value in a document as JSON in one line. A number that is not finite becomes
     null."""
-    return without_commands(encoder.encode(document))
+    encoded = encoder.encode(document)
+    return encoded if encoded.isascii() else without_commands(encoded)
 
 
 def event(document: object, name: str = "") -> bytes:

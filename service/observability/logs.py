@@ -26,7 +26,7 @@ end of a line to some readers (U+0085, U+2028 and U+2029)."""
 
 def without_commands(encoded: bytes) -> bytes:
     """Escapes the characters in JSON that a terminal or a reader of lines would take as commands."""
-    if encoded.isascii() or (b"\xc2" not in encoded and b"\xe2\x80" not in encoded):
+    if b"\xc2" not in encoded and b"\xe2\x80" not in encoded:
         return encoded  # these tests are much faster than the expression
     return COMMANDS.sub(lambda match: b"\\u%04x" % ord(match[0].decode()), encoded)
 
