@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -354,7 +355,7 @@ async def tokens_of(
         engine.limits.length(len(sequence.events), document=document)
         return await engine.events.read(sequence.events, sequence.unknown)
     if not isinstance(sequence, str):
-        return EventTokens(as_array(sequence))
+        return EventTokens(sequence if isinstance(sequence, array) else as_array(sequence))
     tokens = await engine.encode(sequence, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")

@@ -176,7 +176,8 @@ async def reply_in_pieces(made: Iterator[bytes], headers: RawHeaders = (CONTENT_
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Returns a result or a document as a response."""
-    return Reply(json_bytes(document), status, headers)
+    encoded = encoder.encode(document)  # `json_bytes` would be one more call of every step
+    return Reply(encoded if encoded.isascii() else without_commands(encoded), status, headers)
 
 
 async def long_reply(document: object) -> Response:

@@ -215,10 +215,9 @@ R = TypeVar("R", bound="SequenceBody")
 
 def as_array(tokens: Sequence[int]) -> Sequence[int]:
     """Returns token ids as an array of 64-bit integers: numpy reads it without converting each id, and the garbage
-    collector does not visit the ids. Returns `tokens` if they are one, or if an id has more bits: no vocabulary has it.
-    """
+    collector does not visit the ids. Returns `tokens` if an id has more bits: no vocabulary has it."""
     try:
-        return tokens if isinstance(tokens, array) else array("q", tokens)
+        return array("q", tokens)
     except OverflowError:
         return tokens
 
